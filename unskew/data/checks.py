@@ -1,0 +1,86 @@
+"""Everything from outside is checked here, once, when it enters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError
+
+CHANNELS = (1, 3, 4)
+
+
+def as_inputs(values: object, who: str) -> Tensor:
+    """A tensor of inputs: images become ``[n, C, H, W]`` over channels-last memory, tables stay ``[n, f]``.
+
+    Args:
+        values: NumPy array or tensor; uint8, integer or floating point.
+        who: Whose data this is, for the error.
+
+    Raises:
+        DataError: Empty, not numeric, NaN or infinite, or of a shape that is neither images nor a table.
+    """
+    try:
+        x = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    except TypeError as error:
+        raise DataError(f"The inputs of {who} are not a numeric array: {error}.") from error
+    x = x.detach().cpu()
+    if x.dim() < 2:
+        raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
+    if len(x) == 0:
+        raise DataError(f"The data of {who} is empty; every client needs at least one sample.")
+    if x.dtype in (torch.float64, torch.float16, torch.bfloat16):
+        x = x.float()
+    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        raise DataError(f"The inputs of {who} hold NaN or infinite values; clean them first.")
+    if x.dtype == torch.bool:
+        x = x.to(torch.uint8)
+    if x.dim() == 3 and x.dtype == torch.uint8:
+        x = x.unsqueeze(1)
+    if x.dim() == 4:
+        return images(x, who)
+    return x.contiguous()
+
+
+def images(x: Tensor, who: str) -> Tensor:
+    """Find which axis holds the channels and return ``[n, C, H, W]`` over channels-last memory."""
+    if x.shape[1] in CHANNELS:
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    if x.shape[-1] in CHANNELS:
+        return x.contiguous().permute(0, 3, 1, 2)
+    raise DataError(
+        f"The images of {who} have shape {tuple(x.shape)}; one of axes 1 and 3 must hold 1, 3 or 4 channels."
+    )
+
+
+def as_targets(values: object, who: str) -> Tensor:
+    """Class labels ``[n]`` as int64.
+
+    Raises:
+        DataError: Not integers, or not one label per sample.
+    """
+    try:
+        y = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    except TypeError as error:
+        raise DataError(f"The labels of {who} are not numeric: {error}.") from error
+    y = y.detach().cpu()
+    if y.dim() == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.dim() != 1:
+        raise DataError(
+            f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample."
+        )
+    if y.is_floating_point():
+        if not bool(torch.isfinite(y).all()) or not bool((y == y.round()).all()):
+            raise DataError(f"The labels of {who} are not whole numbers; classification needs class indices.")
+    return y.to(torch.int64).contiguous()
+
+
+def check_targets(y: Tensor, classes: int, who: str) -> None:
+    """Labels must lie in ``0 .. classes - 1``."""
+    if len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
+        bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
+        raise DataError(
+            f"The labels of {who} hold {bad}; with {classes} classes they must be 0 to {classes - 1}."
+        )

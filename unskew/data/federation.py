@@ -1,0 +1,261 @@
+"""A federation: who holds which samples.
+
+The samples of all clients lie in one array, ordered by client, so a client's data is a view (an offset and a
+length) and a million registered clients cost two integers each. Images stay uint8, channels-last, and are
+normalised batch by batch on the device that trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.errors import DataError
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """What one client holds: ``x [n, ...]`` and ``y [n]`` to train on, and its own held-out ``x_test, y_test``."""
+
+    id: int
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+    @property
+    def examples(self) -> int:
+        """Number of training samples."""
+        return len(self.y)
+
+
+class ArrayClients(Sequence[ClientData]):
+    """Clients as slices of shared arrays; client ``k`` trains on ``start[k]:split[k]``, holds out ``split[k]:stop[k]``."""
+
+    def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
+        self.x, self.y, self.offsets, self.splits = x, y, offsets, splits
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
+        if not 0 <= k < len(self):
+            raise IndexError(f"There is no client {k}; this federation has {len(self)}.")
+        start, split, stop = int(self.offsets[k]), int(self.splits[k]), int(self.offsets[k + 1])
+        x, y = self.x, self.y
+        return ClientData(k, x[start:split], y[start:split], x[split:stop], y[split:stop])
+
+    def __iter__(self) -> Iterator[ClientData]:
+        return (self[k] for k in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """``(x * scale - mean) / std``, per channel (images) or per feature (tables); ``None`` leaves inputs alone."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 1.0
+
+    @staticmethod
+    def fit(x: Tensor) -> Normalisation:
+        """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``."""
+        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
+        dims = [0, *range(2, x.dim())]
+        total = x.numel() // x.shape[1]
+        # Sums of uint8 are exact in float64, chunk by chunk, without a float copy of the whole array.
+        sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
+        for part in x.split(4096):
+            values = part.to(torch.float64)
+            sums[0] += values.sum(dims)
+            sums[1] += values.square().sum(dims)
+        mean = sums[0] / total
+        std = (sums[1] / total - mean.square()).clamp_min(0).sqrt()
+        std = torch.where(std * scale < 1e-6, torch.ones_like(std) / scale, std)
+        return Normalisation(tuple((mean * scale).tolist()), tuple((std * scale).tolist()), scale)
+
+
+@dataclass(frozen=True)
+class ServerData:
+    """Samples at the server; ``in_domain`` says whether they come from the clients' task."""
+
+    x: Tensor
+    y: Tensor
+    in_domain: bool = True
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Clients with their data, a test set, and (optionally) data at the server.
+
+    Attributes:
+        clients: A sequence of :class:`ClientData`; it may load a client only when it is drawn.
+        test: Inputs ``[n, ...]`` and targets ``[n]`` on which the global model is evaluated.
+        server: Data at the server, or None.
+        task: ``"classification"``.
+        classes: Number of classes ``C``.
+        normalisation: Applied to every batch, on the device; None leaves inputs as they are.
+        class_names: Names of the classes, in order.
+        name: The data set and partition, for tables.
+        fingerprint: Hash of the partition (which sample sits where); every run records it.
+    """
+
+    clients: Sequence[ClientData]
+    test: tuple[Tensor, Tensor]
+    server: ServerData | None = None
+    task: str = "classification"
+    classes: int = 10
+    normalisation: Normalisation | None = None
+    class_names: tuple[str, ...] = ()
+    name: str = "arrays"
+    partition: str = "given"
+    fingerprint: str = ""
+    info: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one input, channels first: ``(C, H, W)`` or ``(f,)``."""
+        return tuple(self.test[0].shape[1:])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Training samples per client, ``[K]``."""
+        if isinstance(self.clients, ArrayClients):
+            return self.clients.splits - self.clients.offsets[:-1]
+        return np.array([client.examples for client in self.clients])
+
+    def class_counts(self) -> np.ndarray:
+        """What each client holds to train on: counts ``[K, C]``."""
+        counts = [np.bincount(c.y.numpy(), minlength=self.classes) for c in self.clients]
+        return np.stack(counts)
+
+    @staticmethod
+    def from_arrays(
+        clients: Sequence[tuple[object, ...]],
+        test: tuple[object, object],
+        server: tuple[object, object] | None = None,
+        task: str = "classification",
+        classes: int | None = None,
+        *,
+        holdout: float = 0.1,
+        seed: int = 0,
+        normalise: bool | Normalisation | None = None,
+        server_in_domain: bool = True,
+        class_names: Sequence[str] = (),
+        name: str = "arrays",
+    ) -> Federation:
+        """Build a federation from arrays.
+
+        Args:
+            clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``; tables are ``[n, f]``.
+            test: ``(x, y)`` of the global test set.
+            server: ``(x, y)`` held by the server.
+            task: ``"classification"``.
+            classes: Number of classes; found from the labels if None.
+            holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
+            seed: Decides which samples are held out.
+            normalise: True or None: uint8 images are standardised per channel, floats are left alone; False:
+                nothing is normalised; or a :class:`Normalisation`.
+            server_in_domain: Whether the server's samples come from the clients' task.
+            class_names: Names of the classes.
+            name: Name shown in tables.
+
+        Raises:
+            DataError: A client is empty, shapes differ, a label is out of range, or an input is not finite.
+
+        >>> import numpy as np
+        >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 0, 1])
+        >>> fed = Federation.from_arrays([(x, y), (x, y)], test=(x, y), holdout=0.25)
+        >>> len(fed.clients), fed.classes, fed.sizes.tolist()
+        (2, 2, [3, 3])
+        """
+        if task != "classification":
+            raise DataError(f"There is no task {task!r}. Known: classification.")
+        if not clients:
+            raise DataError("A federation needs at least one client; 'clients' is empty.")
+        xs, ys, splits = [], [], []
+        for k, given in enumerate(clients):
+            if not isinstance(given, tuple | list) or len(given) not in (2, 4):
+                raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
+            x, y = as_inputs(given[0], f"client {k}"), as_targets(given[1], f"client {k}")
+            if len(x) != len(y):
+                raise DataError(f"Client {k} has {len(x)} inputs but {len(y)} labels.")
+            if len(given) == 4:
+                xt, yt = as_inputs(given[2], f"client {k} (test)"), as_targets(given[3], f"client {k} (test)")
+                if len(xt) != len(yt):
+                    raise DataError(f"Client {k} has {len(xt)} test inputs but {len(yt)} test labels.")
+                splits.append(len(x))
+                x, y = torch.cat([x, xt]), torch.cat([y, yt])
+            else:
+                order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed * 1_000_003 + k))
+                x, y = x[order], y[order]
+                splits.append(training_size(len(y), holdout))
+            xs.append(x)
+            ys.append(y)
+        named = {f"client {k}": x for k, x in enumerate(xs)}
+        pairs = {"the test set": (as_inputs(test[0], "the test set"), as_targets(test[1], "the test set"))}
+        if server is not None:
+            pairs["the server"] = (as_inputs(server[0], "the server"), as_targets(server[1], "the server"))
+        named |= {who: pair[0] for who, pair in pairs.items()}
+        shape = tuple(xs[0].shape[1:])
+        for who, inputs in named.items():
+            if tuple(inputs.shape[1:]) != shape:
+                raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, client 0 of {shape}.")
+        if classes is None:
+            classes = int(max(int(y.max()) for y in [*ys, *(p[1] for p in pairs.values())] if len(y))) + 1
+        for who, pair in [*((f"client {k}", (xs[k], ys[k])) for k in range(len(xs))), *pairs.items()]:
+            check_targets(pair[1], classes, who)
+            if len(pair[0]) != len(pair[1]):
+                raise DataError(f"{who} has {len(pair[0])} inputs but {len(pair[1])} labels.")
+        offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
+        x_all, y_all = cat_inputs(xs), torch.cat(ys)
+        if normalise is None or normalise is True:
+            normalise = Normalisation.fit(x_all) if x_all.dtype == torch.uint8 else False
+        return Federation(
+            clients=ArrayClients(x_all, y_all, offsets, offsets[:-1] + np.array(splits)),
+            test=pairs["the test set"],
+            server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
+            task=task,
+            classes=classes,
+            normalisation=normalise or None,
+            class_names=tuple(class_names),
+            name=name,
+            fingerprint=fingerprint_of(y_all.numpy(), offsets),
+        )
+
+
+def training_size(n: int, holdout: float) -> int:
+    """How many of a client's ``n`` samples it trains on; at least one is held out when there are two or more."""
+    if not 0 <= holdout < 1:
+        raise DataError(f"holdout must be a share from 0 to below 1, not {holdout}.")
+    if holdout == 0 or n < 2:
+        return n
+    return n - min(n - 1, max(1, round(n * holdout)))
+
+
+def cat_inputs(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate inputs; images keep their channels-last memory."""
+    if parts[0].dim() != 4:
+        return torch.cat(list(parts))
+    return torch.cat([p.permute(0, 2, 3, 1) for p in parts]).permute(0, 3, 1, 2)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer."""
+    if x.dim() != 4:
+        return x[index]
+    return x.permute(0, 2, 3, 1)[index].permute(0, 3, 1, 2)
+
+
+def fingerprint_of(values: np.ndarray, offsets: np.ndarray) -> str:
+    """Sixteen hex digits that change when any sample moves to another client."""
+    digest = hashlib.sha256(np.ascontiguousarray(values).tobytes())
+    digest.update(np.ascontiguousarray(offsets, dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,42 @@
+"""The errors a user can meet. Each message is a sentence: what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UnskewError(Exception):
+    """Base of every error that unskew raises on purpose."""
+
+
+class ConfigError(UnskewError):
+    """An option, a name or a configuration file is wrong."""
+
+
+class DataError(UnskewError):
+    """The data cannot be used as given."""
+
+
+class MethodConflict(ConfigError):
+    """Two methods of a sum fill the same exclusive slot."""
+
+
+class CheckpointError(UnskewError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class EngineError(UnskewError):
+    """An engine cannot run here, or one of its workers died."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """A sentence for an unknown name, with the nearest known ones.
+
+    >>> unknown("method", "fedavgg", ["fedavg", "fedprox"])
+    "There is no method 'fedavgg'. Did you mean 'fedavg'? Known: fedavg, fedprox."
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."
