@@ -68,12 +68,9 @@ def as_targets(values: object, who: str) -> Tensor:
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.dim() != 1:
-        raise DataError(
-            f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample."
-        )
-    if y.is_floating_point():
-        if not bool(torch.isfinite(y).all()) or not bool((y == y.round()).all()):
-            raise DataError(f"The labels of {who} are not whole numbers; classification needs class indices.")
+        raise DataError(f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample.")
+    if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
+        raise DataError(f"The labels of {who} are not whole numbers; classification needs class indices.")
     return y.to(torch.int64).contiguous()
 
 
@@ -81,6 +78,4 @@ def check_targets(y: Tensor, classes: int, who: str) -> None:
     """Labels must lie in ``0 .. classes - 1``."""
     if len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
         bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
-        raise DataError(
-            f"The labels of {who} hold {bad}; with {classes} classes they must be 0 to {classes - 1}."
-        )
+        raise DataError(f"The labels of {who} hold {bad}; with {classes} classes they must be 0 to {classes - 1}.")

@@ -1,0 +1,1 @@
+"""The round: who takes part, what is trained, what arrives, what is kept."""

@@ -1,0 +1,1 @@
+"""unskew: federated learning for skewed data."""
