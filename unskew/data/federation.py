@@ -36,7 +36,7 @@ class ClientData:
 
 
 class ArrayClients(Sequence[ClientData]):
-    """Clients as slices of shared arrays; client ``k`` trains on ``start[k]:split[k]``, holds out ``split[k]:stop[k]``."""
+    """Clients as slices of shared arrays: ``k`` trains on ``offsets[k]:splits[k]``, holds out up to ``offsets[k+1]``."""
 
     def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
         self.x, self.y, self.offsets, self.splits = x, y, offsets, splits
@@ -71,7 +71,7 @@ class Normalisation:
         total = x.numel() // x.shape[1]
         # Sums of uint8 are exact in float64, chunk by chunk, without a float copy of the whole array.
         sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
-        for part in x.split(4096):
+        for part in torch.split(x, 4096):
             values = part.to(torch.float64)
             sums[0] += values.sum(dims)
             sums[1] += values.square().sum(dims)
@@ -127,7 +127,7 @@ class Federation:
     def sizes(self) -> np.ndarray:
         """Training samples per client, ``[K]``."""
         if isinstance(self.clients, ArrayClients):
-            return self.clients.splits - self.clients.offsets[:-1]
+            return np.asarray(self.clients.splits - self.clients.offsets[:-1])
         return np.array([client.examples for client in self.clients])
 
     def class_counts(self) -> np.ndarray:
@@ -216,15 +216,16 @@ class Federation:
                 raise DataError(f"{who} has {len(pair[0])} inputs but {len(pair[1])} labels.")
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
         x_all, y_all = cat_inputs(xs), torch.cat(ys)
-        if normalise is None or normalise is True:
-            normalise = Normalisation.fit(x_all) if x_all.dtype == torch.uint8 else False
+        if not isinstance(normalise, Normalisation):
+            wanted = normalise is not False and x_all.dtype == torch.uint8
+            normalise = Normalisation.fit(x_all) if wanted else None
         return Federation(
             clients=ArrayClients(x_all, y_all, offsets, offsets[:-1] + np.array(splits)),
             test=pairs["the test set"],
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
             classes=classes,
-            normalisation=normalise or None,
+            normalisation=normalise,
             class_names=tuple(class_names),
             name=name,
             fingerprint=fingerprint_of(y_all.numpy(), offsets),

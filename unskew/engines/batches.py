@@ -1,0 +1,62 @@
+"""Which samples a client sees in which step, and how they become a batch on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unskew.data.augment import crop_and_flip, draw_crop_and_flip
+from unskew.data.federation import Normalisation
+from unskew.engines.base import Training
+from unskew.seeding import generator
+
+PADDING = 4
+
+
+class Plan:
+    """The mini-batches of one client in one round, drawn once: index tensors, one per step.
+
+    Epochs are reshuffled and the last batch of an epoch may be smaller, as with a PyTorch ``DataLoader``; with
+    ``local_steps`` a new epoch begins whenever the data are used up.
+    """
+
+    def __init__(self, training: Training, examples: int, seed: int, round: int, client: int):
+        draws = generator(seed, "batches", round, client)
+        cuts, steps = training.cuts(examples), training.steps(examples)
+        self.batches: list[Tensor] = []
+        while len(self.batches) < steps:
+            order = torch.randperm(examples, generator=draws)
+            self.batches += [order[cut] for cut in cuts]
+        del self.batches[steps:]
+        self._augment = generator(seed, "augment", round, client) if training.augment else None
+
+    def augment(self, x: Tensor) -> Tensor:
+        """Crop and flip the images of the next step (call once per step, in order)."""
+        if self._augment is None or x.dim() != 4:
+            return x
+        offsets, flips = draw_crop_and_flip(len(x), PADDING, self._augment)
+        return crop_and_flip(x, offsets, flips, PADDING)
+
+
+class Normaliser:
+    """Turns stored inputs into the model's: type, device and standardisation, one batch at a time."""
+
+    def __init__(self, normalisation: Normalisation | None, dtype: torch.dtype, device: torch.device, dims: int):
+        self.dtype, self.device = dtype, device
+        self.factor: Tensor | None = None
+        if normalisation is not None:
+            view = [1, -1, *[1] * (dims - 1)]
+            mean = torch.tensor(normalisation.mean, dtype=torch.float64)
+            std = torch.tensor(normalisation.std, dtype=torch.float64)
+            self.factor = (normalisation.scale / std).to(dtype).view(view).to(device)
+            self.offset = (-mean / std).to(dtype).view(view).to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalised ``x`` on the device; integers that are not images (token ids) keep their type."""
+        if x.dtype == torch.int64:
+            return x.to(self.device, non_blocking=True)
+        x = x.to(self.device, non_blocking=True).to(self.dtype)
+        if self.factor is None:
+            return x
+        # x is a gathered copy unless its type was right already; then the multiplication makes one.
+        return torch.addcmul(self.offset, x, self.factor)

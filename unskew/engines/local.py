@@ -1,0 +1,147 @@
+"""One client's local training, the reference that every engine must equal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unskew.data.federation import take
+from unskew.engines import optimizers
+from unskew.engines.base import Setup
+from unskew.engines.batches import Normaliser, Plan
+from unskew.methods.rules import Broadcast, ClientRule, Context, Tensors, Update, mask_of
+from unskew.models.trainable import Batch, BoundModel, LossFn, Model
+from unskew.seeding import derive, fold
+from unskew.tasks import Task
+
+
+def base_loss(model: Model, task: Task) -> LossFn:
+    """The task's loss of a batch, which rules wrap."""
+
+    def loss_fn(v: Tensor, batch: Batch) -> Tensor:
+        return task.loss(model(v, batch.x).logits, batch.y)
+
+    return loss_fn
+
+
+def start_of(cast: Broadcast) -> Tensor:
+    """Where local training starts: the broadcast, but for slices that stayed at the client."""
+    kept = cast.state.get("model", {}).get("v")
+    if cast.down is None or kept is None:
+        return cast.v
+    return torch.where(mask_of(cast.down, len(kept)).to(kept.device), cast.v, kept)
+
+
+def client_key(seed: int, cast: Broadcast) -> Tensor:
+    """The random key of a client in a round."""
+    return torch.tensor(derive(seed, "key", cast.round, cast.client))
+
+
+def contexts(
+    rules: tuple[ClientRule, ...],
+    shared: dict[str, object],
+    state: dict[str, Tensors],
+    download: dict[str, Tensors],
+) -> list[Context]:
+    """One context per rule: its own state, download and upload, all else shared."""
+    return [
+        Context(
+            state=dict(state.get(rule.name, {})),
+            download=download.get(rule.name, {}),
+            upload={},
+            **shared,  # type: ignore[arg-type]
+        )
+        for rule in rules
+    ]
+
+
+def finish(
+    setup: Setup,
+    cast: Broadcast,
+    examples: int,
+    v_start: Tensor,
+    v: Tensor,
+    b: Tensor,
+    ctxs: list[tuple[Tensors, Tensors]],
+    metrics: dict[str, float],
+) -> Update:
+    """Pack what a client sends (``ctxs``: per rule, its state and its upload) and what stays with it."""
+    state = {r.name: s for r, (s, _) in zip(setup.rules, ctxs, strict=True) if s}
+    delta = v - v_start
+    if cast.up is not None:
+        state["model"] = {"v": v}
+        delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
+    upload = {r.name: u for r, (_, u) in zip(setup.rules, ctxs, strict=True) if u}
+    return Update(cast.client, cast.round, examples, cast.weight, delta, b, upload, state, metrics)
+
+
+class LocalTrainer:
+    """Trains one client at a time on one reused model."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.model = BoundModel(setup.spec, setup.device, autocast=setup.training.precision == "bf16")
+        dims = len(setup.federation.shape)
+        self.normalise = Normaliser(setup.federation.normalisation, setup.spec.dtype, setup.device, dims)
+        self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
+
+    def full_gradient(self, cast: Broadcast, v: Tensor) -> Tensor:
+        """Gradient of the client's mean loss over all its samples at ``v``, batch by batch; statistics stay."""
+        client = self.setup.federation.clients[cast.client]
+        self.model.start(cast.b)
+        grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
+        total = torch.zeros_like(v)
+        for cut in torch.arange(client.examples).split(self.setup.training.batch_size):
+            x = self.normalise(take(client.x, cut))
+            batch = Batch(x, client.y[cut].to(x.device), client_key(self.setup.seed, cast), torch.tensor(0))
+            total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)
+        return total
+
+    def train(self, cast: Broadcast) -> Update:
+        """Local training of one client from its broadcast."""
+        setup, training, device = self.setup, self.setup.training, self.setup.device
+        client = setup.federation.clients[cast.client]
+        plan = Plan(training, client.examples, setup.seed, cast.round, cast.client)
+        v_start = start_of(cast).to(device)
+        key = client_key(setup.seed, cast)
+        shared: dict[str, object] = {
+            "round": cast.round,
+            "v_global": cast.v.to(device),
+            "v_start": v_start,
+            "b_global": cast.b.to(device),
+            "spec": setup.spec,
+            "model": self.model,
+            "task": setup.task,
+            "key": key,
+            "lr": training.lr,
+            "plain_sgd": training.plain_sgd,
+            "steps": torch.tensor(float(len(plan.batches)), dtype=v_start.dtype, device=device),
+            "weight": torch.tensor(cast.weight, dtype=v_start.dtype, device=device),
+            "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
+        }
+        ctxs = contexts(setup.rules, shared, cast.state, cast.download)
+        pairs = list(zip(setup.rules, ctxs, strict=True))
+        self.model.start(cast.b)
+        carries = [rule.begin(ctx) for rule, ctx in pairs]
+        loss_fn = base_loss(self.model, setup.task)
+        for (rule, ctx), carry in zip(pairs, carries, strict=True):
+            loss_fn = rule.loss(loss_fn, ctx, carry)
+        grad_fn = self.model.gradient(loss_fn)
+        for (rule, ctx), carry in zip(pairs, carries, strict=True):
+            grad_fn = rule.gradient(grad_fn, ctx, carry)
+
+        v = v_start.clone()
+        state = optimizers.init(training, v)
+        total = torch.zeros((), dtype=v.dtype, device=device)
+        for step, index in enumerate(plan.batches):
+            x = self.normalise(plan.augment(take(client.x, index)))
+            at = torch.tensor(step)
+            batch = Batch(x, client.y[index].to(device), fold(key, at) if self.model.stream else key, at)
+            v, state = optimizers.step(training, v, grad_fn(v, batch), state, step)
+            total += self.model.loss
+
+        for (rule, ctx), carry in zip(pairs, carries, strict=True):
+            rule.end(ctx, carry, v)
+        metrics = {"loss": float(total) / max(1, len(plan.batches)), "steps": float(len(plan.batches))}
+        written = [(ctx.state, ctx.upload) for ctx in ctxs]
+        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics)

@@ -1,0 +1,52 @@
+"""The client's optimizer on a flat vector: the update rules of ``torch.optim``, as functions that can be mapped.
+
+All write their arguments in place, element by element, so they work on one vector ``[d]`` and inside ``vmap``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unskew.engines.base import Training
+
+State = dict[str, Tensor]
+
+
+def init(training: Training, v: Tensor) -> State:
+    """Fresh state of the optimizer for the vector ``v``."""
+    if training.optimizer == "sgd":
+        return {"momentum": torch.zeros_like(v)} if training.momentum else {}
+    return {"m": torch.zeros_like(v), "v": torch.zeros_like(v)}
+
+
+def step(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
+    """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten."""
+    if training.clip is not None:
+        g = g * torch.clamp(training.clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0)
+    if training.optimizer == "sgd":
+        return sgd(training, v, g, state)
+    return adam(training, v, g, state, t)
+
+
+def sgd(training: Training, v: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    """SGD with momentum, Nesterov momentum and weight decay, as ``torch.optim.SGD``."""
+    if training.weight_decay:
+        g = g.add(v, alpha=training.weight_decay)
+    if training.momentum:
+        buffer = state["momentum"].mul_(training.momentum).add_(g)
+        g = g.add(buffer, alpha=training.momentum) if training.nesterov else buffer
+    return v.add_(g, alpha=-training.lr), state
+
+
+def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
+    """Adam (decay added to the gradient) or AdamW (decay apart), as ``torch.optim``; betas 0.9 and 0.999."""
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+    if training.optimizer == "adamw":
+        v.mul_(1 - training.lr * training.weight_decay)
+    elif training.weight_decay:
+        g = g.add(v, alpha=training.weight_decay)
+    m = state["m"].mul_(beta1).add_(g, alpha=1 - beta1)
+    second = state["v"].mul_(beta2).add_(g * g, alpha=1 - beta2)
+    root = (second / (1 - beta2 ** (t + 1))).sqrt_().add_(eps)
+    return v.sub_(m / root * (training.lr / (1 - beta1 ** (t + 1)))), state

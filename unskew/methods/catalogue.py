@@ -1,0 +1,151 @@
+"""Every method by name, and sums of methods.
+
+A method is written ``name`` or ``name:option=value,option=value``; a sum joins methods with ``+``. Adding a method means
+one new file and one line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import typing
+from collections.abc import Sequence
+
+import pydantic
+
+from unskew.errors import ConfigError, MethodConflict, unknown
+from unskew.methods.rules import ClientRule, DataRule, Method, Part, ServerRule, Sync
+
+CATALOGUE: dict[str, str] = {
+    "fedavg": "unskew.methods.fedavg:FedAvg",
+    "fedavgm": "unskew.methods.fedavgm:FedAvgM",
+    "fedadagrad": "unskew.methods.fedopt:FedAdagrad",
+    "fedyogi": "unskew.methods.fedopt:FedYogi",
+    "fedadam": "unskew.methods.fedopt:FedAdam",
+    "fedprox": "unskew.methods.fedprox:FedProx",
+    "scaffold": "unskew.methods.scaffold:Scaffold",
+}
+
+MethodLike = str | Part | Method | Sequence["str | Part | Method"]
+
+
+def part_class(name: str) -> type[Part]:
+    """The class behind a catalogue name, or behind a dotted path ``package.module.Class`` of the user's own.
+
+    Raises:
+        ConfigError: There is no such method.
+    """
+    path = CATALOGUE.get(name)
+    if path is None and "." not in name:
+        raise ConfigError(unknown("method", name, CATALOGUE))
+    module_name, _, class_name = (path or ":".join(name.rsplit(".", 1))).partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"The method {name!r} cannot be imported: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, Part)):
+        raise ConfigError(
+            f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule."
+        )
+    return found
+
+
+def options_of(cls: type[Part]) -> dict[str, object]:
+    """Names and defaults of a method's options."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    return {f.name: f.default for f in dataclasses.fields(cls)}
+
+
+def slots_of(cls: type[Part]) -> list[str]:
+    """The slots that a method fills, in the order data, client, sync, server."""
+    kinds = {"data": DataRule, "client": ClientRule, "sync": Sync, "server": ServerRule}
+    return [slot for slot, kind in kinds.items() if issubclass(cls, kind)]
+
+
+def _parse_one(text: str) -> Method:
+    name, _, rest = text.strip().partition(":")
+    name = name.strip() if "." in name else name.strip().lower()
+    cls = part_class(name)
+    known = options_of(cls)
+    options: dict[str, str] = {}
+    for item in filter(None, (piece.strip() for piece in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{item!r} in {text!r} is not an option; write {name}:option=value.")
+        if key.strip() not in known:
+            raise ConfigError(unknown(f"option of {name}", key.strip(), known) if known else f"{name} has no options.")
+        options[key.strip()] = value.strip()
+    return make(cls, **options).build()
+
+
+def make(cls: type[Part], **options: object) -> Part:
+    """An instance of a method's class with checked options.
+
+    Raises:
+        ConfigError: A value is of the wrong type or out of range.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    checked: dict[str, object] = {}
+    for key, value in options.items():
+        try:
+            checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
+        except pydantic.ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"{cls.name}:{key}={value} is not valid: {reason}.") from error
+    return cls(**checked)
+
+
+def method(spec: MethodLike) -> Method:
+    """The method that ``spec`` names.
+
+    Args:
+        spec: A name with options (``"fedprox:mu=0.1+scaffold"``), an instance of your own rule, a :class:`Method`, or a
+            sequence of these, which are added up. Client rules act in the order written: the first one is innermost.
+
+    Raises:
+        ConfigError: An unknown method or option, or a value that is not allowed.
+        MethodConflict: Two methods fill the same exclusive slot differently.
+
+    >>> method("fedprox:mu=0.1+scaffold").client
+    (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))
+    """
+    if isinstance(spec, Method):
+        return spec
+    if isinstance(spec, Part):
+        return dataclasses.replace(spec.build(), spelling=spec.name)
+    if isinstance(spec, str):
+        # A plus sign before a digit belongs to a number such as 1e+3.
+        pieces = re.split(r"\+(?=\s*[A-Za-z_])", spec)
+        if not spec.strip() or not all(piece.strip() for piece in pieces):
+            raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
+        return dataclasses.replace(_add([_parse_one(piece) for piece in pieces]), spelling=spec.replace(" ", ""))
+    parts = [method(item) for item in spec]
+    if not parts:
+        raise ConfigError("An empty list is not a method.")
+    return dataclasses.replace(_add(parts), spelling="+".join(p.spelling or p.name for p in parts))
+
+
+def _add(parts: Sequence[Method]) -> Method:
+    total = parts[0]
+    for other in parts[1:]:
+        filled: dict[str, object] = {}
+        for slot in ("sync", "server", "weights"):
+            mine, theirs = getattr(total, slot), getattr(other, slot)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise MethodConflict(
+                    f"{total.name} and {other.name} both fill the slot {slot!r}, and differently; a sum can have only one."
+                )
+            filled[slot] = mine if mine is not None else theirs
+        total = Method(
+            name=f"{total.name}+{other.name}",
+            data=total.data + other.data,
+            client=total.client + other.client,
+            **filled,  # type: ignore[arg-type]
+        )
+    names = [rule.name for rule in (*total.data, *total.client)]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise MethodConflict(f"{twice} appears twice in {total.name}; write it once with the options you want.")
+    return total

@@ -1,0 +1,34 @@
+"""FedAvg: the mean of the clients' models is the next model.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", 2016, arXiv:1602.05629, Algorithm 1: ``theta <- sum_k p_k theta_k`` with ``p_k = n_k / sum_j n_j``, which in terms
+of updates is ``theta <- theta + sum_k p_k delta_k``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from unskew.methods.rules import ServerRule, Tensors, Updates
+
+
+@dataclass(frozen=True)
+class FedAvg(ServerRule):
+    """Federated averaging.
+
+    Attributes:
+        eta: Server step; 1 is the paper's plain average.
+    """
+
+    name: ClassVar[str] = "fedavg"
+    summary: ClassVar[str] = "average of the clients' models"
+    paper: ClassVar[str] = "McMahan et al. 2016, arXiv:1602.05629"
+
+    eta: Annotated[float, Field(gt=0)] = 1.0
+
+    def step(self, state: Tensors, updates: Updates) -> Tensors:
+        """``v <- v + eta * sum_k p_k delta_k``."""
+        return {"v": state["v"].add(updates.aggregate.delta, alpha=self.eta)}

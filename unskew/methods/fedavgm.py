@@ -1,0 +1,51 @@
+"""FedAvgM: momentum at the server.
+
+Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
+arXiv:1909.06335: ``m <- beta m + (theta - sum_k p_k theta_k)``, ``theta <- theta - eta m``. Here ``m`` has the sign of an
+update, ``m <- beta m + delta`` and ``theta <- theta + eta m``, which is the same.
+
+The default ``beta=0.1`` is that of the FedCOG paper, which compares with it; ``nesterov=True`` steps along
+``delta + beta m`` instead, as the authors of that paper's code do (without their extra division by ``1 + beta``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.methods.rules import ServerRule, Tensors, Updates
+
+
+@dataclass(frozen=True)
+class FedAvgM(ServerRule):
+    """Server momentum.
+
+    Attributes:
+        beta: Momentum; 0 is FedAvg.
+        eta: Server step.
+        nesterov: Look ahead along the momentum.
+    """
+
+    name: ClassVar[str] = "fedavgm"
+    summary: ClassVar[str] = "momentum at the server"
+    paper: ClassVar[str] = "Hsu et al. 2019, arXiv:1909.06335"
+
+    beta: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    eta: Annotated[float, Field(gt=0)] = 1.0
+    nesterov: bool = False
+
+    def init(self, v: Tensor, federation: Federation) -> Tensors:
+        """Momentum zero."""
+        return {"v": v, "m": torch.zeros_like(v)}
+
+    def step(self, state: Tensors, updates: Updates) -> Tensors:
+        """``m <- beta m + delta``; ``v <- v + eta m``."""
+        delta = updates.aggregate.delta
+        m = self.beta * state["m"] + delta
+        direction = delta + self.beta * m if self.nesterov else m
+        return {"v": state["v"].add(direction, alpha=self.eta), "m": m}

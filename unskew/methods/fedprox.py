@@ -1,0 +1,44 @@
+"""FedProx: a proximal term keeps local models near the global one.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", 2018, arXiv:1812.06127,
+Equation 2: each client minimises ``F_k(theta) + mu/2 ||theta - theta^t||^2``. The term's gradient is known,
+``mu (theta - theta^t)``, so it is added to the gradient instead of being differentiated.
+
+The default ``mu=0.01`` is that of the FedCOG and Fedssyn papers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.methods.rules import ClientRule, Context, Tensors
+from unskew.models.trainable import Batch, GradFn
+
+
+@dataclass(frozen=True)
+class FedProx(ClientRule):
+    """Proximal local training.
+
+    Attributes:
+        mu: Strength of the proximal term; 0 is FedAvg.
+    """
+
+    name: ClassVar[str] = "fedprox"
+    summary: ClassVar[str] = "proximal term towards the global model"
+    paper: ClassVar[str] = "Li et al. 2018, arXiv:1812.06127"
+
+    mu: Annotated[float, Field(ge=0)] = 0.01
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """``g + mu (theta - theta^t)``."""
+        if self.mu == 0:
+            return grad_fn
+
+        def proximal(v: Tensor, batch: Batch) -> Tensor:
+            return grad_fn(v, batch).add(v - ctx.v_global, alpha=self.mu)
+
+        return proximal

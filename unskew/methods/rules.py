@@ -1,0 +1,282 @@
+"""The four slots of a method, and what passes between server and client.
+
+A method decides one or two of four independent questions, one slot each: ``data`` (what a client holds before training),
+``client`` (how it trains: a sequence of rules), ``sync`` (which slices of the model travel in which round) and ``server``
+(how updates become the next model). Rules are pure functions of tensors: state comes in, state goes out, so every engine
+can run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError
+from unskew.models.trainable import GradFn, LossFn, Model
+from unskew.models.vector import ModelSpec
+from unskew.tasks import Task
+
+Tensors = dict[str, Tensor]
+Weights = Literal["samples", "uniform"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a client rule may read, and the two places it may write: ``state`` and ``upload``.
+
+    Attributes:
+        round: Number of the round, from 0.
+        v_global: The model as the server sent it, ``[d]``.
+        v_start: Where local training starts: ``v_global`` but for slices that stay at the client.
+        b_global: The statistics as sent, ``[m]``.
+        state: What this rule kept at this client (empty if it never took part); writes are kept if training succeeds.
+        download: What the rule's server half sent beside the model.
+        upload: What the rule sends beside the update; counted in bytes.
+        spec: The model's layout.
+        model: The model in training, ``model(v, x) -> Output``.
+        task: Loss and probabilities.
+        key: A random 64-bit key of this client and round.
+        lr: The client's learning rate.
+        plain_sgd: Whether a local step is exactly ``v - lr * g`` (no momentum, decay, clipping or adaptivity).
+        steps: Number of local steps, as a scalar tensor.
+        weight: The client's aggregation weight before normalisation, as a scalar tensor.
+        full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
+    """
+
+    round: int
+    v_global: Tensor
+    v_start: Tensor
+    b_global: Tensor
+    state: Tensors
+    download: Tensors
+    upload: Tensors
+    spec: ModelSpec
+    model: Model
+    task: Task
+    key: Tensor
+    lr: float
+    plain_sgd: bool
+    steps: Tensor
+    weight: Tensor
+    full_gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What one client receives: the model ``v [d]``, its statistics ``b [m]`` and each rule's extra tensors."""
+
+    round: int
+    client: int
+    v: Tensor
+    b: Tensor
+    download: dict[str, Tensors]
+    state: dict[str, Tensors]
+    weight: float
+    down: tuple[slice, ...] | None = None
+    up: tuple[slice, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client sends back.
+
+    Attributes:
+        client, born, arrived: Who, the round of its broadcast, the round of its arrival.
+        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalisation.
+        delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
+        buffers: The statistics after training, ``[m]``.
+        upload: Each rule's extra tensors.
+        state: What stays at the client (never counted as traffic).
+        metrics: Figures such as the mean training loss and the number of steps.
+    """
+
+    client: int
+    born: int
+    examples: int
+    weight: float
+    delta: Tensor
+    buffers: Tensor
+    upload: dict[str, Tensors]
+    state: dict[str, Tensors]
+    metrics: dict[str, float]
+    arrived: int = -1
+
+
+class Aggregate:
+    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
+
+    Updates are added in the order given, so the result does not depend on who finished first.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.weight, self.examples = 0, 0.0, 0
+        self._delta: Tensor | None = None
+        self._buffers: Tensor | None = None
+        self.upload: dict[str, Tensors] = {}
+
+    def add(self, update: Update) -> None:
+        """Add one client's update."""
+        self.count += 1
+        self.weight += update.weight
+        self.examples += update.examples
+        if self._delta is None or self._buffers is None:
+            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
+        else:
+            self._delta.add_(update.delta, alpha=update.weight)
+            self._buffers.add_(update.buffers, alpha=update.weight)
+        for rule, tensors in update.upload.items():
+            sums = self.upload.setdefault(rule, {})
+            for name, tensor in tensors.items():
+                sums[name] = sums[name] + tensor if name in sums else tensor.clone()
+
+    @property
+    def delta(self) -> Tensor:
+        """The weighted mean of the updates, ``[d]``."""
+        assert self._delta is not None, "an aggregate of no update has no mean"
+        return self._delta / self.weight
+
+    @property
+    def buffers(self) -> Tensor:
+        """The weighted mean of the clients' statistics, ``[m]``."""
+        assert self._buffers is not None, "an aggregate of no update has no mean"
+        return self._buffers / self.weight
+
+
+class Updates:
+    """The usable updates of a round: always their :class:`Aggregate`; one by one only for servers that need it."""
+
+    def __init__(self, round: int, aggregate: Aggregate, individual: Sequence[Update] | None = None):
+        self.round, self.aggregate, self._individual = round, aggregate, individual
+
+    def __len__(self) -> int:
+        return self.aggregate.count
+
+    def __iter__(self) -> Iterator[Update]:
+        if self._individual is None:
+            raise ConfigError("This server rule says it needs only sums, but reads single updates; set needs.")
+        return iter(self._individual)
+
+
+class Part:
+    """What everything that fills a slot has in common. Subclasses are frozen dataclasses: their fields are options."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+
+    def build(self) -> Method:
+        """The method made of this part alone; a part that fills several slots fills them all."""
+        return Method(
+            name=self.name,
+            data=(self,) if isinstance(self, DataRule) else (),
+            client=(self,) if isinstance(self, ClientRule) else (),
+            sync=self if isinstance(self, Sync) else None,
+            server=self if isinstance(self, ServerRule) else None,
+            weights=self.weights if isinstance(self, ClientRule | ServerRule) else None,
+        )
+
+
+class DataRule(Part):
+    """``data`` slot: changes what clients hold, once, before training."""
+
+    def prepare(self, federation: Federation, seed: int) -> tuple[Federation, dict[int, tuple[int, int]]]:
+        """The new federation, and the bytes (up, down) it cost each client."""
+        raise NotImplementedError
+
+
+class ClientRule(Part):
+    """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
+
+    weights: ClassVar[Weights | None] = None
+
+    @property
+    def needs_full_gradient(self) -> bool:
+        """Whether ``ctx.full_gradient`` must be computed (a pass over all of the client's data)."""
+        return False
+
+    def begin(self, ctx: Context) -> Tensors:
+        """What the rule carries through local training, computed before the first step."""
+        return {}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """Wrap the loss ``(v, batch) -> scalar``; may not write to ``carry``."""
+        return loss_fn
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """Wrap the gradient ``(v, batch) -> g [d]``; may replace entries of ``carry``."""
+        return grad_fn
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
+
+    def server_init(self, v: Tensor, federation: Federation) -> Tensors:
+        """State of the rule's server half."""
+        return {}
+
+    def extras(self, state: Tensors, client: int) -> Tensors:
+        """What a client downloads beside the model."""
+        return {}
+
+    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+        """New state of the server half after the updates of a round."""
+        return state
+
+
+class Sync(Part):
+    """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client."""
+
+    def travels(
+        self, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never)."""
+        raise NotImplementedError
+
+
+class ServerRule(Part):
+    """``server`` slot: how the updates of a round become the next model, ``state["v"]``."""
+
+    needs: ClassVar[Literal["sum", "individual"]] = "sum"
+    weights: ClassVar[Weights | None] = None
+
+    def init(self, v: Tensor, federation: Federation) -> Tensors:
+        """Server state before the first round; holds at least ``"v"``."""
+        return {"v": v}
+
+    def step(self, state: Tensors, updates: Updates) -> Tensors:
+        """Server state after the updates of a round (at least one)."""
+        raise NotImplementedError
+
+    def metrics(self, state: Tensors) -> dict[str, float]:
+        """The method's own figures for the round's line in ``metrics.jsonl``."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: what fills each of the four slots."""
+
+    name: str
+    data: tuple[DataRule, ...] = ()
+    client: tuple[ClientRule, ...] = ()
+    sync: Sync | None = None
+    server: ServerRule | None = None
+    weights: Weights | None = None
+    spelling: str = field(default="")
+
+
+def whole(spec: ModelSpec) -> tuple[slice, ...]:
+    """The slice that is the whole vector."""
+    return (slice(0, spec.size),)
+
+
+def mask_of(slices: tuple[slice, ...], size: int) -> Tensor:
+    """Boolean ``[d]``, true on the slices."""
+    mask = torch.zeros(size, dtype=torch.bool)
+    for piece in slices:
+        mask[piece] = True
+    return mask

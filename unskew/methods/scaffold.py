@@ -1,0 +1,113 @@
+"""SCAFFOLD: control variates correct the drift of local training.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", 2019,
+arXiv:1910.06378, Algorithm 1. With ``x`` the global model, ``c`` the server's variate and ``c_k`` the client's::
+
+    y <- y - eta (g(y) - c_k + c)                          every local step
+    c_k+ = gradient of f_k at x                            option I
+    c_k+ = c_k - c + (x - y) / (eta tau)                   option II
+    x <- x + eta_g mean_S(y - x),  c <- c + (1/K) sum_S (c_k+ - c_k)
+
+``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
+uniform, as in the paper (``weights="samples"`` of the run overrides it). Variates cover parameters, not statistics.
+
+For plain SGD the quotient of option II is the mean of the gradients on the way. With momentum, weight decay or an adaptive
+optimizer it is not; there (``variate="auto"``) the mean of the gradients is kept instead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.methods.fedavg import FedAvg
+from unskew.methods.rules import ClientRule, Context, Method, Tensors, Updates, Weights
+from unskew.models.trainable import Batch, GradFn
+
+
+@dataclass(frozen=True)
+class Scaffold(ClientRule):
+    """Stochastic controlled averaging.
+
+    Attributes:
+        option: How the client's variate is renewed: ``"I"`` (full gradient at the global model, one more pass over the
+            data) or ``"II"`` (from the local steps).
+        variate: Option II as the paper's ``"difference"`` quotient, as the ``"mean"`` gradient, or ``"auto"``: the
+            quotient for plain SGD, else the mean.
+        eta_g: Server step; other than 1 it fills the server slot.
+    """
+
+    name: ClassVar[str] = "scaffold"
+    summary: ClassVar[str] = "control variates correct client drift"
+    paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
+    weights: ClassVar[Weights | None] = "uniform"
+
+    option: Literal["I", "II"] = "II"
+    variate: Literal["auto", "difference", "mean"] = "auto"
+    eta_g: Annotated[float, Field(gt=0)] = 1.0
+
+    def build(self) -> Method:
+        """A client rule, and a server rule only if the server's step is not 1."""
+        server = FedAvg(eta=self.eta_g) if self.eta_g != 1 else None
+        return Method(name=self.name, client=(self,), server=server, weights=self.weights)
+
+    @property
+    def needs_full_gradient(self) -> bool:
+        """Option I does."""
+        return self.option == "I"
+
+    def _averages(self, ctx: Context) -> bool:
+        wanted = self.variate == "mean" or (self.variate == "auto" and not ctx.plain_sgd)
+        return self.option == "II" and wanted
+
+    def begin(self, ctx: Context) -> Tensors:
+        """The correction ``c - c_k`` is the same for all steps."""
+        c = ctx.download["c"]
+        c_k = ctx.state.get("c")
+        carry = {"correction": c if c_k is None else c - c_k}
+        if self._averages(ctx):
+            carry["sum"] = torch.zeros_like(c)
+        return carry
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """``g - c_k + c``."""
+        averages = self._averages(ctx)
+
+        def corrected(v: Tensor, batch: Batch) -> Tensor:
+            g = grad_fn(v, batch)
+            if averages:
+                carry["sum"] = carry["sum"] + g
+            return g + carry["correction"]
+
+        return corrected
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """The new variate stays, its change is sent."""
+        if self.option == "I":
+            assert ctx.full_gradient is not None
+            new = ctx.full_gradient
+        elif self._averages(ctx):
+            new = carry["sum"] / ctx.steps
+        else:
+            new = (ctx.v_start - v) / (ctx.lr * ctx.steps) - carry["correction"]
+        c_k = ctx.state.get("c")
+        ctx.upload["change"] = new if c_k is None else new - c_k
+        ctx.state["c"] = new
+
+    def server_init(self, v: Tensor, federation: Federation) -> Tensors:
+        """``c = 0``; the number of clients is needed for the mean over all of them."""
+        return {"c": torch.zeros_like(v), "clients": torch.tensor(float(len(federation.clients)), dtype=v.dtype)}
+
+    def extras(self, state: Tensors, client: int) -> Tensors:
+        """The server's variate."""
+        return {"c": state["c"]}
+
+    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+        """``c <- c + (1/K) sum_S (c_k+ - c_k)``."""
+        change = updates.aggregate.upload[self.name]["change"]
+        return {**state, "c": state["c"] + change / state["clients"]}

@@ -1,0 +1,59 @@
+"""Dropout whose mask is a function of a key, so that every engine drops the same units.
+
+``nn.Dropout`` draws from global state: under ``vmap`` each client would see other masks than alone. The modules of a
+model are exchanged for this one when its :class:`~unskew.models.vector.ModelSpec` is made.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from unskew.seeding import fold, uniform
+
+
+class KeyStream:
+    """Hands out one key per dropout call of a forward pass; shared by all dropout layers of a module."""
+
+    def __init__(self) -> None:
+        self.key: Tensor | None = None
+        self.calls = 0
+
+    def start(self, key: Tensor | None) -> None:
+        """Begin a training step with its own key (None: no dropout until the next start)."""
+        self.key, self.calls = key, 0
+
+    def next(self) -> Tensor | None:
+        """The key of the next call."""
+        if self.key is None:
+            return None
+        self.calls += 1
+        return fold(self.key, self.calls)
+
+
+class Dropout(nn.Module):
+    """Zeroes each element with probability ``p`` and scales the rest by ``1 / (1 - p)``; identity in eval mode."""
+
+    def __init__(self, p: float, stream: KeyStream):
+        super().__init__()
+        self.p, self.stream = p, stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop units of ``x``, of any shape."""
+        key = self.stream.next() if self.training and self.p > 0 else None
+        if key is None:
+            return x
+        if self.p >= 1:
+            return x * 0
+        keep = uniform(key, tuple(x.shape)) >= self.p
+        return x * keep.to(x.dtype) * (1 / (1 - self.p))
+
+
+def exchange_dropout(module: nn.Module) -> KeyStream | None:
+    """Exchange every ``nn.Dropout`` inside ``module``; the stream they share, or None if there is none."""
+    stream, found = KeyStream(), False
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Dropout:
+                setattr(parent, name, Dropout(child.p, stream).train(child.training))
+                found = True
+    return stream if found else None

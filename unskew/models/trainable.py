@@ -1,0 +1,193 @@
+"""The two ways to run a model during local training; rules call either as ``model(v, x) -> Output``.
+
+:class:`BoundModel` is for one client: the module's parameters are views of one flat leaf and their gradients views of one
+flat gradient, so forward, backward and update touch no list of tensors. :class:`FunctionalModel` is a pure function, for
+many clients at once under ``torch.func.vmap``. Both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from unskew.models.dropout import Dropout, KeyStream
+from unskew.models.vector import ModelSpec, Output
+
+
+class Batch(NamedTuple):
+    """A mini-batch: inputs ``x [B, ...]`` (normalised), targets ``y``, a random ``key`` and the local ``step``."""
+
+    x: Tensor
+    y: Tensor
+    key: Tensor
+    step: Tensor
+
+
+LossFn = Callable[[Tensor, Batch], Tensor]
+GradFn = Callable[[Tensor, Batch], Tensor]
+
+
+class Model(Protocol):
+    """A model during local training, with its statistics ``b`` as state."""
+
+    b: Tensor
+    loss: Tensor
+
+    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
+        """Training-mode outputs at ``v``; ``track=False`` leaves the normalisation statistics as they were."""
+
+    def gradient(self, loss_fn: LossFn) -> GradFn:
+        """The function ``(v, batch) -> gradient [d]`` of a loss; the loss itself is left in ``self.loss``."""
+
+
+class _Once:
+    """Remembers the last output, so that rules which ask for the same pass share it and its graph."""
+
+    def __init__(self) -> None:
+        self.key: tuple[Tensor, Tensor, bool] | None = None
+        self.output: Output | None = None
+
+    def get(self, v: Tensor, x: Tensor, track: bool) -> Output | None:
+        key = self.key
+        return self.output if key and key[0] is v and key[1] is x and key[2] is track else None
+
+    def put(self, v: Tensor, x: Tensor, track: bool, output: Output) -> Output:
+        self.key, self.output = (v, x, track), output
+        return output
+
+    def clear(self) -> None:
+        self.key = self.output = None
+
+
+class BoundModel:
+    """One model in memory whose parameters, gradients and statistics are views of three flat tensors."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", autocast: bool = False):
+        self.spec = spec
+        self.device = torch.device(device)
+        self.module = copy.deepcopy(spec.module).to(self.device).train()
+        self.stream: KeyStream | None = next((m.stream for m in self.module.modules() if isinstance(m, Dropout)), None)
+        self.leaf = spec.flatten().to(self.device).requires_grad_()
+        self.b = spec.flatten_buffers().to(self.device)
+        self.leaf.grad = torch.zeros_like(self.leaf)
+        self.loss = torch.zeros((), device=self.device)
+        named = dict(self.module.named_parameters())
+        values, grads = spec.parameters(self.leaf.detach()), spec.parameters(self.leaf.grad)
+        for name in spec.names:
+            named[name].data = values[name]
+            # Gradients accumulate in place, so the leaf and the parameters may share the memory of theirs: a term that
+            # depends on the parameters and one that depends on the vector itself add up.
+            named[name].grad = grads[name]
+        for name, view in spec.buffers(self.b).items():
+            owner, _, attribute = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[attribute] = view
+        self._counters = [b for n, b in self.module.named_buffers() if n in spec.counters]
+        self._features = torch.empty(0)
+        self.module.get_submodule(spec.head_name).register_forward_pre_hook(self._capture)
+        self._once = _Once()
+        self._precision = (
+            torch.autocast(self.device.type, dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
+        )
+
+    def _capture(self, _module: object, args: tuple[Tensor, ...]) -> None:
+        self._features = args[0]
+
+    def start(self, b: Tensor) -> None:
+        """Begin a client's training with the statistics ``b`` (copied); step counters begin again."""
+        self.b.copy_(b)
+        for counter in self._counters:
+            counter.zero_()
+
+    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
+        """Training-mode outputs at ``v``; only at the vector being differentiated do they cost no copy."""
+        known = self._once.get(v, x, track)
+        if known is not None:
+            return known
+        kept = self.b.clone() if not track or v is not self.leaf else None
+        with self._precision:
+            if v is self.leaf:
+                logits = self.module(x)
+                output = Output(logits.to(v.dtype), self._features)
+            else:
+                output = self.spec.forward(v, self.b.clone(), x, train=True)
+        if kept is not None and v is self.leaf:
+            # .data, because a versioned write would make autograd refuse the statistics it saved but does not use.
+            self.b.data.copy_(kept)
+        return self._once.put(v, x, track, output)
+
+    def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], Output]:
+        """The model in eval mode at ``v, b``: a function of inputs, for evaluation without gradients."""
+        self.leaf.data.copy_(v)
+        self.b.copy_(b)
+        self.module.eval()
+
+        def run(x: Tensor) -> Output:
+            with torch.no_grad(), self._precision:
+                logits = self.module(x)
+            return Output(logits.to(v.dtype), self._features)
+
+        return run
+
+    def gradient(self, loss_fn: LossFn) -> GradFn:
+        """See :class:`Model`."""
+        flat = self.leaf.grad
+        assert flat is not None
+
+        def grad_fn(v: Tensor, batch: Batch) -> Tensor:
+            self._once.clear()
+            if self.stream is not None:
+                self.stream.start(batch.key)
+            self.leaf.data.copy_(v)
+            flat.zero_()
+            loss = loss_fn(self.leaf, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.loss = loss.detach()
+            return flat.clone()
+
+        return grad_fn
+
+
+class FunctionalModel:
+    """The model as a pure function; ``b`` is replaced, never written, so that the step can be mapped over clients."""
+
+    def __init__(self, spec: ModelSpec, b: Tensor, autocast: bool = False):
+        self.spec, self.b, self.autocast = spec, b, autocast
+        self.loss = torch.zeros(())
+        self._once = _Once()
+
+    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
+        """Training-mode outputs at ``v``."""
+        known = self._once.get(v, x, track)
+        if known is not None:
+            return known
+        b = self.b.clone()
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            output = self.spec.forward(v, b, x, train=True)
+        if track:
+            self.b = b
+        return self._once.put(v, x, track, Output(output.logits.to(v.dtype), output.features))
+
+    def gradient(self, loss_fn: LossFn) -> GradFn:
+        """See :class:`Model`."""
+
+        def grad_fn(v: Tensor, batch: Batch) -> Tensor:
+            self._once.clear()
+            if self.spec.stream is not None:
+                self.spec.stream.start(batch.key)
+            before = self.b
+
+            def value(v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+                self.b = before
+                loss = loss_fn(v, batch)
+                return loss, (loss.detach(), self.b)
+
+            gradient, (self.loss, self.b) = torch.func.grad(value, has_aux=True)(v)
+            self._once.clear()
+            return gradient  # type: ignore[no-any-return]
+
+        return grad_fn

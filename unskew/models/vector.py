@@ -1,0 +1,189 @@
+"""A model is a vector: all trainable parameters as one flat tensor ``v [d]``, its statistics as another, ``b [m]``.
+
+:class:`ModelSpec` knows which slice of ``v`` is which named parameter, which slices form the body and the head,
+and how to run the model for any ``v`` (so a model can be evaluated at a sum of models, or mapped over clients).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from unskew.errors import ConfigError
+from unskew.models.dropout import exchange_dropout
+
+
+class Output(NamedTuple):
+    """``logits [B, C]`` and the penultimate ``features [B, f]`` (the input of the head)."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class ModelSpec:
+    """The layout of a model as a vector.
+
+    Attributes:
+        names, shapes, sizes: The trainable parameters in the vector's order.
+        size: ``d``, the number of trainable parameters.
+        buffer_names, buffer_shapes, buffer_sizes: Floating-point buffers (BatchNorm statistics), flat ``[m]``.
+        parts: ``{"body": slices, "head": slices}`` of the vector.
+        layers: Names of the layers that hold parameters, in order of first use in a forward pass.
+        shape, classes: Shape of one input and number of classes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: Sequence[int],
+        classes: int,
+        head: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        input_dtype: torch.dtype | None = None,
+    ):
+        """Take a copy of ``module`` apart; its current weights become the initial model.
+
+        Args:
+            module: Any module from ``[B, *shape]`` to logits ``[B, classes]``. Parameters with ``requires_grad=False``
+                are constants: they are not part of the vector.
+            shape: Shape of one input, channels first.
+            classes: Number of classes the logits must have.
+            head: Name of the head module; by default the last linear layer that a forward pass uses.
+            dtype: Precision of the vector.
+            input_dtype: Type of the inputs (token ids are int64); by default ``dtype``.
+
+        Raises:
+            ConfigError: The model does not accept inputs of this shape, or its output or head do not fit.
+        """
+        self.module = copy.deepcopy(module).to(dtype)
+        self.stream = exchange_dropout(self.module)
+        self.shape, self.classes, self.dtype = tuple(shape), classes, dtype
+        self.input_dtype = input_dtype or dtype
+        trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ConfigError("The model has no trainable parameters.")
+        self.names = list(trainable)
+        self.shapes = [tuple(p.shape) for p in trainable.values()]
+        self.sizes = [p.numel() for p in trainable.values()]
+        self.size = sum(self.sizes)
+        state = self.module.state_dict()
+        floats = {n: b for n, b in self.module.named_buffers() if n in state and b.is_floating_point()}
+        self.buffer_names = list(floats)
+        self.buffer_shapes = [tuple(b.shape) for b in floats.values()]
+        self.buffer_sizes = [b.numel() for b in floats.values()]
+        self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
+        self.layers, used = self._trace()
+        self.head_name = self._find_head(head, used)
+        self.parts = self._split()
+
+    def _trace(self) -> tuple[list[str], list[str]]:
+        """One forward pass on zeros: which modules are used, in which order, and whether the shapes fit."""
+        order: list[str] = []
+        hooks = [
+            m.register_forward_pre_hook(lambda _m, _a, name=n: order.append(name))
+            for n, m in self.module.named_modules()
+            if n and not list(m.children())
+        ]
+        training = self.module.training
+        try:
+            with torch.no_grad():
+                out = self.module.eval()(torch.zeros(2, *self.shape, dtype=self.input_dtype))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"The model does not accept inputs of shape {self.shape}: {reason}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.module.train(training)
+        if not isinstance(out, Tensor) or tuple(out.shape) != (2, self.classes):
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ConfigError(
+                f"The model returns {got} for 2 inputs of shape {self.shape}; expected (2, {self.classes}) logits."
+            )
+        used = list(dict.fromkeys(order))
+        owners = {name.rpartition(".")[0] for name in self.names}
+        return [n for n in used if n in owners], used
+
+    def _find_head(self, head: str | None, used: list[str]) -> str:
+        modules = dict(self.module.named_modules())
+        if head is not None:
+            if head not in modules:
+                known = [n for n in modules if n]
+                raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {', '.join(known)}.")
+            return head
+        linear = [n for n in used if isinstance(modules[n], nn.Linear)]
+        linear = linear or [n for n, m in modules.items() if isinstance(m, nn.Linear)]
+        if linear:
+            return linear[-1]
+        if isinstance(self.module, nn.Linear):
+            return ""
+        raise ConfigError("The model has no linear layer to use as head; name one with head='module.name'.")
+
+    def _split(self) -> dict[str, list[slice]]:
+        prefix = self.head_name + "." if self.head_name else ""
+        parts: dict[str, list[slice]] = {"body": [], "head": []}
+        start = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            slices = parts["head" if name.startswith(prefix) else "body"]
+            if slices and slices[-1].stop == start:
+                slices[-1] = slice(slices[-1].start, start + size)
+            else:
+                slices.append(slice(start, start + size))
+            start += size
+        if not parts["head"]:
+            raise ConfigError(f"The head {self.head_name!r} has no trainable parameters.")
+        return parts
+
+    def flatten(self, module: nn.Module | None = None) -> Tensor:
+        """The trainable parameters of ``module`` (default: the initial model) as a vector ``[d]``."""
+        found = dict((module or self.module).named_parameters())
+        return torch.cat([found[n].detach().reshape(-1).to(self.dtype) for n in self.names])
+
+    def flatten_buffers(self, module: nn.Module | None = None) -> Tensor:
+        """The floating-point buffers of ``module`` as a vector ``[m]``; empty if it has none."""
+        found = dict((module or self.module).named_buffers())
+        flat = [found[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names]
+        return torch.cat(flat) if flat else torch.zeros(0, dtype=self.dtype)
+
+    def parameters(self, v: Tensor) -> dict[str, Tensor]:
+        """Named parameters as views of ``v [d]``; differentiable."""
+        pieces = torch.split(v, self.sizes)
+        return {n: p.view(s) for n, p, s in zip(self.names, pieces, self.shapes, strict=True)}
+
+    def buffers(self, b: Tensor) -> dict[str, Tensor]:
+        """Named buffers as views of ``b [m]``."""
+        pieces = torch.split(b, self.buffer_sizes) if self.buffer_sizes else ()
+        return {n: p.view(s) for n, p, s in zip(self.buffer_names, pieces, self.buffer_shapes, strict=True)}
+
+    def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool = False) -> Output:
+        """Run the model at ``v`` with statistics ``b`` on inputs ``x [B, ...]``.
+
+        In training mode BatchNorm updates ``b`` in place; give a clone where that is not wanted.
+        """
+        self.module.train(train)
+        captured: list[Tensor] = []
+        hook = self.module.get_submodule(self.head_name).register_forward_pre_hook(
+            lambda _m, args: captured.append(args[0])
+        )
+        tensors = {**self.parameters(v), **self.buffers(b), **{n: c.clone() for n, c in self.counters.items()}}
+        try:
+            logits = functional_call(self.module, tensors, (x,))
+        finally:
+            hook.remove()
+        return Output(logits, captured[-1])
+
+    def load(self, v: Tensor, b: Tensor) -> nn.Module:
+        """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode."""
+        module = copy.deepcopy(self.module)
+        named = {**self.parameters(v.detach()), **self.buffers(b.detach())}
+        module.load_state_dict({n: t.clone() for n, t in named.items()}, strict=False)
+        return module.eval()
+
+    def __repr__(self) -> str:
+        head = sum(s.stop - s.start for s in self.parts["head"])
+        return f"ModelSpec(d={self.size}, body={self.size - head}, head={head}, buffers={sum(self.buffer_sizes)})"
