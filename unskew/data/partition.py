@@ -6,17 +6,15 @@ Every draw comes from the seed given, never from global state.
 
 from __future__ import annotations
 
-import copy
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
-from unskew.data import partitioners
+from unskew.data import foreign, partitioners
 from unskew.data.federation import fingerprint_of
 from unskew.errors import ConfigError, DataError, unknown
 
@@ -102,7 +100,7 @@ def make_partition(
             ``(labels, clients, rng) -> [ids of client 0, ids of client 1, ...]``.
         labels: Class of each sample, ``[n]``.
         clients: Number of clients; None only for ``natural`` and for a Flower partitioner, which know it.
-        seed: Decides every draw; equal seeds give equal partitions.
+        seed: Decides every draw; equal seeds give equal partitions. (A Flower partitioner keeps its own seed.)
         classes: Number of classes.
         columns: Further columns, for ``sorted:COLUMN`` and ``natural:COLUMN``.
 
@@ -145,10 +143,12 @@ def make_partition(
         owner = from_text(spec, labels, clients, rng, classes, columns)
         return Partition.from_owner(owner, int(owner.max()) + 1 if clients is None else clients, spec)
     if type(spec).__module__.split(".")[0] == "flwr_datasets":
-        return from_flower(spec, labels, clients, columns)
+        return Partition.from_owner(*foreign.from_flower(spec, labels, clients, columns))
     if callable(spec):
-        return from_function(spec, labels, clients, rng)
-    raise ConfigError(f"A partition is text such as 'dirichlet:0.1', or a function, not a {type(spec).__name__}.")
+        return Partition.from_owner(*foreign.from_function(spec, labels, clients, rng))
+    raise ConfigError(
+        f"A partition is text such as 'dirichlet:0.1', or a function, not an object of type {type(spec).__name__}."
+    )
 
 
 def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
@@ -279,57 +279,3 @@ def column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarra
     if missing.any():
         raise DataError(f"Column {name!r} has {int(missing.sum())} missing values; fill them or remove those rows.")
     return values.astype(str) if values.dtype.kind == "O" else values
-
-
-def from_function(
-    function: Callable[..., Sequence[np.ndarray]], labels: np.ndarray, clients: int | None, rng: Generator
-) -> Partition:
-    """Call a user's partition function and check that it uses every sample exactly once."""
-    name = getattr(function, "__name__", type(function).__name__)
-    if clients is None:
-        raise ConfigError(f"The partition function {name} needs the number of clients.")
-    parts = [np.asarray(part).reshape(-1) for part in function(labels, clients, rng)]
-    owner = owner_of(parts, len(labels), clients, name)
-    if (owner < 0).any():
-        raise DataError(f"The partition {name} leaves out {int((owner < 0).sum())} samples; each must have one client.")
-    return Partition.from_owner(owner, clients, name)
-
-
-def from_flower(
-    partitioner: Any, labels: np.ndarray, clients: int | None, columns: Mapping[str, np.ndarray]
-) -> Partition:
-    """Let a partitioner of ``flwr_datasets`` divide the labels (it may leave samples out)."""
-    try:
-        from datasets import Dataset
-    except ImportError as error:
-        raise DataError(
-            "Partitioners of flwr_datasets need the package datasets: pip install 'unskew[hub]'."
-        ) from error
-    name = type(partitioner).__name__
-    partitioner = copy.deepcopy(partitioner)  # its data set may be set only once; the caller's stays fresh
-    by = getattr(partitioner, "_partition_by", None)
-    label = by if isinstance(by, str) and by not in columns else "label"
-    partitioner.dataset = Dataset.from_dict({**columns, label: labels, "__index": np.arange(len(labels))})
-    known = getattr(partitioner, "num_partitions", None)
-    if clients is None and known is None:
-        raise ConfigError(f"{name} does not say how many partitions it makes; give the number of clients.")
-    if clients is not None and known is not None and clients != known:
-        raise ConfigError(f"{name} makes {known} partitions, but {clients} clients are asked for; make both equal.")
-    count = int(known if clients is None else clients)
-    parts = [np.asarray(partitioner.load_partition(k)["__index"][:], dtype=np.int64) for k in range(count)]
-    return Partition.from_owner(owner_of(parts, len(labels), count, name), count, name)
-
-
-def owner_of(parts: Sequence[np.ndarray], n: int, clients: int, name: str) -> np.ndarray:
-    """The owner of each sample from each client's ids; refused when a sample has two owners."""
-    if len(parts) != clients:
-        raise DataError(f"The partition {name} made {len(parts)} parts for {clients} clients.")
-    ids = np.concatenate([np.zeros(0, np.int64), *(part for part in parts if len(part))])
-    if ids.dtype.kind not in "iu" or (len(ids) and (ids.min() < 0 or ids.max() >= n)):
-        raise DataError(f"The partition {name} must give sample ids from 0 to {n - 1}.")
-    twice = np.flatnonzero(np.bincount(ids, minlength=n) > 1)
-    if len(twice):
-        raise DataError(f"The partition {name} gives sample {int(twice[0])} to more than one client, or twice to one.")
-    owner = np.full(n, -1, np.int64)
-    owner[ids] = np.repeat(np.arange(clients), [len(part) for part in parts])
-    return owner

@@ -12,7 +12,8 @@ from numpy.random import Generator
 from unskew.errors import ConfigError, DataError
 
 DRAWS = 1000  # Dirichlet draws before giving up ...
-WORK = 10**8  # ... or fewer when a draw is large: at most this many gamma variates (a few seconds)
+LEAST = 20  # ... or fewer, but not fewer than these, when that many draws ...
+WORK = 5 * 10**7  # ... would take more gamma variates than these (a few seconds)
 CELLS = 2 * 10**6  # gamma variates held in memory at once
 
 
@@ -145,17 +146,17 @@ def accepted_counts(
     """
     rows, classes = sizes.shape
     cells = classes * clients
-    limit = max(20, min(DRAWS, WORK // (rows * cells)))
     counts = np.empty((rows, classes, clients), np.int64)
-    pending, drawn, wanted = np.arange(rows), 0, 1
-    while len(pending) and drawn < limit:
-        times = max(1, min(wanted, limit - drawn, CELLS // (len(pending) * cells)))
+    pending, drawn, wanted, work = np.arange(rows), 0, 1, 0
+    while len(pending) and drawn < DRAWS and (drawn < LEAST or work < WORK):
+        times = max(1, min(wanted, DRAWS - drawn, CELLS // (len(pending) * cells)))
         tried = class_counts(np.repeat(sizes[pending], times, axis=0), clients, rng, alpha, balanced)
         tried = tried.reshape(len(pending), times, classes, clients)
         good = tried.sum(2).min(2) >= smallest
         first, found = good.argmax(1), good.any(1)
         counts[pending[found]] = tried[found, first[found]]
-        pending, drawn, wanted = pending[~found], drawn + times, 2 * wanted
+        drawn, wanted, work = drawn + times, 2 * wanted, work + len(pending) * times * cells
+        pending = pending[~found]
     return (None if len(pending) else counts), drawn
 
 
@@ -216,7 +217,8 @@ def hopeless(n: int, clients: int, alpha: float, smallest: int, balanced: bool, 
     if not balanced:
         remedies.append("balanced=true")
     if block == clients > 10:
-        remedies.append("blocks=10 (clients in blocks of ten)")
+        divisor = next((b for b in range(10, 1, -1) if clients % b == 0), 1)
+        remedies.append(f"blocks={divisor} (separate draws for each block of {divisor} clients)")
     return (
         f"No Dirichlet split with ALPHA {alpha:g} was found in {drawn} draws: {clients} clients share {n} samples and "
         f"each needs at least {smallest}. Use {', '.join(remedies[:-1])} or {remedies[-1]}."

@@ -91,7 +91,7 @@ class LocalTrainer:
         self.model.start(cast.b)
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
-        for cut in torch.arange(client.examples).split(self.setup.training.batch_size):
+        for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
             x = self.normalise(take(client.x, cut))
             batch = Batch(x, client.y[cut].to(x.device), client_key(self.setup.seed, cast), torch.tensor(0))
             total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)

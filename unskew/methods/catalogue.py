@@ -11,6 +11,7 @@ import importlib
 import re
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import pydantic
 
@@ -41,21 +42,18 @@ def part_class(name: str) -> type[Part]:
         raise ConfigError(unknown("method", name, CATALOGUE))
     module_name, _, class_name = (path or ":".join(name.rsplit(".", 1))).partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found: Any = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"The method {name!r} cannot be imported: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, Part)):
-        raise ConfigError(
-            f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule."
-        )
-    return found
+    if isinstance(found, type) and issubclass(found, Part):
+        return found
+    raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
 
 
 def options_of(cls: type[Part]) -> dict[str, object]:
     """Names and defaults of a method's options."""
-    if not dataclasses.is_dataclass(cls):
-        return {}
-    return {f.name: f.default for f in dataclasses.fields(cls)}
+    fields: dict[str, dataclasses.Field[object]] = getattr(cls, "__dataclass_fields__", {})
+    return {f.name: f.default for f in fields.values() if not str(f.type).startswith("ClassVar")}
 
 
 def slots_of(cls: type[Part]) -> list[str]:
@@ -149,3 +147,20 @@ def _add(parts: Sequence[Method]) -> Method:
     if twice is not None:
         raise MethodConflict(f"{twice} appears twice in {total.name}; write it once with the options you want.")
     return total
+
+
+def describe() -> list[dict[str, Any]]:
+    """Every method of the catalogue: name, slots, one line, options with their defaults, paper."""
+    rows = []
+    for name in CATALOGUE:
+        cls = part_class(name)
+        rows.append(
+            {
+                "name": name,
+                "slots": slots_of(cls),
+                "summary": cls.summary,
+                "options": options_of(cls),
+                "paper": cls.paper,
+            }
+        )
+    return rows

@@ -269,11 +269,6 @@ class Method:
     spelling: str = field(default="")
 
 
-def whole(spec: ModelSpec) -> tuple[slice, ...]:
-    """The slice that is the whole vector."""
-    return (slice(0, spec.size),)
-
-
 def mask_of(slices: tuple[slice, ...], size: int) -> Tensor:
     """Boolean ``[d]``, true on the slices."""
     mask = torch.zeros(size, dtype=torch.bool)

@@ -86,7 +86,7 @@ class BoundModel:
         for name, view in spec.buffers(self.b).items():
             owner, _, attribute = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[attribute] = view
-        self._counters = [b for n, b in self.module.named_buffers() if n in spec.counters]
+        self._counters = [(b, spec.counters[n].clone()) for n, b in self.module.named_buffers() if n in spec.counters]
         self._features = torch.empty(0)
         self.module.get_submodule(spec.head_name).register_forward_pre_hook(self._capture)
         self._once = _Once()
@@ -100,8 +100,8 @@ class BoundModel:
     def start(self, b: Tensor) -> None:
         """Begin a client's training with the statistics ``b`` (copied); step counters begin again."""
         self.b.copy_(b)
-        for counter in self._counters:
-            counter.zero_()
+        for counter, initial in self._counters:
+            counter.copy_(initial)
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
         """Training-mode outputs at ``v``; only at the vector being differentiated do they cost no copy."""

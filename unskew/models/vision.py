@@ -187,9 +187,9 @@ class PaddedShortcut(nn.Module):
 class VGG11(Classifier):
     """VGG-11 of Fedssyn: eight 3x3 convolutions, no batch norm, dropout 0.5 before two hidden linear layers.
 
-    A pooling layer is left out where the feature map is already one pixel wide, so small images work too.
-    The first linear layer grows with the image. In training mode, dropout under `torch.func.vmap` needs
-    `randomness="different"`.
+    A pooling layer is left out where the feature map is already one pixel wide, so any image fits; on images much
+    smaller than 32 pixels, where most weights see only padding, the model hardly trains.
+    The first linear layer grows with the image. Dropout under `torch.func.vmap` needs `randomness="different"`.
 
     Args:
         shape: Channels, height and width of an image.

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from unskew.data.augment import crop_and_flip, draw_crop_and_flip
+
+
+def one_by_one(x, offsets, flips, padding):
+    """The oracle: each image padded, cropped and mirrored on its own."""
+    out = torch.zeros_like(x)
+    height, width = x.shape[2:]
+    for i in range(len(x)):
+        padded = torch.zeros(x.shape[1], height + 2 * padding, width + 2 * padding, dtype=x.dtype)
+        padded[:, padding : padding + height, padding : padding + width] = x[i]
+        top, left = offsets[i].tolist()
+        image = padded[:, top : top + height, left : left + width]
+        out[i] = image.flip(-1) if flips[i] else image
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "padding"), [((7, 3, 8, 8), 4), ((5, 1, 6, 9), 2), ((1, 4, 3, 5), 0), ((0, 3, 4, 4), 1)]
+)
+def test_matches_a_loop_over_samples(dtype, shape, padding):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, 256, shape, generator=generator).to(dtype).contiguous(memory_format=torch.channels_last)
+    offsets, flips = draw_crop_and_flip(len(x), padding, generator)
+    out = crop_and_flip(x, offsets, flips, padding)
+    assert out.dtype == dtype
+    assert torch.equal(out, one_by_one(x, offsets, flips, padding))
+
+
+def test_every_offset_and_both_flips():
+    offsets = torch.cartesian_prod(torch.arange(5), torch.arange(5)).repeat(2, 1)
+    flips = torch.arange(50) < 25
+    x = torch.randint(1, 256, (50, 2, 6, 5), dtype=torch.uint8)
+    assert torch.equal(crop_and_flip(x, offsets, flips, 2), one_by_one(x, offsets, flips, 2))
+
+
+def test_keeps_channels_last_memory_and_the_input():
+    x = torch.rand(6, 8, 8, 3).permute(0, 3, 1, 2)
+    before = x.clone()
+    out = crop_and_flip(x, *draw_crop_and_flip(6, 4, torch.Generator().manual_seed(0)))
+    assert out.stride() == x.stride()
+    assert torch.equal(x, before)
+
+
+def test_the_middle_offset_without_a_flip_changes_nothing():
+    x = torch.rand(4, 3, 5, 5)
+    out = crop_and_flip(x, torch.full((4, 2), 3), torch.zeros(4, dtype=torch.bool), padding=3)
+    assert torch.equal(out, x)
+
+
+def test_draws_depend_on_the_generator_only_and_cover_their_range():
+    torch.manual_seed(0)
+    first = draw_crop_and_flip(2000, 4, torch.Generator().manual_seed(5))
+    torch.manual_seed(1)
+    again = draw_crop_and_flip(2000, 4, torch.Generator().manual_seed(5))
+    other = draw_crop_and_flip(2000, 4, torch.Generator().manual_seed(6))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    assert first[0].unique().tolist() == list(range(9))
+    assert first[1].dtype == torch.bool
+    assert 0.45 < first[1].float().mean() < 0.55
+
+
+def test_runs_under_vmap():
+    x = torch.rand(3, 4, 2, 6, 6)
+    draws = [draw_crop_and_flip(4, 2, torch.Generator().manual_seed(k)) for k in range(3)]
+    offsets, flips = (torch.stack(parts) for parts in zip(*draws, strict=True))
+    out = torch.func.vmap(lambda *a: crop_and_flip(*a, padding=2))(x, offsets, flips)
+    for k in range(3):
+        assert torch.equal(out[k], one_by_one(x[k], offsets[k], flips[k], 2))

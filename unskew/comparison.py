@@ -1,0 +1,194 @@
+"""Methods side by side: same data, partition, cohorts and initial model for each seed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unskew.config import Experiment, experiment
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError
+from unskew.methods.catalogue import MethodLike, method
+from unskew.records.plots import clients_by_class, convergence
+from unskew.records.recorder import Callback
+from unskew.records.result import Result, read_history
+from unskew.runs import ModelLike, load_data, resume, run_experiment
+from unskew.simulation.checkpoint import write_atomic
+
+Spread = tuple[float, float]
+
+
+def mean_std(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation (0 for a single value).
+
+    >>> mean_std([1.0, 3.0])
+    (2.0, 1.4142135623730951)
+    """
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of a comparison.
+
+    Attributes:
+        histories: For each method, the history of each seed.
+        summaries: For each method, the summary of each seed.
+        target: Accuracy for which rounds are counted: the one asked for, or 90% of the best mean accuracy reached.
+        folder: Where the runs, the figures and ``comparison.json`` are, or None.
+    """
+
+    histories: dict[str, list[list[dict[str, Any]]]]
+    summaries: dict[str, list[dict[str, Any]]]
+    target: float
+    folder: Path | None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per method: means and standard deviations over seeds, as in the printed table."""
+        table = []
+        for name, summaries in self.summaries.items():
+            reached = [rounds_to(history, self.target) for history in self.histories[name]]
+            known = [r for r in reached if r is not None]
+            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
+            for key in ("accuracy", "best_accuracy", "client_accuracy_mean", "client_accuracy_worst"):
+                values = [s[key] for s in summaries if s[key] is not None]
+                row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
+            row |= {
+                "target": self.target,
+                "rounds_to_target": mean_std(known)[0] if len(known) == len(reached) else None,
+                "seeds_reaching_target": len(known),
+                "bytes_up": mean_std([s["bytes_up"] for s in summaries])[0],
+                "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
+                "seconds": mean_std([s["seconds"] for s in summaries])[0],
+            }
+            table.append(row)
+        return table
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the convergence of all methods, mean and standard deviation over seeds."""
+        return convergence(self.histories, Path(path))
+
+
+def rounds_to(history: Sequence[dict[str, Any]], target: float) -> int | None:
+    """The first round whose accuracy is at least ``target``."""
+    return next((r["round"] for r in history if r["accuracy"] is not None and r["accuracy"] >= target), None)
+
+
+def folder_name(spelling: str) -> str:
+    """A method's spelling as a folder name.
+
+    >>> folder_name("fedprox:mu=0.1+scaffold")
+    'fedprox-mu=0.1+scaffold'
+    """
+    return "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
+
+
+def compare(
+    federation: Federation | None = None,
+    *,
+    methods: Sequence[MethodLike],
+    seeds: int | Sequence[int] = 3,
+    model: ModelLike | None = None,
+    target: float | None = None,
+    out: str | Path | None = None,
+    again: bool = False,
+    follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Run several methods on the same data, cohorts and initial models.
+
+    Args:
+        federation: The data, the same for every seed; without it they are loaded and partitioned anew for each seed.
+        methods: Methods as :func:`unskew.method` takes them.
+        seeds: How many seeds (0, 1, ...), or which.
+        model: See :func:`unskew.run`.
+        target: Accuracy for which rounds are counted; 90% of the best mean accuracy if None.
+        out: Folder for all runs, figures and ``comparison.json``.
+        again: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
+        follow: Gives the callbacks of a run from its method, seed and configuration.
+        options: Fields of :class:`unskew.Experiment`.
+
+    Raises:
+        ConfigError: An option is wrong, a method is named twice, or ``out`` is already there.
+    """
+    chosen = {m if isinstance(m, str) else method(m).spelling: m for m in methods}
+    if not methods or len(chosen) < len(methods):
+        raise ConfigError("Name at least one method, and each only once.")
+    which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not which:
+        raise ConfigError("seeds must be at least 1.")
+    folder = None if out is None else Path(out)
+    if folder is not None and folder.exists() and any(folder.iterdir()) and not again:
+        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
+    values = dict(options)
+    values.pop("seed", None)
+    if federation is not None:
+        given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        values = {**given, **values}
+    if model is not None:
+        values["model"] = model if isinstance(model, str) else str(getattr(model, "__name__", type(model).__name__))
+    configs = {
+        (name, seed): experiment({**values, "seed": seed, "method": name if isinstance(m, str) else "fedavg"})
+        for seed in which
+        for name, m in chosen.items()
+    }
+    histories: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in chosen}
+    summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    for seed in which:
+        data = federation or load_data(configs[next(iter(chosen)), seed])
+        if folder is not None and seed == which[0]:
+            clients_by_class(data.class_counts(), data.class_names or range_names(data), folder / "clients.png")
+        for name, m in chosen.items():
+            history, summary = _one(
+                configs[name, seed],
+                data,
+                None if isinstance(model, str) else model,
+                None if isinstance(m, str) else m,
+                None if folder is None else folder / folder_name(name) / f"seed-{seed}",
+                list(follow(name, seed, configs[name, seed])) if follow else [],
+            )
+            histories[name].append(history)
+            summaries[name].append(summary)
+    if target is None:
+        target = round(0.9 * max(mean_std([s["best_accuracy"] for s in group])[0] for group in summaries.values()), 3)
+    result = Comparison(histories, summaries, target, folder)
+    if folder is not None:
+        result.plot(folder / "convergence.png")
+        write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
+    return result
+
+
+def range_names(federation: Federation) -> tuple[str, ...]:
+    """The classes' numbers, where they have no names."""
+    return tuple(str(c) for c in range(federation.classes))
+
+
+def _one(
+    config: Experiment,
+    federation: Federation,
+    model: ModelLike | None,
+    given: MethodLike | None,
+    folder: Path | None,
+    callbacks: Sequence[Callback],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One run of a comparison: done already, to be resumed, or new."""
+    if folder is not None and (folder / "config.yaml").is_file():
+        before = folder / "config.yaml"
+        if before.read_text() != config.to_yaml() and given is None:
+            raise ConfigError(f"The run in {folder} was made with other options; choose another folder with --out.")
+        if (folder / "summary.json").is_file():
+            return read_history(folder), json.loads((folder / "summary.json").read_text())
+        result = resume(folder, federation=federation, model=model, method=given, callbacks=callbacks)
+    else:
+        result = run_experiment(
+            config, federation=federation, model=model, method_given=given, out=folder, callbacks=callbacks
+        )
+    return _kept(result)
+
+
+def _kept(result: Result) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return result.history, result.summary

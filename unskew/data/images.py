@@ -1,0 +1,148 @@
+"""Encoded images become one uint8 tensor: JPEG through simplejpeg where it is installed, the rest through pillow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.data.checks import as_inputs
+from unskew.data.federation import cat_inputs
+from unskew.errors import DataError
+
+JPEG = b"\xff\xd8"
+
+
+def decode_column(column: Any, who: str) -> Tensor:
+    """Decode a column of images to uint8 ``[n, C, H, W]`` over channels-last memory.
+
+    The result has one channel if every image is grey, otherwise three.
+
+    Args:
+        column: A pyarrow column of encoded images: binary, or the hub's struct of ``bytes`` and ``path``.
+        who: Whose images these are, for errors.
+
+    Raises:
+        DataError: An image is missing, damaged, of more than 8 bits, or of another size than the first.
+    """
+    simplejpeg = optional_simplejpeg()
+    out = np.empty((0, 0, 0, 0), np.uint8)
+    for i, data in enumerate(encoded(column, who)):
+        colour = out.shape[-1] == 3
+        try:
+            image = decode(data, colour, simplejpeg)
+        except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on damaged files
+            reason = "its format is not known" if "cannot identify" in str(error) else error
+            raise DataError(f"Image {i} of {who} cannot be decoded ({reason}); repair or remove it.") from error
+        if i == 0:
+            out = np.empty((len(column), *image.shape), np.uint8)
+        if image.shape != out.shape[1:]:
+            if image.shape[:2] != out.shape[1:3]:
+                raise DataError(
+                    f"The images of {who} differ in size: image 0 is {out.shape[1]} x {out.shape[2]} pixels, image {i} is "
+                    f"{image.shape[0]} x {image.shape[1]} (height x width). Bring them to one size first."
+                )
+            out = np.repeat(out, 3, axis=-1)  # grey so far, and here is the first image in colour
+        out[i] = image
+    if not len(out):
+        raise DataError(f"There are no images in {who}.")
+    return as_inputs(torch.from_numpy(out).permute(0, 3, 1, 2), who)
+
+
+def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
+    """One image ``[H, W, C]``: three channels if ``colour`` is asked for or found, otherwise one."""
+    if simplejpeg is not None and data[:2] == JPEG:
+        try:
+            space = simplejpeg.decode_jpeg_header(data)[2]
+            if space in ("YCbCr", "RGB", "Gray"):
+                wanted = "GRAY" if space == "Gray" and not colour else "RGB"
+                return np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
+        except ValueError:
+            pass  # pillow reads more kinds, and says what is wrong with the others
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("Decoding images needs the package pillow: pip install 'unskew[hub]'.") from error
+    with Image.open(io.BytesIO(data)) as image:
+        if image.mode.startswith(("I", "F")):
+            raise ValueError(f"it has more than 8 bits a channel, pillow mode {image.mode}")
+        if image.mode in ("1", "L", "LA") and not colour:
+            return np.asarray(image.convert("L"))[..., None]
+        return np.asarray(image.convert("RGB"))
+
+
+def encoded(column: Any, who: str) -> Iterator[bytes]:
+    """The bytes of each image, from the column itself or from the file that it names."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    struct = pa.types.is_struct(column.type)
+    fields = [column.type.field(j).name for j in range(column.type.num_fields)] if struct else []
+    if not (struct and "bytes" in fields) and not is_binary(column.type):
+        raise DataError(f"The image column of {who} has type {column.type}; it must hold encoded images (PNG or JPEG).")
+    for chunk in column.chunks:
+        blobs = pc.struct_field(chunk, "bytes") if struct else chunk
+        paths = pc.struct_field(chunk, "path") if "path" in fields else [None] * len(chunk)
+        for blob, path in zip(blobs, paths, strict=True):
+            data = blob.as_py()
+            if data is None:
+                name = None if path is None else path.as_py()
+                if name is None or not Path(name).is_file():
+                    raise DataError(f"An image of {who} is missing: it has no bytes and no file ({name}).")
+                data = Path(name).read_bytes()
+            yield data
+
+
+def is_binary(kind: Any) -> bool:
+    """Whether a pyarrow type is a run of bytes."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def optional_simplejpeg() -> Any | None:
+    """The simplejpeg module, or None where it is not installed."""
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+    return simplejpeg
+
+
+def with_channels(x: Tensor, channels: int) -> Tensor:
+    """Images with the given number of channels: grey is repeated, colour becomes its luminance.
+
+    >>> with_channels(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), 3).shape
+    torch.Size([2, 3, 4, 4])
+    """
+    if x.shape[1] == channels:
+        return x
+    if channels == 1:
+        weights = torch.tensor([0.299, 0.587, 0.114])
+        parts = [(part[:, :3].permute(0, 2, 3, 1).float() @ weights).round().to(x.dtype) for part in chunks(x)]
+        return torch.cat(parts)[:, None]
+    grey = with_channels(x, 1)
+    return grey.permute(0, 2, 3, 1).expand(-1, -1, -1, channels).contiguous().permute(0, 3, 1, 2)
+
+
+def chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:
+    """Runs of samples, so that a float copy of a large uint8 array never exists as a whole."""
+    return (x[i : i + size] for i in range(0, len(x), size))
+
+
+def with_size(x: Tensor, height: int, width: int) -> Tensor:
+    """Images resized bilinearly, with antialiasing; uint8 stays uint8."""
+    if x.shape[2:] == (height, width):
+        return x
+
+    def resized(part: Tensor) -> Tensor:
+        values = F.interpolate(part.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
+        return values.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else values
+
+    return cat_inputs([resized(part) for part in chunks(x)])

@@ -1,0 +1,108 @@
+"""From a name to a federation: load a source, partition it, and lay the clients out as slices of one array."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from unskew.data.federation import ArrayClients, Federation, Normalisation, ServerData, take, training_size
+from unskew.data.images import with_channels, with_size
+from unskew.data.partition import make_partition
+from unskew.data.sources import load_source
+from unskew.data.tables import Source, Table
+from unskew.errors import ConfigError, DataError
+
+
+def load_federation(
+    name: str,
+    *,
+    partition: str | object = "dirichlet:0.1",
+    clients: int | None = 10,
+    seed: int = 0,
+    path: str | Path | None = None,
+    label: str | None = None,
+    image: str | None = None,
+    holdout: float = 0.1,
+    server: int | str | None = None,
+    server_path: str | Path | None = None,
+) -> Federation:
+    """Load a data set and divide it among clients.
+
+    Args:
+        name: The data set, as for :func:`~unskew.data.sources.load_source`.
+        partition: Who holds what, as for :func:`~unskew.data.partition.make_partition`.
+        clients: Number of clients; None for ``natural:COLUMN`` with all of its values.
+        seed: Decides the partition, which samples each client holds out, and which ones the server gets.
+        path: Local files of the data set.
+        label: The label column.
+        image: The column of encoded images.
+        holdout: Share of each client's samples kept for its own evaluation.
+        server: A number: that many test samples move to the server and are no longer used for evaluation. A data set:
+            the server gets its training images, brought to the clients' channels and size; they are out of domain.
+        server_path: Local files of the server's data set.
+
+    Raises:
+        ConfigError: Arguments do not fit together.
+        DataError: The data cannot be used as asked.
+
+    >>> federation = load_federation("digits", partition="iid", clients=3, server=100)
+    >>> federation.sizes.tolist(), len(federation.test[1])
+    ([431, 431, 431], 260)
+    """
+    source = load_source(name, path=path, label=label, image=image)
+    train, test = source.train, source.test
+    parts = make_partition(partition, train.y.numpy(), clients, seed, classes=source.classes, columns=train.columns)
+    # Client by client, shuffled inside each client, so that the part held out is a random one.
+    owner = np.repeat(np.arange(parts.clients), parts.sizes)
+    shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
+    rows = torch.from_numpy(shuffled)
+    x, y = take(train.x, rows), train.y[rows]
+    kept = np.array([training_size(int(n), holdout) for n in parts.sizes])
+    data, test = server_data(server, server_path, source, test, seed)
+    return Federation(
+        clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + kept),
+        test=(test.x, test.y),
+        server=data,
+        classes=source.classes,
+        normalisation=source.normalisation if len(y) == len(train) else Normalisation.fit(x),
+        class_names=source.class_names,
+        name=source.name,
+        partition=parts.name,
+        fingerprint=parts.fingerprint,
+    )
+
+
+def server_data(
+    server: int | str | None, server_path: str | Path | None, source: Source, test: Table, seed: int
+) -> tuple[ServerData | None, Table]:
+    """The server's samples, and the test rows that are left."""
+    if server is None:
+        if server_path is not None:
+            raise ConfigError("server_path is given, but server does not name a data set to load from it.")
+        return None, test
+    if isinstance(server, str) and server.lstrip("-").isdigit():
+        server = int(server)
+    if isinstance(server, str):
+        x = load_source(server, path=server_path).train
+        if x.x.dim() != 4 or test.x.dim() != 4:
+            raise DataError(f"The server's data set {server!r} and {source.name!r} must both hold images.")
+        channels, height, width = test.x.shape[1:]
+        return ServerData(with_channels(with_size(x.x, height, width), channels), x.y, in_domain=False), test
+    if server_path is not None:
+        raise ConfigError(f"server={server} takes samples of the test set; leave out server_path.")
+    if not 1 <= server < len(test):
+        raise DataError(
+            f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
+            f"use a number from 1 to {len(test) - 1}."
+        )
+    order = generator(seed, "server").permutation(len(test))
+    taken, left = np.sort(order[:server]), np.sort(order[server:])
+    return ServerData(take(test.x, torch.from_numpy(taken)), test.y[torch.from_numpy(taken)]), test.rows(left)
+
+
+def generator(seed: int, purpose: str) -> np.random.Generator:
+    """A generator of its own for each purpose."""
+    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(f"unskew/{purpose}".encode())]))

@@ -1,0 +1,254 @@
+"""Where data comes from: built-in digits, the Hugging Face hub, a folder of images, a CSV or parquet table.
+
+>>> source = load_source("digits")
+>>> source.train.x.shape, source.classes
+(torch.Size([1437, 1, 8, 8]), 10)
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from unskew.data.checks import as_inputs
+from unskew.data.tables import Source, Table, read_file, source_from_tables
+from unskew.errors import ConfigError, DataError, unknown
+
+__all__ = ["SOURCES", "Source", "Table", "load_source"]
+
+SOURCES: dict[str, str] = {
+    "digits": "handwritten digits, 8 x 8 grey, 1,797 images; comes with scikit-learn, no download",
+    "cifar10": "CIFAR-10, 32 x 32 colour, 10 classes (uoft-cs/cifar10)",
+    "cifar100": "CIFAR-100, 32 x 32 colour, 100 classes (uoft-cs/cifar100)",
+    "mnist": "MNIST, 28 x 28 grey, 10 classes (ylecun/mnist)",
+    "fashion_mnist": "Fashion-MNIST, 28 x 28 grey, 10 classes (zalando-datasets/fashion_mnist)",
+    "svhn": "Street View House Numbers, 32 x 32 colour, 10 classes (ufldl-stanford/svhn, cropped_digits)",
+    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
+    "table": "table:PATH, a .csv or .parquet file, or a folder with train and test files; needs the label column",
+}
+
+
+class Hub(NamedTuple):
+    """A data set of the Hugging Face hub: its name there, its configuration and its columns."""
+
+    name: str
+    config: str | None
+    image: str
+    label: str
+
+
+HUB: dict[str, Hub] = {
+    "cifar10": Hub("uoft-cs/cifar10", None, "img", "label"),
+    "cifar100": Hub("uoft-cs/cifar100", None, "img", "fine_label"),
+    "mnist": Hub("ylecun/mnist", None, "image", "label"),
+    "fashion_mnist": Hub("zalando-datasets/fashion_mnist", None, "image", "label"),
+    "svhn": Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+}
+
+
+def load_source(
+    name: str,
+    *,
+    path: str | Path | None = None,
+    label: str | None = None,
+    image: str | None = None,
+    test_share: float = 0.2,
+) -> Source:
+    """Load a data set; the last few are kept in memory until their files change.
+
+    Args:
+        name: One of :data:`SOURCES`, a full hub name such as ``uoft-cs/cifar10``, ``folder:PATH``, ``table:PATH``, or a
+            file that ends in .csv or .parquet.
+        path: For a hub data set, a folder that holds its parquet files (no network is then used); for ``folder`` and
+            ``table``, the folder or file.
+        label: The label column; needed for tables, known for the rest.
+        image: The column of encoded images; without it, a table's numeric columns are its features.
+        test_share: Share of the rows to test on where the data brings no test part (stratified, always the same rows).
+
+    Raises:
+        ConfigError: There is no such data set, or arguments do not fit together.
+        DataError: There is no such file, or the data cannot be used as given.
+    """
+    alias = {hub.name: short for short, hub in HUB.items()}
+    kind = alias.get(name, name)
+    for prefix in ("folder", "table"):
+        if name.startswith(prefix + ":"):
+            if path is not None:
+                raise ConfigError(
+                    f"{name!r} names a path already; leave out path={str(path)!r} or use the name {prefix!r}."
+                )
+            kind, path = prefix, name.removeprefix(prefix + ":")
+    if name.endswith((".csv", ".parquet")) and kind == name:
+        kind, path = "table", Path(path or "") / name
+    if kind not in SOURCES:
+        raise ConfigError(unknown("data set", name, SOURCES))
+    if kind in ("folder", "table") and not path:
+        raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
+    if kind == "digits" and (path is not None or label is not None or image is not None):
+        raise ConfigError("The data set 'digits' comes with scikit-learn; it takes no path, label or image column.")
+    if kind == "folder" and (label is not None or image is not None):
+        raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
+    where = None if path is None else Path(path).expanduser().absolute()
+    if where is not None and not where.exists():
+        raise DataError(f"There is no file or folder {where}.")
+    return cached(kind, where, stamp(where), label, image, test_share)
+
+
+def stamp(path: Path | None) -> tuple[int, int, int]:
+    """What changes when the files under a path change: their number, the newest time and the total size."""
+    if path is None:
+        return (0, 0, 0)
+    # A single file is stamped with its folder: train.csv reads the test.csv next to it.
+    files = path.rglob("*") if path.is_dir() else path.parent.glob(f"*{path.suffix}")
+    stats = [file.stat() for file in files if file.is_file()]
+    return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
+
+
+@lru_cache(maxsize=4)
+def cached(
+    kind: str, path: Path | None, stamp: tuple[int, int, int], label: str | None, image: str | None, test_share: float
+) -> Source:
+    """Load and decode; ``stamp`` is only part of the key."""
+    if kind == "digits":
+        return digits()
+    if kind in HUB:
+        hub = HUB[kind]
+        train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
+        return source_from_tables(kind, train, test, label=label or hub.label, image=image or hub.image)
+    assert path is not None
+    if kind == "folder":
+        train, test = folder_tables(path)
+        return source_from_tables(path.name, train, test, label="label", image="image", test_share=test_share)
+    train, test = file_tables(path)
+    name = path.stem if path.stem != "train" else path.parent.name
+    return source_from_tables(name, train, test, label=label, image=image, test_share=test_share)
+
+
+def digits() -> Source:
+    """Scikit-learn's digits as uint8 images, with a stratified test part of 20 %."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    images, labels = (data.images * 15).astype(np.uint8), data.target.astype(np.int64)
+    parts = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, test = (Table(as_inputs(images[rows], "digits"), torch.from_numpy(labels[rows]), {}) for rows in parts)
+    return Source("digits", train, test, tuple(str(c) for c in range(10)), 10)
+
+
+def hub_tables(hub: Hub) -> tuple[Any, Any]:
+    """Training and test rows from the hub, or from the local copy that an earlier download left."""
+    with quiet_datasets() as datasets:
+        try:
+            loaded = datasets.load_dataset(hub.name, hub.config)
+        except Exception as error:  # whatever the network stack raises
+            raise DataError(
+                f"{hub.name} could not be loaded from the Hugging Face hub ({type(error).__name__}: {error}). Check the "
+                "network, or put its parquet files in a folder and name that folder (path=, --data-path)."
+            ) from error
+    return loaded["train"].data.table, loaded["test"].data.table
+
+
+def local_tables(kind: str, hub: Hub, path: Path) -> tuple[Any, Any]:
+    """Training and test rows from a folder laid out like the hub's."""
+    inside = [path / hub.config] if hub.config else []
+    folders = [*inside, path, *sorted(entry for entry in path.glob("*") if entry.is_dir())]
+    for folder in folders:
+        files = {split: split_files(folder, split, ".parquet") for split in ("train", "test")}
+        if all(files.values()):
+            return dataset_tables("parquet", {s: [glob.escape(str(f)) for f in found] for s, found in files.items()})
+    raise DataError(
+        f"{path} does not hold {kind}: it needs train*.parquet and test*.parquet, in the folder or one level down, as in "
+        f"the hub's {hub.name}."
+    )
+
+
+def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
+    """The files of one split: ``train*.parquet``, or all files of a folder ``train``."""
+    return sorted(folder.glob(f"{split}*{suffix}")) or sorted((folder / split).glob(f"*{suffix}"))
+
+
+def folder_tables(path: Path) -> tuple[Any, Any | None]:
+    """Rows of a folder with one folder of images per class."""
+    splits = {split: path / split for split in ("train", "test") if (path / split).is_dir()} or {"train": path}
+    if "train" not in splits:
+        raise DataError(f"{path} has a folder 'test' but no folder 'train'.")
+    for folder in splits.values():
+        classes = sorted(e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
+        if len(classes) < 2:
+            raise DataError(
+                f"{folder} must hold one folder of images per class, at least two; it has {classes or 'none'}."
+            )
+    train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
+    if "label" not in train.column_names:
+        raise DataError(f"The images of {path} must lie directly in the folders of their classes.")
+    return train, test
+
+
+def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None]:
+    """Rows of local files through ``datasets``, which copies them to its cache once."""
+    with quiet_datasets() as datasets:
+        try:
+            loaded = datasets.load_dataset(builder, data_files=files)
+        except Exception as error:  # a damaged file surfaces as one of several classes
+            cause = error.__cause__ or error
+            raise DataError(f"The files {files} cannot be read: {cause}") from error
+    return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
+
+
+def file_tables(path: Path) -> tuple[Any, Any | None]:
+    """Rows of a CSV or parquet file, or of a folder of them; the test part is None where there is none."""
+    if path.is_dir():
+        for suffix in (".parquet", ".csv"):
+            train, test = (split_files(path, split, suffix) for split in ("train", "test"))
+            if train:
+                return joined(train), joined(test) if test else None
+        raise DataError(f"{path} holds no train*.parquet and no train*.csv.")
+    if path.suffix not in (".csv", ".parquet"):
+        raise DataError(f"{path} is neither a .csv nor a .parquet file.")
+    sibling = path.with_stem("test")
+    return read_file(path), read_file(sibling) if path.stem == "train" and sibling.is_file() else None
+
+
+def joined(files: list[Path]) -> Any:
+    """The rows of several files, one after the other."""
+    parts = [read_file(file) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.column_names != parts[0].column_names:
+            raise DataError(f"{file} has the columns {part.column_names}, {files[0]} has {parts[0].column_names}.")
+    import pyarrow as pa
+
+    return pa.concat_tables(parts, promote_options="permissive")
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[Any]:
+    """The ``datasets`` package with its progress bars and warnings off."""
+    try:
+        datasets: Any = import_module("datasets")
+        hub: Any = import_module("huggingface_hub.utils")
+    except ImportError as error:
+        raise DataError("This data set needs the package datasets: pip install 'unskew[hub]'.") from error
+    levels = datasets.logging.get_verbosity(), hub.logging.get_verbosity()
+    bars = datasets.are_progress_bars_disabled(), hub.are_progress_bars_disabled()
+    datasets.logging.set_verbosity_error()
+    hub.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    hub.disable_progress_bars()
+    try:
+        yield datasets
+    finally:
+        datasets.logging.set_verbosity(levels[0])
+        hub.logging.set_verbosity(levels[1])
+        if not bars[0]:
+            datasets.enable_progress_bars()
+        if not bars[1]:
+            hub.enable_progress_bars()

@@ -1,0 +1,85 @@
+"""Shared memory that carries tensors between processes without pickling: written once, read as views."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from unskew.errors import EngineError
+
+_ALIGN = 64  # vector instructions and BLAS give the same bits for the same alignment
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class Ref(tuple[int, torch.dtype, tuple[int, ...]]):
+    """Where a tensor lies in an arena: offset in bytes, type, shape. Small enough to send through a pipe."""
+
+    __slots__ = ()
+
+
+class Arena:
+    """A region that is mapped before the workers are forked, so that all of them see it.
+
+    Address space is reserved generously; memory is used only where something was written.
+    """
+
+    def __init__(self, capacity: int = 1 << 36):
+        for size in (capacity, capacity >> 3, capacity >> 6):
+            try:
+                self.memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | _NORESERVE)
+                break
+            except OSError:
+                continue
+        else:
+            raise EngineError("The system grants no shared memory for worker processes; use engine='inline'.")
+        self.capacity = size
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.used = 0
+        self._known: dict[int, tuple[Tensor, Ref]] = {}
+
+    def clear(self) -> None:
+        """Forget everything; the memory is written again."""
+        self.used = 0
+        self._known.clear()
+
+    def view(self, ref: Ref) -> Tensor:
+        """The tensor at ``ref``, as a view of the arena."""
+        offset, dtype, shape = ref
+        count = int(torch.Size(shape).numel())
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+    def write(self, tensor: Tensor) -> Ref:
+        """Copy a tensor in, unless this very tensor is there already."""
+        known = self._known.get(id(tensor))
+        if known is not None:
+            return known[1]
+        size = tensor.numel() * tensor.element_size()
+        if self.used + size > self.capacity:
+            raise EngineError(
+                f"A round needs more than {self.capacity >> 30} GiB of shared memory; "
+                "use engine='inline' or a smaller cohort."
+            )
+        ref = Ref((self.used, tensor.dtype, tuple(tensor.shape)))
+        self.view(ref).copy_(tensor)
+        self.used += (size + _ALIGN - 1) // _ALIGN * _ALIGN
+        # The tensor is kept alive: a freed one's id could return as another tensor's.
+        self._known[id(tensor)] = (tensor, ref)
+        return ref
+
+    def pack(self, tree: Any) -> Any:
+        """The same tree with every tensor replaced by its place in the arena."""
+        return pytree.tree_map(lambda leaf: self.write(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def unpack(self, tree: Any, copy: bool = False) -> Any:
+        """Inverse of :meth:`pack`: views, or copies that outlive the next :meth:`clear`."""
+
+        def restore(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref):
+                return leaf
+            return self.view(leaf).clone() if copy else self.view(leaf)
+
+        return pytree.tree_map(restore, tree, is_leaf=lambda leaf: isinstance(leaf, Ref))

@@ -1,0 +1,162 @@
+"""A worker process per core, one thread each: on a CPU with several cores the fastest engine.
+
+Workers are forked, so they share the data without a copy; vectors travel through shared memory. The largest clients are
+handed out first, so that no worker is left with a big one at the end. Results are given back in the cohort's order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+import torch
+
+from unskew.engines.arena import Arena
+from unskew.engines.base import Setup
+from unskew.engines.local import LocalTrainer
+from unskew.errors import EngineError, UnskewError
+from unskew.methods.rules import Broadcast, Update
+
+AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
+
+
+def available() -> bool:
+    """Whether this platform can fork workers safely."""
+    return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
+
+
+def as_dict(record: Broadcast | Update) -> dict[str, Any]:
+    """The fields of a record, uncopied."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection) -> None:
+    """The life of a worker: receive a broadcast, train, write the update to the outbox."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    trainer = LocalTrainer(setup)
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        if message is None:
+            return
+        fresh, packed = message
+        if fresh:
+            outbox.clear()
+        try:
+            update = trainer.train(Broadcast(**inbox.unpack(packed)))
+            pipe.send((True, outbox.pack(as_dict(update))))
+        except UnskewError as error:
+            pipe.send((False, error))
+        except Exception:  # a bug in a rule must reach the user, not die with the worker
+            pipe.send((False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")))
+
+
+class ProcessesEngine:
+    """Trains the clients of a cohort in forked worker processes.
+
+    Args:
+        setup: The run.
+        workers: Number of processes; by default one per core this process may use.
+
+    Raises:
+        EngineError: Processes cannot be forked here.
+    """
+
+    name = "processes"
+
+    def __init__(self, setup: Setup, workers: int | None = None):
+        if not available():
+            raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
+        if setup.device.type != "cpu":
+            raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}; use 'vectorized'.")
+        workers = workers or len(os.sched_getaffinity(0))
+        self.setup = setup
+        self.inbox = Arena()
+        self.outboxes = [Arena() for _ in range(workers)]
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        context = multiprocessing.get_context("fork")
+        for outbox in self.outboxes:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(setup, self.inbox, outbox, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+        """See :class:`~unskew.engines.base.Engine`."""
+        self.inbox.clear()
+        packed = [self.inbox.pack(as_dict(one)) for one in casts]
+        sizes = [self.setup.federation.clients[one.client].examples for one in casts]
+        largest_first = sorted(range(len(casts)), key=lambda place: -self.setup.training.steps(sizes[place]))
+        waiting = deque(largest_first)
+        busy: dict[Connection, deque[int]] = {pipe: deque() for pipe in self.pipes}
+        fresh = set(self.pipes)
+        done: dict[int, Update] = {}
+        for _ in range(AHEAD):
+            for pipe in self.pipes:
+                self._send(pipe, waiting, busy, packed, fresh)
+        for place in range(len(casts)):
+            while place not in done:
+                for ready in wait([p for p in self.pipes if busy[p]]):
+                    pipe = cast(Connection, ready)
+                    result = self._receive(pipe)
+                    done[busy[pipe].popleft()] = result
+                    self._send(pipe, waiting, busy, packed, fresh)
+            yield done.pop(place)
+
+    def _send(
+        self,
+        pipe: Connection,
+        waiting: deque[int],
+        busy: dict[Connection, deque[int]],
+        packed: list[Any],
+        fresh: set[Connection],
+    ) -> None:
+        if waiting:
+            place = waiting.popleft()
+            busy[pipe].append(place)
+            with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
+                pipe.send((pipe in fresh, packed[place]))
+            fresh.discard(pipe)
+
+    def _receive(self, pipe: Connection) -> Update:
+        try:
+            ok, answer = pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            process = self.processes[self.pipes.index(pipe)]
+            process.join(timeout=1)
+            raise EngineError(
+                f"A worker process died (exit code {process.exitcode}); memory may have run out. "
+                "Resume the run, with fewer workers or engine='inline'."
+            ) from error
+        if not ok:
+            raise answer
+        outbox = self.outboxes[self.pipes.index(pipe)]
+        return Update(**outbox.unpack(answer, copy=True))
+
+    def close(self) -> None:
+        """End the workers."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+                pipe.close()
+        for process in self.processes:
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+        self.pipes, self.processes = [], []

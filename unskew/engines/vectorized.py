@@ -1,0 +1,212 @@
+"""All clients of a cohort at once under ``torch.func.vmap``: for GPUs, where one client alone cannot fill the device.
+
+The same functions as in :mod:`unskew.engines.local`, mapped over a leading client axis. Clients whose tensors differ in
+kind (one has a state, another has none) or whose next batch differs in size are mapped in separate groups, so nothing is
+padded: padding would change BatchNorm's statistics and with them the numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from unskew.data.federation import ClientData, take
+from unskew.engines import optimizers
+from unskew.engines.base import Setup
+from unskew.engines.batches import Plan
+from unskew.engines.local import LocalTrainer, base_loss, client_key, contexts, finish, start_of
+from unskew.methods.rules import Broadcast, Context, Tensors, Update
+from unskew.models.trainable import Batch, FunctionalModel
+from unskew.seeding import derive, fold
+
+Tree = Any
+
+
+def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
+    """One tree whose leaves have a leading client axis, and ``in_dims``: None where all clients share one tensor."""
+    leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
+    layout = pytree.tree_flatten(trees[0])[1]
+    stacked, dims = [], []
+    for column in zip(*leaves, strict=True):
+        alike = all(leaf is column[0] for leaf in column)
+        stacked.append(column[0] if alike else torch.stack(column))
+        dims.append(None if alike else 0)
+    return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
+
+
+def rows(tree: Tree, index: Tensor | None, dims: Tree | None = None) -> Tree:
+    """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None)."""
+    if index is None:
+        return tree
+    if dims is None:
+        return pytree.tree_map(lambda leaf: leaf[index], tree)
+    leaves, layout = pytree.tree_flatten(tree)
+    flags = pytree.tree_flatten(dims, is_leaf=lambda d: d is None)[0]
+    picked = [leaf if flag is None else leaf[index] for leaf, flag in zip(leaves, flags, strict=True)]
+    return pytree.tree_unflatten(picked, layout)
+
+
+def put(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
+    """``tree`` with its rows ``index`` replaced by ``new``."""
+    if index is None:
+        return new
+    return pytree.tree_map(lambda old, part: old.index_copy(0, index, part), tree, new)
+
+
+class VectorizedEngine:
+    """Maps local training over the cohort.
+
+    Args:
+        setup: The run.
+        width: Largest number of clients mapped at once; a bigger cohort is trained in several parts.
+    """
+
+    name = "vectorized"
+
+    def __init__(self, setup: Setup, width: int = 64):
+        self.setup, self.width = setup, width
+        self.single = LocalTrainer(setup)
+
+    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+        """See :class:`~unskew.engines.base.Engine`."""
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for place, cast in enumerate(casts):
+            groups[self._kind(cast)].append(place)
+        done: dict[int, Update] = {}
+        for places in groups.values():
+            for first in range(0, len(places), self.width):
+                part = places[first : first + self.width]
+                done.update(zip(part, self._train_group([casts[p] for p in part]), strict=True))
+        return (done[place] for place in range(len(casts)))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    @staticmethod
+    def _kind(cast: Broadcast) -> Hashable:
+        """Clients of one kind have tensors of the same names and shapes."""
+        state = {rule: {n: tuple(t.shape) for n, t in sorted(s.items())} for rule, s in sorted(cast.state.items())}
+        return repr(state), cast.down, cast.up
+
+    def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
+        return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
+
+    def _train_group(self, casts: Sequence[Broadcast]) -> list[Update]:
+        setup, training, device = self.setup, self.setup.training, self.setup.device
+        clients = [setup.federation.clients[cast.client] for cast in casts]
+        plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
+        starts = [start_of(cast).to(device) for cast in casts]
+        counts = torch.tensor([float(len(p.batches)) for p in plans], dtype=starts[0].dtype, device=device)
+        weights = torch.tensor([cast.weight for cast in casts], dtype=starts[0].dtype, device=device)
+        full = (
+            [self.single.full_gradient(cast, s) for cast, s in zip(casts, starts, strict=True)]
+            if self.single.needs_full_gradient
+            else None
+        )
+        given, dims = stack(
+            [
+                {
+                    "v_global": cast.v.to(device),
+                    "v_start": starts[k],
+                    "b_global": cast.b.to(device),
+                    "key": client_key(setup.seed, cast).to(device),
+                    "steps": counts[k],
+                    "weight": weights[k],
+                    "full_gradient": full[k] if full is not None else counts[k],
+                    "state": cast.state,
+                    "download": cast.download,
+                }
+                for k, cast in enumerate(casts)
+            ]
+        )
+
+        def ctxs_of(given: dict[str, Any], b: Tensor) -> tuple[FunctionalModel, list[Context]]:
+            model = FunctionalModel(setup.spec, b, autocast=training.precision == "bf16")
+            shared = {k: t for k, t in given.items() if k not in ("state", "download")}
+            shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
+            shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd}
+            if full is None:
+                shared["full_gradient"] = None
+            return model, contexts(setup.rules, shared, given["state"], given["download"])
+
+        def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
+            _, ctxs = ctxs_of(given, b)
+            return [rule.begin(ctx) for rule, ctx in zip(setup.rules, ctxs, strict=True)]
+
+        def step(
+            given: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
+        ) -> Tree:
+            model, ctxs = ctxs_of(given, b)
+            carries = [dict(carry) for carry in carries]
+            loss_fn = base_loss(model, setup.task)
+            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
+                loss_fn = rule.loss(loss_fn, ctx, carry)
+            grad_fn = model.gradient(loss_fn)
+            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
+                grad_fn = rule.gradient(grad_fn, ctx, carry)
+            v, state = optimizers.step(
+                training, v.clone(), grad_fn(v, batch), {n: t.clone() for n, t in state.items()}, t
+            )
+            return model.b, v, carries, state, model.loss
+
+        def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor) -> list[tuple[Tensors, Tensors]]:
+            _, ctxs = ctxs_of(given, b)
+            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
+                rule.end(ctx, carry, v)
+            return [(ctx.state, ctx.upload) for ctx in ctxs]
+
+        b = torch.stack([cast.b.to(device) for cast in casts])
+        v = torch.stack(starts)
+        state = {n: t.clone() for n, t in optimizers.init(training, v).items()}
+        keys = torch.stack([client_key(setup.seed, cast) for cast in casts]).to(device)
+        total = torch.zeros(len(casts), dtype=v.dtype, device=device)
+        with torch.random.fork_rng(enabled=True, devices=[]):
+            torch.manual_seed(derive(setup.seed, "vmap", casts[0].round, casts[0].client))
+            carries = self._map(begin, (dims, 0), given, b)
+            for t in range(max(len(plan.batches) for plan in plans)):
+                for size, index in self._same_size(plans, t, device):
+                    who = range(len(casts)) if index is None else index.tolist()
+                    batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, rows(keys, index))
+                    assert batch.x.shape[1] == size
+                    args = (rows(given, index, dims), *(rows(x, index) for x in (b, v, carries, state)), batch)
+                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None))  # type: ignore[arg-type]
+                    new = self._map(step, in_dims, *args)
+                    b, v, carries, state = (
+                        put(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
+                    )
+                    total = put(total, index, rows(total, index) + new[4])
+            written = self._map(end, (dims, 0, 0, 0), given, b, carries, v)
+        losses = (total / counts.clamp_min(1)).tolist()
+        return [
+            finish(
+                setup, cast, clients[k].examples, starts[k], v[k], b[k].clone(),
+                pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
+                {"loss": losses[k], "steps": float(counts[k])},
+            )
+            for k, cast in enumerate(casts)
+        ]  # fmt: skip
+
+    @staticmethod
+    def _same_size(plans: Sequence[Plan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:
+        """Clients that still train at step ``t``, grouped by the size of their batch; None stands for all of them."""
+        sizes: dict[int, list[int]] = defaultdict(list)
+        for k, plan in enumerate(plans):
+            if t < len(plan.batches):
+                sizes[len(plan.batches[t])].append(k)
+        return [
+            (size, None if len(who) == len(plans) else torch.tensor(who, device=device)) for size, who in sizes.items()
+        ]
+
+    def _batch(self, clients: Sequence[ClientData], plans: Sequence[Plan], t: int, keys: Tensor) -> Batch:
+        xs = [plan.augment(take(client.x, plan.batches[t])) for client, plan in zip(clients, plans, strict=True)]
+        # One transfer and one normalisation for the whole group.
+        flat = self.single.normalise(torch.cat(xs))
+        x = flat.view(len(clients), -1, *flat.shape[1:]) if flat.dim() != 4 else torch.stack(flat.chunk(len(clients)))
+        y = torch.stack([client.y[plan.batches[t]] for client, plan in zip(clients, plans, strict=True)])
+        at = torch.tensor(t, device=keys.device)
+        return Batch(x, y.to(keys.device), fold(keys, at) if self.single.model.stream else keys, at)

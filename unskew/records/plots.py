@@ -1,0 +1,81 @@
+"""Figures: convergence, and what each client holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a screen and without pyplot's global state
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) -> Path:
+    """Test accuracy against rounds and against traffic, mean and standard deviation over seeds.
+
+    Args:
+        runs: For each method, the history of each seed.
+        path: Image file to write; its ending decides the format.
+
+    Returns:
+        The path written.
+    """
+    figure, (left, right) = _figure(10, 4, columns=2)
+    for name, histories in runs.items():
+        scored = [[row for row in h if row["accuracy"] is not None] for h in histories]
+        shortest = min(len(h) for h in scored)
+        if not shortest:
+            continue
+        rounds = np.array([row["round"] for row in scored[0][:shortest]])
+        values = 100 * np.array([[row["accuracy"] for row in h[:shortest]] for h in scored])
+        traffic = np.array([[(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in h[:shortest]] for h in scored]).mean(0)
+        mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
+        for axis, x in ((left, rounds), (right, traffic)):
+            (line,) = axis.plot(x, mean, label=name, linewidth=1.6, marker="o" if shortest == 1 else None)
+            axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, color=line.get_color(), linewidth=0)
+    for axis, label in ((left, "communication round"), (right, "traffic, up and down (MB)")):
+        axis.set_xlabel(label)
+        axis.set_ylabel("test accuracy (%)")
+        axis.grid(alpha=0.3)
+    left.legend(frameon=False)
+    return _save(figure, path)
+
+
+def clients_by_class(counts: np.ndarray, class_names: Sequence[str], path: Path, most: int = 60) -> Path:
+    """What each client holds: a dot per client and class, its area the number of samples.
+
+    Args:
+        counts: Samples ``[K, C]``.
+        class_names: Names of the classes.
+        path: Image file to write.
+        most: Largest number of clients drawn; of more, evenly spaced ones are shown.
+    """
+    total = len(counts)
+    shown = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(int)
+    counts = counts[shown]
+    figure, (axis,) = _figure(max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5))
+    client, label = np.nonzero(counts)
+    sizes = counts[client, label]
+    axis.scatter(client, label, s=220 * sizes / max(1, counts.max()), alpha=0.75, linewidths=0)
+    ticks = np.arange(0, len(shown), max(1, len(shown) // 20))
+    axis.set_xticks(ticks, [str(shown[t]) for t in ticks])
+    step = max(1, counts.shape[1] // 40)
+    axis.set_yticks(range(0, counts.shape[1], step), list(class_names)[::step])
+    axis.set_xlabel("client" + (f" ({len(shown)} of {total} shown)" if len(shown) < total else ""))
+    axis.set_ylabel("class")
+    axis.grid(alpha=0.25)
+    return _save(figure, path)

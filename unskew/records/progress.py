@@ -1,0 +1,59 @@
+"""A run's progress on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from unskew.records.recorder import Row
+from unskew.records.tables import percent
+
+
+def make_progress(console: Console) -> Progress:
+    """A live display with one line per run."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+class ProgressLine:
+    """A callback: one line of a live display.
+
+    Args:
+        progress: The display.
+        title: Text before the bar.
+        transient: Remove the line when the run ends.
+    """
+
+    def __init__(self, progress: Progress, title: str, transient: bool = False):
+        self.progress, self.title, self.transient = progress, title, transient
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """Show the line."""
+        self.line = self.progress.add_task(self.title, total=config["rounds"], completed=rounds_done, accuracy="")
+        if rounds_done:
+            self.progress.console.print(f"{self.title}: going on after round {rounds_done}")
+
+    def round(self, row: Row) -> None:
+        """Advance it."""
+        if row["accuracy"] is not None:
+            self.progress.update(self.line, accuracy=f"test accuracy {percent(row['accuracy'])}%")
+        self.progress.update(self.line, completed=row["round"])
+
+    def warn(self, text: str) -> None:
+        """Something the user should know."""
+        self.progress.console.print(f"[yellow]{text}")
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Leave the final figures, or remove the line."""
+        if self.transient:
+            self.progress.remove_task(self.line)

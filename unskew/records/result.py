@@ -1,0 +1,59 @@
+"""What a run gives back, and the same read from a run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Result:
+    """A finished run.
+
+    Attributes:
+        history: One dictionary per round: round, accuracy, loss, bytes, seconds and the method's own figures.
+        summary: The contents of ``summary.json``.
+        vector: The final global model, ``[d]``; ``model``: the same as a module in eval mode.
+        folder: The run folder, or None.
+    """
+
+    def __init__(
+        self,
+        history: list[dict[str, Any]],
+        summary: dict[str, Any],
+        model: nn.Module,
+        vector: Tensor,
+        folder: Path | None,
+    ):
+        self.history, self.summary, self.model, self.vector, self.folder = history, summary, model, vector, folder
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The history as a table, one row per round (needs pandas)."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ConfigError("to_pandas needs: pip install 'unskew[pandas]'.") from error
+        return pd.DataFrame(self.history)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw accuracy against rounds into an image file."""
+        from unskew.records.plots import convergence
+
+        return convergence({self.summary["method"]: [self.history]}, Path(path))
+
+    def __repr__(self) -> str:
+        s = self.summary
+        scores = f"accuracy={s['accuracy']:.4f}, best_accuracy={s['best_accuracy']:.4f}"
+        return f"Result(method={s['method']!r}, rounds={s['rounds']}, {scores})"
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """The rounds of a run folder."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

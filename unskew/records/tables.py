@@ -1,0 +1,111 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+
+def percent(value: float | None, spread: float | None = None) -> str:
+    """A share as per cent.
+
+    >>> percent(0.5, 0.012), percent(None)
+    ('50.0 ± 1.2', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
+
+
+def megabytes(value: float) -> str:
+    """Bytes as MB (10^6)."""
+    return f"{value / 1e6:.1f}" if value < 1e9 else f"{value / 1e6:,.0f}"
+
+
+def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The table that ``unskew compare`` prints: one line per method, means over seeds."""
+    seeds, target = rows[0]["seeds"], rows[0]["target"]
+    spread = f"mean ± std over {seeds} seeds" if seeds > 1 else "1 seed"
+    table = Table(title=f"Test accuracy in %, {spread}", title_justify="left")
+    table.add_column("method")
+    for name in ("last round", "best round", "clients, mean", "worst client", f"rounds to {percent(target)}%"):
+        table.add_column(name, justify="right")
+    for name in ("MB up", "MB down", "seconds"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        reached = row["rounds_to_target"]
+        rounds = f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {seeds} seeds"
+        table.add_row(
+            row["method"],
+            percent(row["accuracy"], row["accuracy_std"]),
+            percent(row["best_accuracy"], row["best_accuracy_std"]),
+            percent(row["client_accuracy_mean"], row["client_accuracy_mean_std"]),
+            percent(row["client_accuracy_worst"], row["client_accuracy_worst_std"]),
+            rounds,
+            megabytes(row["bytes_up"]),
+            megabytes(row["bytes_down"]),
+            f"{row['seconds']:.1f}",
+        )
+    return table
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """What ``unskew run`` prints at the end."""
+    table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    lines = [
+        ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {summary['loss']:.4f})"),
+        ("test accuracy, best round", f"{percent(summary['best_accuracy'])}%  (round {summary['best_round']})"),
+        (
+            f"per client, on {summary['clients_evaluated_on']}",
+            f"mean {percent(summary['client_accuracy_mean'])}%, "
+            f"worst decile {percent(summary['client_accuracy_worst_decile'])}%, "
+            f"worst client {percent(summary['client_accuracy_worst'])}%",
+        ),
+        ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
+        ("partition hash", str(summary["partition_hash"])),
+        ("model", f"{summary['model']}, {summary['parameters']:,} parameters, statistics: {summary['buffers']}"),
+        ("traffic", f"{megabytes(summary['bytes_up'])} MB up, {megabytes(summary['bytes_down'])} MB down"),
+        ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}"),
+    ]
+    if summary.get("target") is not None:
+        reached = summary["rounds_to_target"]
+        lines.insert(
+            2, (f"rounds to {percent(summary['target'])}%", "not reached" if reached is None else str(reached))
+        )
+    if summary["updates_skipped"]:
+        lines.append(("left out", f"{summary['updates_skipped']} updates that were not finite"))
+    for name, value in lines:
+        table.add_row(name, value)
+    return table
+
+
+def partition_table(counts: np.ndarray, class_names: Sequence[str], most: int = 20) -> Table:
+    """What each client holds: counts ``[K, C]``; the first ``most`` clients."""
+    classes = [str(n) for n in class_names]
+    table = Table(title="Training samples per client and class", title_justify="left")
+    for name in ("client", "total", *classes[:20]):
+        table.add_column(name, justify="right")
+    if len(classes) > 20:
+        table.add_column("...")
+    for client, row in enumerate(counts[:most]):
+        cells = [str(int(n)) if n else "·" for n in row[:20]]
+        table.add_row(str(client), str(int(row.sum())), *cells)
+    if len(counts) > most:
+        table.caption = f"{most} of {len(counts)} clients"
+    return table
+
+
+def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
+    """What ``unskew methods`` prints."""
+    table = Table()
+    for name in ("method", "slot", "what it does", "options", "paper"):
+        table.add_column(name)
+    for row in methods:
+        options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
+        table.add_row(row["name"], ", ".join(row["slots"]), row["summary"], options, row["paper"])
+    return table

@@ -1,0 +1,196 @@
+"""From an experiment to a result: the few lines that wire everything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unskew.config import Experiment, experiment, load_yaml
+from unskew.data.federation import Federation
+from unskew.data.load import load_federation
+from unskew.engines.choose import pick_device
+from unskew.errors import CheckpointError, ConfigError
+from unskew.methods.catalogue import MethodLike, method
+from unskew.models.registry import resolve_model
+from unskew.models.vector import ModelSpec
+from unskew.records.recorder import Callback
+from unskew.records.result import Result
+from unskew.records.trackers import make_trackers
+from unskew.seeding import derive
+from unskew.simulation import checkpoint
+
+ModelLike = str | nn.Module | Callable[..., nn.Module]
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+def run(
+    federation: Federation | None = None,
+    *,
+    model: ModelLike | None = None,
+    method: MethodLike | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Result:
+    """Train one model across the clients of a federation.
+
+    Args:
+        federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say.
+        model: A registered name, a module, a factory, or ``"package.module:factory"``.
+        method: A method or a sum, as :func:`unskew.method` takes it.
+        out: Run folder to write; without it nothing is written to disk.
+        resume: Go on with the run in ``out``.
+        callbacks: Followers of the run.
+        options: Any field of :class:`unskew.Experiment`, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
+
+    Returns:
+        The history, the summary and the final model.
+
+    Raises:
+        ConfigError: An option is wrong, or the run folder is already there.
+        DataError: The data cannot be used.
+        CheckpointError: The run cannot be resumed, or the disk is full.
+    """
+    values = dict(options)
+    if federation is not None:
+        given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        values = {**given, **values}
+    if model is not None:
+        values["model"] = model if isinstance(model, str) else _name_of(model)
+    if method is not None:
+        values["method"] = method if isinstance(method, str) else "fedavg"
+    return run_experiment(
+        experiment(values),
+        federation=federation,
+        model=None if isinstance(model, str) else model,
+        method_given=None if isinstance(method, str) else method,
+        out=out,
+        resume=resume,
+        callbacks=callbacks,
+    )
+
+
+def _name_of(model: object) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def load_data(config: Experiment) -> Federation:
+    """The federation that a configuration describes."""
+    return load_federation(
+        config.data,
+        partition=config.partition,
+        clients=config.clients,
+        seed=config.seed,
+        path=config.data_path,
+        label=config.label,
+        image=config.image,
+        holdout=config.holdout,
+        server=config.server,
+        server_path=config.server_path,
+    )
+
+
+def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None) -> ModelSpec:
+    """The model's layout and initial weights, which depend on the seed only."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(config.seed, "initial model"))
+        module = resolve_model(
+            config.model if model is None else model, federation.shape, federation.classes, config.model_options
+        )
+    x = federation.test[0]
+    return ModelSpec(
+        module,
+        federation.shape,
+        federation.classes,
+        config.head,
+        DTYPES[config.precision],
+        torch.int64 if x.dtype == torch.int64 else None,
+    )
+
+
+def run_experiment(
+    config: Experiment,
+    *,
+    federation: Federation | None = None,
+    model: ModelLike | None = None,
+    method_given: MethodLike | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Carry out ``config``; see :func:`run`."""
+    folder = None if out is None else Path(out)
+    chosen = method(config.method if method_given is None else method_given)
+    if method_given is not None:
+        config = config.model_copy(update={"method": chosen.spelling or chosen.name})
+    device = pick_device(config.device)
+    if resume:
+        if folder is None or not (folder / "config.yaml").is_file():
+            raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
+    elif folder is not None and folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
+    federation = load_data(config) if federation is None else federation
+    bytes_prepared: dict[int, tuple[int, int]] = {}
+    for rule in chosen.data:
+        federation, bytes_prepared = rule.prepare(federation, config.seed)
+    spec = initial_spec(config, federation, model)
+    trackers = make_trackers(config.trackers, folder)
+    new_folder = folder is not None and not resume
+    if folder is not None and new_folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_atomic(folder / "config.yaml", config.to_yaml().encode())
+    try:
+        session = Session(config, federation, spec, chosen, device, folder, [*callbacks, *trackers])
+    except BaseException:
+        if folder is not None and new_folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for client, (up, down) in bytes_prepared.items():
+        session.server.traffic.count(client, "up", up, 0)
+        session.server.traffic.count(client, "down", down, 0)
+    return session.go(resume)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    federation: Federation | None = None,
+    model: ModelLike | None = None,
+    method: MethodLike | None = None,
+    callbacks: Sequence[Callback] = (),
+    **changes: Any,
+) -> Result:
+    """Go on with an interrupted run; the result is bit for bit that of an uninterrupted one.
+
+    Args:
+        folder: The run folder.
+        federation: The same data, if they were given in Python.
+        model: The same model, if it was given in Python.
+        method: The same method, if it was given in Python.
+        callbacks: Followers of the run.
+        changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers`` or ``checkpoint_every``.
+
+    Raises:
+        CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
+    config = experiment({**load_yaml(folder / "config.yaml"), **changes})
+    if (folder / "summary.json").is_file():
+        done = json.loads((folder / "summary.json").read_text())["rounds"]
+        if done >= config.rounds:
+            raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
+        (folder / "summary.json").unlink()
+    if changes:
+        checkpoint.write_atomic(folder / "config.yaml", config.to_yaml().encode())
+    return run_experiment(
+        config, federation=federation, model=model, method_given=method, out=folder, resume=True, callbacks=callbacks
+    )

@@ -1,0 +1,133 @@
+"""What a model is worth: on the global test set, and client by client on the client's own held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.engines.base import Training
+from unskew.engines.batches import Normaliser
+from unskew.models.trainable import BoundModel
+from unskew.models.vector import ModelSpec
+from unskew.seeding import numpy_generator
+from unskew.tasks import Task
+
+BATCH = 500
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy and mean loss over a set of samples."""
+
+    accuracy: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """Accuracy per client, ``[K']``, and what it was measured on."""
+
+    accuracies: np.ndarray
+    measured_on: str
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over clients."""
+        return float(self.accuracies.mean()) if len(self.accuracies) else None
+
+    @property
+    def worst(self) -> float | None:
+        """The worst client."""
+        return float(self.accuracies.min()) if len(self.accuracies) else None
+
+    @property
+    def worst_decile(self) -> float | None:
+        """Mean of the worst tenth of the clients (at least one)."""
+        if not len(self.accuracies):
+            return None
+        return float(np.sort(self.accuracies)[: max(1, len(self.accuracies) // 10)].mean())
+
+
+class Evaluator:
+    """Evaluates models in eval mode.
+
+    Args:
+        spec: Layout of the model.
+        federation: Test set and clients.
+        task: Loss and correctness.
+        training: For its precision.
+        device: Where to evaluate.
+    """
+
+    def __init__(self, spec: ModelSpec, federation: Federation, task: Task, training: Training, device: torch.device):
+        self.federation, self.task = federation, task
+        self.model = BoundModel(spec, device, autocast=training.precision == "bf16")
+        self.normalise = Normaliser(federation.normalisation, spec.dtype, device, len(federation.shape))
+        x, y = federation.test
+        self.test = (x.to(device), y.to(device))
+
+    def _samples(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each sample is right, and each batch's summed loss."""
+        predict = self.model.predict(v, b)
+        right, losses = [], []
+        for first in range(0, len(y), BATCH):
+            target = y[first : first + BATCH].to(self.model.device)
+            logits = predict(self.normalise(x[first : first + BATCH])).logits
+            right.append(self.task.correct(logits, target))
+            losses.append(self.task.loss(logits, target).to(torch.float64) * len(target))
+        return torch.cat(right), torch.stack(losses)
+
+    def score(self, v: Tensor, b: Tensor) -> Score:
+        """The model ``v [d], b [m]`` on the test set."""
+        right, losses = self._samples(v, b, *self.test)
+        return Score(float(right.mean()), float(losses.sum()) / len(right))
+
+    def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Sequence[Tensor | None] = ()) -> ClientScores:
+        """The model on each client's own data.
+
+        Clients with held-out samples are measured on these. If no client has any, each is measured on the test set,
+        its classes weighted as in the client's training data.
+
+        Args:
+            v: The model, ``[d]``.
+            b: Its statistics, ``[m]``.
+            most: At most so many clients, drawn by the seed.
+            seed: Of the run.
+            own: Statistics per client where they stay local; None where a client has none.
+        """
+        total = len(self.federation.clients)
+        ids = np.arange(total)
+        if most < total:
+            ids = np.sort(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False))
+        clients = [self.federation.clients[int(k)] for k in ids]
+        held = [c for c in clients if len(c.y_test)]
+        if not held:
+            return self._by_class(v, b, [c.y for c in clients])
+        if any(stats is not None for stats in own):
+            pieces = []
+            for c in held:
+                stats = own[c.id]
+                pieces.append(self._samples(v, b if stats is None else stats, c.x_test, c.y_test)[0])
+            return ClientScores(np.array([float(p.mean()) for p in pieces]), "the clients' held-out data")
+        images = held[0].x_test.dim() == 4
+        x = torch.cat([c.x_test.permute(0, 2, 3, 1) if images else c.x_test for c in held])
+        right, _ = self._samples(v, b, x.permute(0, 3, 1, 2) if images else x, torch.cat([c.y_test for c in held]))
+        sizes = [len(c.y_test) for c in held]
+        return ClientScores(
+            np.array([float(part.mean()) for part in torch.split(right, sizes)]), "the clients' held-out data"
+        )
+
+    def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> ClientScores:
+        right, _ = self._samples(v, b, *self.test)
+        classes = self.federation.classes
+        y = self.test[1].cpu()
+        total = torch.bincount(y, minlength=classes).to(torch.float64)
+        correct = torch.bincount(y, weights=right.cpu(), minlength=classes)
+        shares = torch.stack([torch.bincount(t, minlength=classes) / max(1, len(t)) for t in labels])
+        accuracies = (shares @ correct) / (shares.to(torch.float64) @ total).clamp_min(1e-12)
+        return ClientScores(accuracies.numpy(), "the test set, weighted by the clients' classes")

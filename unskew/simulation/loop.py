@@ -1,0 +1,64 @@
+"""The round. Everything that happens in a run is these lines."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from unskew.engines.base import Engine
+from unskew.simulation.network import Network
+from unskew.simulation.sampler import Sampler
+from unskew.simulation.server import Server
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C was pressed; the round in progress was finished and saved in ``folder``."""
+
+    folder: Path | None = None
+
+
+def train(
+    rounds: range,
+    sampler: Sampler,
+    server: Server,
+    engine: Engine,
+    network: Network,
+    finished: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each."""
+    with _interruptible() as stopped:
+        for t in rounds:
+            cohort = sampler.draw(t, network.in_flight)
+            casts = [server.broadcast(t, k) for k in cohort]
+            results = engine.train([cast for cast in casts if not network.drops(t, cast.client)])
+            arrivals = network.deliver(t, results)
+            figures = server.step(t, arrivals)
+            finished(t, {"cohort": float(len(cohort)), **figures})
+            if stopped():
+                raise Interrupted
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C waits for the end of the round; the second one interrupts at once."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+        print("\nFinishing this round to save it; press Ctrl-C again to stop at once.", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

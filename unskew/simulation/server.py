@@ -1,0 +1,164 @@
+"""The server of a run: it broadcasts, counts what crosses the network, and turns updates into the next model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Tensors, Update, Updates
+from unskew.models.vector import ModelSpec
+from unskew.simulation.store import ClientStore
+
+Buffers = Literal["average", "local", "reset"]
+
+
+@dataclass
+class Traffic:
+    """Bytes that crossed the network; parameters with the rules' extras, and normalisation statistics apart."""
+
+    up: int = 0
+    down: int = 0
+    buffers_up: int = 0
+    buffers_down: int = 0
+    clients: dict[int, list[int]] = field(default_factory=dict)
+
+    def count(self, client: int, direction: Literal["up", "down"], tensors: int, buffers: int) -> None:
+        """Add one transfer."""
+        both = self.clients.setdefault(client, [0, 0])
+        if direction == "up":
+            self.up += tensors
+            self.buffers_up += buffers
+            both[0] += tensors + buffers
+        else:
+            self.down += tensors
+            self.buffers_down += buffers
+            both[1] += tensors + buffers
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def sliced(slices: tuple[slice, ...] | None, v: Tensor) -> int:
+    """Bytes of the slices of a vector that travel."""
+    size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
+    return size * v.element_size()
+
+
+class Server:
+    """The global model, the server's half of the method, and the clients' store.
+
+    Attributes:
+        v, b: The global model ``[d]`` and its normalisation statistics ``[m]``.
+        state: State of the server rule; ``rules``: state of each client rule's server half.
+        store: What stays at the clients.
+        traffic: Bytes so far.
+        skipped: Updates left out so far because they were not finite.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        rule: ServerRule,
+        spec: ModelSpec,
+        federation: Federation,
+        weights: Literal["samples", "uniform"],
+        buffers: Buffers = "average",
+        store: ClientStore | None = None,
+    ):
+        self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
+        self.federation = federation
+        self.store = store or ClientStore()
+        self.b0 = spec.flatten_buffers()
+        self.b = self.b0.clone()
+        self.state = rule.init(spec.flatten(), federation)
+        self.rules: dict[str, Tensors] = {r.name: r.server_init(self.v, federation) for r in method.client}
+        self.traffic = Traffic()
+        self.skipped = 0
+        self.last: dict[int, int] = {}
+
+    @property
+    def v(self) -> Tensor:
+        """The global model, ``[d]``."""
+        return self.state["v"]
+
+    def broadcast(self, round: int, client: int) -> Broadcast:
+        """What ``client`` receives in ``round``; its bytes are counted."""
+        kept = self.store.get(client)
+        down = up = None
+        if self.method.sync is not None:
+            down, up = self.method.sync.travels(round, client, self.last.get(client), self.spec)
+        download = {}
+        for rule in self.method.client:
+            extras = rule.extras(self.rules[rule.name], client)
+            if extras:
+                download[rule.name] = extras
+        b = self.b
+        if self.mode == "reset":
+            b = self.b0
+        elif self.mode == "local":
+            b = kept.get("buffers", {}).get("b", self.b0)
+        extra = bytes_of(t for tensors in download.values() for t in tensors.values())
+        self.traffic.count(client, "down", sliced(down, self.v) + extra, bytes_of([b]) if self.mode == "average" else 0)
+        weight = 1.0 if self.weights == "uniform" else float(self.federation.clients[client].examples)
+        return Broadcast(round, client, self.v, b, download, kept, weight, down, up)
+
+    def step(self, round: int, arrivals: Iterable[Update]) -> dict[str, float]:
+        """Take in the updates of a round, in order; returns the round's figures.
+
+        An update that is not finite is left out and counted; with no usable update the model stays as it was.
+        """
+        aggregate = Aggregate()
+        individual: list[Update] | None = [] if self.rule.needs == "individual" else None
+        skipped, losses = 0, 0.0
+        for update in arrivals:
+            sent = bytes_of(t for tensors in update.upload.values() for t in tensors.values())
+            up = self._up(update)
+            self.traffic.count(
+                update.client, "up", up + sent, bytes_of([update.buffers]) if self.mode != "local" else 0
+            )
+            if not usable(update):
+                skipped += 1
+                continue
+            self._keep(update)
+            aggregate.add(update)
+            losses += update.metrics["loss"]
+            if individual is not None:
+                individual.append(update)
+        self.skipped += skipped
+        figures = {"updates": float(aggregate.count), "skipped": float(skipped)}
+        if aggregate.count:
+            updates = Updates(round, aggregate, individual)
+            self.state = self.rule.step(self.state, updates)
+            for rule in self.method.client:
+                self.rules[rule.name] = rule.collect(self.rules[rule.name], updates)
+            self.b = aggregate.buffers
+            figures["train_loss"] = losses / aggregate.count
+        return figures | self.rule.metrics(self.state)
+
+    def _up(self, update: Update) -> int:
+        if self.method.sync is None:
+            return sliced(None, update.delta)
+        _, up = self.method.sync.travels(update.born, update.client, self.last.get(update.client), self.spec)
+        return sliced(up, update.delta)
+
+    def _keep(self, update: Update) -> None:
+        """What stays at the client, once its training is known to have succeeded."""
+        state = {**self.store.get(update.client), **update.state}
+        if self.mode == "local":
+            state["buffers"] = {"b": update.buffers}
+        self.store.put(update.client, state)
+        if self.method.sync is not None:
+            self.last[update.client] = update.born
+
+
+def usable(update: Update) -> bool:
+    """Whether every number of an update is finite."""
+    tensors = [update.delta, update.buffers, *(t for ts in update.upload.values() for t in ts.values())]
+    return all(bool(torch.isfinite(t).all()) for t in tensors)

@@ -1,0 +1,100 @@
+"""What stays at the clients between rounds: states of rules, slices that did not travel, local statistics.
+
+A client is absent until it first writes something: "never took part" is None, not zeros. Entries beyond ``limit`` bytes of
+memory are moved to files, one per client, oldest first; such a file is never changed, only replaced, so a checkpoint can
+keep it by a hard link.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from unskew.methods.rules import Tensors
+
+State = dict[str, Tensors]
+_SEPARATOR = "/"
+
+
+def flat(state: State) -> Tensors:
+    """``{rule: {name: tensor}}`` as ``{"rule/name": tensor}``."""
+    return {f"{rule}{_SEPARATOR}{name}": t.contiguous() for rule, ts in state.items() for name, t in ts.items()}
+
+
+def nested(tensors: Tensors) -> State:
+    """Inverse of :func:`flat`."""
+    state: State = {}
+    for key, tensor in tensors.items():
+        rule, _, name = key.partition(_SEPARATOR)
+        state.setdefault(rule, {})[name] = tensor
+    return state
+
+
+def size_of(state: State) -> int:
+    """Bytes of a state."""
+    return sum(t.numel() * t.element_size() for ts in state.values() for t in ts.values())
+
+
+class ClientStore:
+    """State per client.
+
+    Args:
+        folder: Where entries go that do not fit in memory; None keeps everything in memory.
+        limit: Bytes of memory before entries are moved to the folder.
+    """
+
+    def __init__(self, folder: Path | None = None, limit: int = 4 << 30):
+        self.folder, self.limit = folder, limit
+        self._memory: dict[int, State] = {}
+        self._disk: set[int] = set()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._memory) + len(self._disk)
+
+    def get(self, client: int) -> State:
+        """What the client kept; empty if it never wrote."""
+        if client in self._disk:
+            return nested(load_file(self._path(client)))
+        return self._memory.get(client, {})
+
+    def put(self, client: int, state: State) -> None:
+        """Replace what the client keeps. Its tensors must not be views of memory that will be written again."""
+        if not state:
+            return
+        self._forget(client)
+        self._memory[client] = state
+        self._bytes += size_of(state)
+        while self.folder is not None and self._bytes > self.limit and len(self._memory) > 1:
+            self._spill(next(iter(self._memory)))
+
+    def in_memory(self) -> Iterator[tuple[int, State]]:
+        """Entries that lie in memory."""
+        yield from self._memory.items()
+
+    def on_disk(self) -> Iterator[tuple[int, Path]]:
+        """Entries that lie in files."""
+        for client in sorted(self._disk):
+            yield client, self._path(client)
+
+    def _path(self, client: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{client}.safetensors"
+
+    def _forget(self, client: int) -> None:
+        old = self._memory.pop(client, None)
+        if old is not None:
+            self._bytes -= size_of(old)
+        self._disk.discard(client)
+
+    def _spill(self, client: int) -> None:
+        path = self._path(client)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        save_file(flat(self._memory[client]), fresh)
+        os.replace(fresh, path)
+        self._forget(client)
+        self._disk.add(client)
