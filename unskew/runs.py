@@ -23,6 +23,7 @@ from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.seeding import derive
+from unskew.session import Session
 from unskew.simulation import checkpoint
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
@@ -137,9 +138,10 @@ def run_experiment(
     elif folder is not None and folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
     federation = load_data(config) if federation is None else federation
-    bytes_prepared: dict[int, tuple[int, int]] = {}
+    prepared: list[tuple[int, tuple[int, int]]] = []
     for rule in chosen.data:
-        federation, bytes_prepared = rule.prepare(federation, config.seed)
+        federation, traffic = rule.prepare(federation, config.seed)
+        prepared += traffic.items()
     spec = initial_spec(config, federation, model)
     trackers = make_trackers(config.trackers, folder)
     new_folder = folder is not None and not resume
@@ -152,7 +154,7 @@ def run_experiment(
         if folder is not None and new_folder:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    for client, (up, down) in bytes_prepared.items():
+    for client, (up, down) in prepared:
         session.server.traffic.count(client, "up", up, 0)
         session.server.traffic.count(client, "down", down, 0)
     return session.go(resume)
@@ -183,7 +185,9 @@ def resume(
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
-    config = experiment({**load_yaml(folder / "config.yaml"), **changes})
+    # A method given in Python has a name that only Python knows.
+    named = {} if method is None or isinstance(method, str) else {"method": "fedavg"}
+    config = experiment({**load_yaml(folder / "config.yaml"), **changes, **named})
     if (folder / "summary.json").is_file():
         done = json.loads((folder / "summary.json").read_text())["rounds"]
         if done >= config.rounds:

@@ -1,0 +1,37 @@
+# The two commands of the README are `make demo` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: demo test check bench docs format clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed  ## compare four methods on skewed handwritten digits
+	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
+
+test: .venv/installed  ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: .venv/installed  ## format, lint, types, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/installed  ## speed and memory, against loops without a framework
+	$(BIN)/python -m benchmarks.speed
+
+docs: .venv/installed  ## the documentation, into site/
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv site build *.egg-info .pytest_cache .mypy_cache .ruff_cache
