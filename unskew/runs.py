@@ -113,6 +113,7 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
         config.head,
         DTYPES[config.precision],
         torch.int64 if x.dtype == torch.int64 else None,
+        autocast=config.precision == "bf16",
     )
 
 

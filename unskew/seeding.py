@@ -49,7 +49,9 @@ def _mix(z: Tensor) -> Tensor:
 
 def fold(key: Tensor, number: int | Tensor) -> Tensor:
     """A new key from a key and a number (a step, a layer)."""
-    return _mix(key + _GOLDEN * (number + 1))
+    if isinstance(number, int):
+        number = torch.tensor(number, device=key.device)
+    return _mix(key + (number + 1) * _GOLDEN)
 
 
 def uniform(key: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -62,7 +62,7 @@ class Session:
         self.server = Server(chosen, rule, spec, federation, self.weights, config.buffers, store)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
         self.network = Network(config.network.drop, config.seed)
-        self.evaluator = Evaluator(spec, federation, task, config.training, device)
+        self.evaluator = Evaluator(spec, federation, task, device)
         self.setup = Setup(spec, federation, chosen.client, task, config.training, config.seed, device)
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks, config.target)

@@ -39,19 +39,18 @@ def as_inputs(values: object, who: str) -> Tensor:
     if x.dim() == 3 and x.dtype == torch.uint8:
         x = x.unsqueeze(1)
     if x.dim() == 4:
-        return images(x, who)
+        return images(x)
     return x.contiguous()
 
 
-def images(x: Tensor, who: str) -> Tensor:
-    """Find which axis holds the channels and return ``[n, C, H, W]`` over channels-last memory."""
-    if x.shape[1] in CHANNELS:
-        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    if x.shape[-1] in CHANNELS:
+def images(x: Tensor) -> Tensor:
+    """Images as ``[n, C, H, W]`` over channels-last memory.
+
+    The channels are the second axis, as in PyTorch, unless the last axis has 1, 3 or 4 entries and the second has not.
+    """
+    if x.shape[-1] in CHANNELS and x.shape[1] not in CHANNELS:
         return x.contiguous().permute(0, 3, 1, 2)
-    raise DataError(
-        f"The images of {who} have shape {tuple(x.shape)}; one of axes 1 and 3 must hold 1, 3 or 4 channels."
-    )
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def as_targets(values: object, who: str) -> Tensor:

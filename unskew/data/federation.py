@@ -67,14 +67,18 @@ class Normalisation:
     def fit(x: Tensor) -> Normalisation:
         """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``."""
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
-        dims = [0, *range(2, x.dim())]
         total = x.numel() // x.shape[1]
-        # Sums of uint8 are exact in float64, chunk by chunk, without a float copy of the whole array.
         sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
-        for part in torch.split(x, 4096):
-            values = part.to(torch.float64)
-            sums[0] += values.sum(dims)
-            sums[1] += values.square().sum(dims)
+        for channel in range(x.shape[1]):
+            values = x[:, channel]
+            if x.dtype == torch.uint8:
+                # A histogram says all about bytes and is several times faster than arithmetic on a float copy.
+                counts = torch.bincount(values.flatten(), minlength=256).to(torch.float64)
+                levels = torch.arange(256, dtype=torch.float64)
+                sums[:, channel] = torch.stack([counts @ levels, counts @ levels.square()])
+            else:
+                values = values.to(torch.float64)
+                sums[:, channel] = torch.stack([values.sum(), values.square().sum()])
         mean = sums[0] / total
         std = (sums[1] / total - mean.square()).clamp_min(0).sqrt()
         std = torch.where(std * scale < 1e-6, torch.ones_like(std) / scale, std)

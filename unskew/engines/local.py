@@ -80,7 +80,7 @@ class LocalTrainer:
 
     def __init__(self, setup: Setup):
         self.setup = setup
-        self.model = BoundModel(setup.spec, setup.device, autocast=setup.training.precision == "bf16")
+        self.model = BoundModel(setup.spec, setup.device)
         dims = len(setup.federation.shape)
         self.normalise = Normaliser(setup.federation.normalisation, setup.spec.dtype, setup.device, dims)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)

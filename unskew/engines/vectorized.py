@@ -126,7 +126,7 @@ class VectorizedEngine:
         )
 
         def ctxs_of(given: dict[str, Any], b: Tensor) -> tuple[FunctionalModel, list[Context]]:
-            model = FunctionalModel(setup.spec, b, autocast=training.precision == "bf16")
+            model = FunctionalModel(setup.spec, b)
             shared = {k: t for k, t in given.items() if k not in ("state", "download")}
             shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
             shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd}

@@ -57,3 +57,11 @@ def exchange_dropout(module: nn.Module) -> KeyStream | None:
                 setattr(parent, name, Dropout(child.p, stream).train(child.training))
                 found = True
     return stream if found else None
+
+
+def restore_dropout(module: nn.Module) -> None:
+    """Exchange every keyed dropout inside ``module`` for ``nn.Dropout`` again, for a model that leaves unskew."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, Dropout):
+                setattr(parent, name, nn.Dropout(child.p).train(child.training))

@@ -7,7 +7,6 @@ many clients at once under ``torch.func.vmap``. Both give the same numbers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -67,7 +66,7 @@ class _Once:
 class BoundModel:
     """One model in memory whose parameters, gradients and statistics are views of three flat tensors."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", autocast: bool = False):
+    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu"):
         self.spec = spec
         self.device = torch.device(device)
         self.module = copy.deepcopy(spec.module).to(self.device).train()
@@ -90,9 +89,7 @@ class BoundModel:
         self._features = torch.empty(0)
         self.module.get_submodule(spec.head_name).register_forward_pre_hook(self._capture)
         self._once = _Once()
-        self._precision = (
-            torch.autocast(self.device.type, dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
-        )
+        self._precision = spec.precision(self.device)
 
     def _capture(self, _module: object, args: tuple[Tensor, ...]) -> None:
         self._features = args[0]
@@ -108,14 +105,12 @@ class BoundModel:
         known = self._once.get(v, x, track)
         if known is not None:
             return known
-        kept = self.b.clone() if not track or v is not self.leaf else None
+        if v is not self.leaf:
+            return self._once.put(v, x, track, self.spec.forward(v, self.b, x, train=True))
+        kept = None if track else self.b.clone()
         with self._precision:
-            if v is self.leaf:
-                logits = self.module(x)
-                output = Output(logits.to(v.dtype), self._features)
-            else:
-                output = self.spec.forward(v, self.b.clone(), x, train=True)
-        if kept is not None and v is self.leaf:
+            output = Output(self.module(x).to(v.dtype), self._features)
+        if kept is not None:
             # .data, because a versioned write would make autograd refuse the statistics it saved but does not use.
             self.b.data.copy_(kept)
         return self._once.put(v, x, track, output)
@@ -155,8 +150,8 @@ class BoundModel:
 class FunctionalModel:
     """The model as a pure function; ``b`` is replaced, never written, so that the step can be mapped over clients."""
 
-    def __init__(self, spec: ModelSpec, b: Tensor, autocast: bool = False):
-        self.spec, self.b, self.autocast = spec, b, autocast
+    def __init__(self, spec: ModelSpec, b: Tensor):
+        self.spec, self.b = spec, b
         self.loss = torch.zeros(())
         self._once = _Once()
 
@@ -165,12 +160,12 @@ class FunctionalModel:
         known = self._once.get(v, x, track)
         if known is not None:
             return known
-        b = self.b.clone()
-        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            output = self.spec.forward(v, b, x, train=True)
-        if track:
-            self.b = b
-        return self._once.put(v, x, track, Output(output.logits.to(v.dtype), output.features))
+        # Each its own memory: vmap reshapes statistics before it updates them, which copies a slice of a longer vector.
+        buffers = {n: t.clone() for n, t in self.spec.buffers(self.b).items()}
+        output = self.spec.forward(v, buffers, x, train=True)
+        if track and buffers:
+            self.b = torch.cat([t.reshape(-1) for t in buffers.values()])
+        return self._once.put(v, x, track, output)
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
         """See :class:`Model`."""
@@ -187,7 +182,9 @@ class FunctionalModel:
                 return loss, (loss.detach(), self.b)
 
             gradient, (self.loss, self.b) = torch.func.grad(value, has_aux=True)(v)
-            self._once.clear()
+            self._once.clear()  # tensors of a finished transform must not outlive it
+            if self.spec.stream is not None:
+                self.spec.stream.start(None)
             return gradient  # type: ignore[no-any-return]
 
         return grad_fn

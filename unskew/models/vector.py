@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from unskew.errors import ConfigError
-from unskew.models.dropout import exchange_dropout
+from unskew.models.dropout import exchange_dropout, restore_dropout
 
 
 class Output(NamedTuple):
@@ -23,6 +24,11 @@ class Output(NamedTuple):
 
     logits: Tensor
     features: Tensor
+
+
+def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Statistics of half-precision activations are taken in float32 (and vmap knows no mixed normalisation)."""
+    return (args[0].float(), *args[1:])
 
 
 class ModelSpec:
@@ -45,6 +51,7 @@ class ModelSpec:
         head: str | None = None,
         dtype: torch.dtype = torch.float32,
         input_dtype: torch.dtype | None = None,
+        autocast: bool = False,
     ):
         """Take a copy of ``module`` apart; its current weights become the initial model.
 
@@ -56,6 +63,7 @@ class ModelSpec:
             head: Name of the head module; by default the last linear layer that a forward pass uses.
             dtype: Precision of the vector.
             input_dtype: Type of the inputs (token ids are int64); by default ``dtype``.
+            autocast: Run forward passes in bfloat16, with weights and normalisation in ``dtype``.
 
         Raises:
             ConfigError: The model does not accept inputs of this shape, or its output or head do not fit.
@@ -64,6 +72,11 @@ class ModelSpec:
         self.stream = exchange_dropout(self.module)
         self.shape, self.classes, self.dtype = tuple(shape), classes, dtype
         self.input_dtype = input_dtype or dtype
+        self.autocast = autocast
+        if autocast:
+            for module in self.module.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.register_forward_pre_hook(_in_float32)
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ConfigError("The model has no trainable parameters.")
@@ -160,26 +173,38 @@ class ModelSpec:
         pieces = torch.split(b, self.buffer_sizes) if self.buffer_sizes else ()
         return {n: p.view(s) for n, p, s in zip(self.buffer_names, pieces, self.buffer_shapes, strict=True)}
 
-    def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool = False) -> Output:
+    def precision(self, device: torch.device) -> AbstractContextManager[None]:
+        """The context in which forward passes run."""
+        return torch.autocast(device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+
+    def forward(self, v: Tensor, b: Tensor | dict[str, Tensor], x: Tensor, train: bool = False) -> Output:
         """Run the model at ``v`` with statistics ``b`` on inputs ``x [B, ...]``.
 
-        In training mode BatchNorm updates ``b`` in place; give a clone where that is not wanted.
+        Args:
+            v: The model, ``[d]``; differentiable.
+            b: Its statistics, ``[m]``, which are only read; or as a dictionary of tensors, which a forward pass in
+                training mode updates in place.
+            x: Inputs.
+            train: Training mode (batch statistics, dropout) or eval mode.
         """
         self.module.train(train)
         captured: list[Tensor] = []
         hook = self.module.get_submodule(self.head_name).register_forward_pre_hook(
             lambda _m, args: captured.append(args[0])
         )
-        tensors = {**self.parameters(v), **self.buffers(b), **{n: c.clone() for n, c in self.counters.items()}}
+        buffers = {n: t.clone() for n, t in self.buffers(b).items()} if isinstance(b, Tensor) else b
+        tensors = {**self.parameters(v), **buffers, **{n: c.clone() for n, c in self.counters.items()}}
         try:
-            logits = functional_call(self.module, tensors, (x,))
+            with self.precision(x.device):
+                logits = functional_call(self.module, tensors, (x,))
         finally:
             hook.remove()
-        return Output(logits, captured[-1])
+        return Output(logits.to(v.dtype), captured[-1])
 
     def load(self, v: Tensor, b: Tensor) -> nn.Module:
         """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode."""
         module = copy.deepcopy(self.module)
+        restore_dropout(module)
         named = {**self.parameters(v.detach()), **self.buffers(b.detach())}
         module.load_state_dict({n: t.clone() for n, t in named.items()}, strict=False)
         return module.eval()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.engines.base import Training
 from unskew.engines.batches import Normaliser
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
@@ -60,13 +59,12 @@ class Evaluator:
         spec: Layout of the model.
         federation: Test set and clients.
         task: Loss and correctness.
-        training: For its precision.
         device: Where to evaluate.
     """
 
-    def __init__(self, spec: ModelSpec, federation: Federation, task: Task, training: Training, device: torch.device):
+    def __init__(self, spec: ModelSpec, federation: Federation, task: Task, device: torch.device):
         self.federation, self.task = federation, task
-        self.model = BoundModel(spec, device, autocast=training.precision == "bf16")
+        self.model = BoundModel(spec, device)
         self.normalise = Normaliser(federation.normalisation, spec.dtype, device, len(federation.shape))
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
@@ -128,6 +126,7 @@ class Evaluator:
         y = self.test[1].cpu()
         total = torch.bincount(y, minlength=classes).to(torch.float64)
         correct = torch.bincount(y, weights=right.cpu(), minlength=classes)
-        shares = torch.stack([torch.bincount(t, minlength=classes) / max(1, len(t)) for t in labels])
-        accuracies = (shares @ correct) / (shares.to(torch.float64) @ total).clamp_min(1e-12)
+        counts = torch.stack([torch.bincount(t, minlength=classes) for t in labels]).to(torch.float64)
+        shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
+        accuracies = (shares @ correct) / (shares @ total).clamp_min(1e-12)
         return ClientScores(accuracies.numpy(), "the test set, weighted by the clients' classes")

@@ -1,0 +1,154 @@
+"""Every method on every engine gives the same vector, with BatchNorm, dropout, unequal clients and participation."""
+
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+
+import unskew
+from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.rules import ClientRule
+
+SUMS = [
+    "fedprox:mu=0.1+scaffold",
+    "scaffold+fedavgm",
+    "scaffold:option=I",
+    "scaffold:variate=mean",
+    "scaffold:eta_g=0.5",
+    "fedprox+fedadam",
+]
+SIZES = [5, 23, 8, 17, 31, 12]
+
+
+def train(method, engine, precision="fp64", **options):
+    torch.manual_seed(0)
+    given = {"rounds": 4, "lr": 0.05, "batch_size": 8, "participation": 0.5, "local_epochs": 2, **options}
+    return unskew.run(
+        blobs(SIZES), model=SmallBatchNorm(), method=method, engine=engine, precision=precision, workers=2, **given
+    )
+
+
+@pytest.mark.parametrize("method", [*CATALOGUE, *SUMS])
+def test_same_vector_on_every_engine(method):
+    reference = train(method, "inline")
+    assert torch.isfinite(reference.vector).all()
+    for engine in ("processes", "vectorized"):
+        other = train(method, engine)
+        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+        for name, value in reference.model.state_dict().items():
+            torch.testing.assert_close(other.model.state_dict()[name].double(), value.double(), rtol=0, atol=1e-10)
+        for mine, theirs in zip(reference.history, other.history, strict=True):
+            assert mine["bytes_up"] == theirs["bytes_up"]
+            assert mine["bytes_down"] == theirs["bytes_down"]
+            assert mine["train_loss"] == pytest.approx(theirs["train_loss"], abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_epochs": None, "local_steps": 7, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True},
+        {"optimizer": "adam", "lr": 0.01, "clip": 0.5},
+        {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "drop_last": True},
+        {"augment": True, "buffers": "local", "weights": "samples"},
+        {"buffers": "reset", "network": {"drop": 0.3}},
+    ],
+    ids=["steps-momentum", "adam-clip", "adamw-drop-last", "augment-local", "reset-drop"],
+)
+def test_same_vector_whatever_the_budget(options):
+    reference = train("scaffold", "inline", **options)
+    for engine in ("processes", "vectorized"):
+        other = train("scaffold", engine, **options)
+        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+
+
+def test_float32_agrees_to_its_own_precision():
+    """Engines add the same numbers in another order: a relative difference of a few 1e-6 after 4 rounds, no more."""
+    reference = train("fedprox+scaffold", "inline", precision="fp32").vector
+    for engine in ("processes", "vectorized"):
+        other = train("fedprox+scaffold", engine, precision="fp32").vector
+        assert torch.norm(other - reference) <= 1e-5 * torch.norm(reference)
+
+
+def test_bf16_trains_on_every_engine_and_keeps_fp32_weights():
+    for engine in ("inline", "processes", "vectorized"):
+        result = train("fedavg", engine, precision="bf16")
+        assert result.vector.dtype == torch.float32
+        assert torch.isfinite(result.vector).all()
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+def test_the_seed_decides_everything(engine):
+    first, again = train("scaffold", engine, seed=3), train("scaffold", engine, seed=3)
+    assert torch.equal(first.vector, again.vector)
+    assert not torch.equal(first.vector, train("scaffold", engine, seed=4).vector)
+
+
+def test_results_do_not_depend_on_global_random_state():
+    first = train("fedavg", "vectorized")
+    torch.manual_seed(12345)
+    torch.rand(7)
+    assert torch.equal(train("fedavg", "vectorized").vector, first.vector)
+
+
+class SecondGradient(ClientRule):
+    """Asks for a second gradient elsewhere and for an untracked pass, and writes state that changes in shape."""
+
+    name = "second"
+    summary = "for tests"
+    paper = "none"
+
+    def begin(self, ctx):
+        seen = ctx.state.get("seen")
+        return {"bias": torch.zeros_like(ctx.v_start) if seen is None else 0.01 * seen}
+
+    def loss(self, loss_fn, ctx, carry):
+        def penalised(v, batch):
+            features = ctx.model(v, batch.x).features
+            quiet = ctx.model(v, batch.x * 0.5, track=False).logits
+            return loss_fn(v, batch) + 0.1 * features.square().mean() + 0.01 * quiet.square().mean()
+
+        return penalised
+
+    def gradient(self, grad_fn, ctx, carry):
+        def perturbed(v, batch):
+            g = grad_fn(v, batch)
+            eps = 0.1 * g / torch.linalg.vector_norm(g)
+            carry["bias"] = carry["bias"] + 1e-3 * g
+            return grad_fn(v + eps, batch) + carry["bias"]
+
+        return perturbed
+
+    def end(self, ctx, carry, v):
+        ctx.state["seen"] = v - ctx.v_start
+        ctx.upload["steps"] = ctx.steps
+
+
+def test_a_rule_may_ask_for_more_gradients_passes_and_state():
+    reference = train(SecondGradient(), "inline")
+    plain = train("fedavg", "inline")
+    assert not torch.allclose(reference.vector, plain.vector)
+    for engine in ("processes", "vectorized"):
+        torch.testing.assert_close(train(SecondGradient(), engine).vector, reference.vector, rtol=0, atol=1e-10)
+
+
+def test_statistics_of_an_untracked_pass_do_not_move():
+    class Untracked(SecondGradient):
+        def loss(self, loss_fn, ctx, carry):
+            return lambda v, batch: loss_fn(v, batch) + 0 * ctx.model(v, batch.x + 9, track=False).logits.sum()
+
+        def gradient(self, grad_fn, ctx, carry):
+            return grad_fn
+
+    for engine in ("inline", "vectorized"):
+        tracked, untracked = train("fedavg", engine), train(Untracked(), engine)
+        torch.testing.assert_close(
+            untracked.model.norm.running_mean, tracked.model.norm.running_mean, rtol=0, atol=1e-10
+        )
+
+
+def test_a_failure_in_a_worker_reaches_the_user():
+    class Broken(SecondGradient):
+        def end(self, ctx, carry, v):
+            raise ValueError("the rule is broken")
+
+    with pytest.raises(unskew.UnskewError, match="the rule is broken"):
+        train(Broken(), "processes")
