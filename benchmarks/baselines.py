@@ -32,8 +32,8 @@ MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
 SETTINGS = {
-    "A": dict(clients=100, per_client=500, cohort=10, steps=8, batch=64, lr=0.05, seed=1),
-    "B": dict(clients=1000, per_client=50, cohort=50, steps=5, batch=10, lr=0.05, seed=1),
+    "A": {"clients": 100, "per_client": 500, "cohort": 10, "steps": 8, "batch": 64, "lr": 0.05, "seed": 1},
+    "B": {"clients": 1000, "per_client": 50, "cohort": 50, "steps": 5, "batch": 10, "lr": 0.05, "seed": 1},
 }
 
 
@@ -111,9 +111,7 @@ class ResearcherLoop:
     def round(self, t: int) -> None:
         results = [self.train_client(c) for c in draw_cohort(self.clients, self.cohort, self.seed, t)]
         total = sum(size for _, size in results)
-        average = {
-            key: sum(state[key] * (size / total) for state, size in results) for key in results[0][0]
-        }
+        average = {key: sum(state[key] * (size / total) for state, size in results) for key in results[0][0]}
         self.model.load_state_dict(average)
 
     def close(self) -> None:

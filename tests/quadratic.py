@@ -1,0 +1,66 @@
+"""Least squares at every client: ``f_k(v) = mean_j 1/2 (a_kj v - b_kj)^2``, whose optimum is known."""
+
+import numpy as np
+import torch
+
+from unskew.data.federation import ArrayClients, Federation
+from unskew.engines.base import Setup, Training
+from unskew.engines.inline import InlineEngine
+from unskew.engines.vectorized import VectorizedEngine
+from unskew.methods.catalogue import method
+from unskew.methods.fedavg import FedAvg
+from unskew.models.vector import ModelSpec
+from unskew.simulation.loop import train
+from unskew.simulation.network import Network
+from unskew.simulation.sampler import Sampler
+from unskew.simulation.server import Server
+
+
+class HalfSquares:
+    name = "least squares"
+
+    def loss(self, logits, y):
+        return 0.5 * (logits[:, 0] - y).square().mean()
+
+
+def problem(sizes=(3, 7, 5, 4), d=3, seed=0, equal=False):
+    """Lists ``A_k [n_k, d]``, ``b_k [n_k]`` of clients that disagree; ``equal`` makes the optima of all the same."""
+    draws = np.random.default_rng(seed)
+    A = [draws.normal(size=(n, d)) for n in sizes]
+    shared = draws.normal(size=d)
+    return A, [a @ (shared if equal else draws.normal(size=d) * 2) + (0 if equal else 0.3) for a in A]
+
+
+def optimum(A, b, p):
+    H = sum(w * a.T @ a / len(a) for a, w in zip(A, p, strict=True))
+    g = sum(w * a.T @ y / len(a) for a, y, w in zip(A, b, p, strict=True))
+    return np.linalg.solve(H, g)
+
+
+class Quadratics:
+    """A run on quadratics in float64 that exposes the server."""
+
+    def __init__(self, A, b, chosen, training=None, weights=None, participation=1.0, seed=0, engine="inline"):
+        x, y = torch.tensor(np.concatenate(A)), torch.tensor(np.concatenate(b))
+        offsets = np.concatenate([[0], np.cumsum([len(a) for a in A])])
+        fed = Federation(ArrayClients(x, y, offsets, offsets[1:]), test=(x, y), classes=1)
+        module = torch.nn.Linear(x.shape[1], 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        self.spec = ModelSpec(module, (x.shape[1],), 1, dtype=torch.float64)
+        self.method = chosen if not isinstance(chosen, str) else method(chosen)
+        training = training or Training(local_steps=5, batch_size=100, lr=0.05, precision="fp64")
+        setup = Setup(self.spec, fed, self.method.client, HalfSquares(), training, seed, torch.device("cpu"))
+        self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
+        weights = weights or self.method.weights or "samples"
+        self.server = Server(self.method, self.method.server or FedAvg(), self.spec, fed, weights)
+        self.sampler, self.network = Sampler(len(A), participation, seed), Network(0.0, seed)
+        self.done = 0
+
+    def rounds(self, n):
+        vectors = []
+        train(
+            range(self.done, self.done + n), self.sampler, self.server, self.engine, self.network,
+            lambda t, figures: vectors.append(self.server.v.numpy().copy()),
+        )  # fmt: skip
+        self.done += n
+        return vectors
