@@ -91,7 +91,7 @@ class VectorizedEngine:
     def _kind(cast: Broadcast) -> Hashable:
         """Clients of one kind have tensors of the same names and shapes."""
         state = {rule: {n: tuple(t.shape) for n, t in sorted(s.items())} for rule, s in sorted(cast.state.items())}
-        return repr(state), cast.down, cast.up
+        return repr((state, cast.down, cast.up))
 
     def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
         return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
