@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unskew.config import Experiment, experiment
+from unskew.config import Experiment, experiment, load_yaml
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError
+from unskew.errors import CheckpointError, ConfigError
+from unskew.files import make_folder, occupied, unmake_folder, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.records.plots import clients_by_class, convergence
 from unskew.records.recorder import Callback
-from unskew.records.result import Result, read_history
-from unskew.runs import ModelLike, load_data, resume, run_experiment
-from unskew.simulation.checkpoint import write_atomic
+from unskew.records.result import read_history
+from unskew.runs import ModelLike, finished_rounds, load_data, resume, run_experiment
+from unskew.session import RESUMABLE, check_same
 
 Spread = tuple[float, float]
+MOST_SEEDS = 1000
 
 
 def mean_std(values: Sequence[float]) -> Spread:
@@ -118,14 +120,14 @@ def compare(
     chosen = {m if isinstance(m, str) else method(m).spelling: m for m in methods}
     if not methods or len(chosen) < len(methods):
         raise ConfigError("Name at least one method, and each only once.")
-    which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not which:
-        raise ConfigError("seeds must be at least 1.")
+    which = seed_list(seeds)
     folder = None if out is None else Path(out)
-    if folder is not None and folder.exists() and any(folder.iterdir()) and not again:
+    if folder is not None and occupied(folder) and not again:
         raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
     values = dict(options)
-    values.pop("seed", None)
+    if not {"method", "seed"}.isdisjoint(values):
+        raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
+    experiment({**values, "target": target})  # checks them, also the target
     if federation is not None:
         given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
         values = {**given, **values}
@@ -136,30 +138,52 @@ def compare(
         for seed in which
         for name, m in chosen.items()
     }
-    histories: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in chosen}
-    summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-    for seed in which:
-        data = federation or load_data(configs[next(iter(chosen)), seed])
-        if folder is not None and seed == which[0]:
-            clients_by_class(data.class_counts(), data.class_names or range_names(data), folder / "clients.png")
-        for name, m in chosen.items():
-            history, summary = _one(
-                configs[name, seed],
-                data,
-                None if isinstance(model, str) else model,
-                None if isinstance(m, str) else m,
-                None if folder is None else folder / folder_name(name) / f"seed-{seed}",
-                list(follow(name, seed, configs[name, seed])) if follow else [],
-            )
-            histories[name].append(history)
-            summaries[name].append(summary)
+    result = Comparison({name: [] for name in chosen}, {name: [] for name in chosen}, 0.0, folder)
+    fresh = folder is not None and not occupied(folder)
+    made = [] if folder is None else make_folder(folder)
+    try:
+        for seed in which:
+            data = federation or load_data(configs[next(iter(chosen)), seed])
+            if folder is not None and seed == which[0]:
+                clients_by_class(data.class_counts(), data.class_names or range_names(data), folder / "clients.png")
+            for name, m in chosen.items():
+                history, summary = _one(
+                    configs[name, seed],
+                    data,
+                    None if isinstance(model, str) else model,
+                    None if isinstance(m, str) else m,
+                    None if folder is None else folder / folder_name(name) / f"seed-{seed}",
+                    list(follow(name, seed, configs[name, seed])) if follow else [],
+                )
+                result.histories[name].append(history)
+                result.summaries[name].append(summary)
+    except BaseException:
+        # A comparison in which no run finished a round leaves nothing behind.
+        if folder is not None and fresh and not any(folder.glob("*/*/config.yaml")):
+            unmake_folder(folder, made)
+        raise
     if target is None:
-        target = round(0.9 * max(mean_std([s["best_accuracy"] for s in group])[0] for group in summaries.values()), 3)
-    result = Comparison(histories, summaries, target, folder)
+        means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
+        target = round(0.9 * max(means), 3)
+    result = replace(result, target=target)
     if folder is not None:
         result.plot(folder / "convergence.png")
         write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
     return result
+
+
+def seed_list(seeds: int | Sequence[int]) -> list[int]:
+    """``0, 1, ...`` for a number of seeds, or the seeds themselves.
+
+    Raises:
+        ConfigError: There is none, one is there twice, or there are absurdly many.
+    """
+    if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
+        raise ConfigError(f"seeds={seeds} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
+    which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not which or len(set(which)) < len(which):
+        raise ConfigError("Name at least one seed, and each only once.")
+    return which
 
 
 def range_names(federation: Federation) -> tuple[str, ...]:
@@ -176,19 +200,21 @@ def _one(
     callbacks: Sequence[Callback],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One run of a comparison: done already, to be resumed, or new."""
-    if folder is not None and (folder / "config.yaml").is_file():
-        before = folder / "config.yaml"
-        if before.read_text() != config.to_yaml() and given is None:
-            raise ConfigError(f"The run in {folder} was made with other options; choose another folder with --out.")
-        if (folder / "summary.json").is_file():
-            return read_history(folder), json.loads((folder / "summary.json").read_text())
-        result = resume(folder, federation=federation, model=model, method=given, callbacks=callbacks)
-    else:
+    if folder is None or not (folder / "config.yaml").is_file():
         result = run_experiment(
             config, federation=federation, model=model, method_given=given, out=folder, callbacks=callbacks
         )
-    return _kept(result)
-
-
-def _kept(result: Result) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return result.history, result.summary
+    # A method given in Python has a name that only Python knows.
+    named = {} if given is None else {"method": "fedavg"}
+    before = experiment({**load_yaml(folder / "config.yaml"), **named})
+    try:
+        check_same(before.model_dump(mode="json"), config)
+    except CheckpointError as error:
+        raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
+    done = finished_rounds(folder)
+    if done == config.rounds:
+        return read_history(folder), json.loads((folder / "summary.json").read_text())
+    changes = config.model_dump(include=set(RESUMABLE))
+    result = resume(folder, federation=federation, model=model, method=given, callbacks=callbacks, **changes)
     return result.history, result.summary

@@ -6,34 +6,45 @@ holds every field, so it can be run again.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticSerializationError
 
 from unskew.engines.base import Training
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 
 
-class NetworkConfig(BaseModel):
-    """What lies between clients and server."""
+class Section(BaseModel):
+    """Options that are checked: an unknown key is an error, and true is not a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true or false is no answer here")
+        return value
+
+
+class NetworkConfig(Section):
+    """What lies between clients and server."""
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client of the cohort fails and sends nothing."""
 
 
-class Experiment(BaseModel):
+class Experiment(Section):
     """A run: data, model, method, budget, and how it is carried out. ``Experiment()`` is the command line's default."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: str = "digits"
     """Name of a data source, ``table:PATH``, ``folder:PATH``, or ``arrays`` for data given in Python."""
@@ -46,7 +57,7 @@ class Experiment(BaseModel):
     partition: str = "dirichlet:0.1"
     """How the training samples are split over clients."""
     clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
-    """Number of clients; None only for ``natural`` partitions (as many as there are)."""
+    """Number of clients; None, the default of ``natural`` partitions, takes as many as there are."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples kept to evaluate on that client."""
     server: Annotated[int, Field(ge=0)] | str | None = None
@@ -73,9 +84,9 @@ class Experiment(BaseModel):
     """Number of communication rounds."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of clients per round."""
-    local_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Mini-batch steps per client and round (then ``local_epochs`` is None)."""
-    local_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Passes over a client's data per round; 1 if neither is given."""
     batch_size: Annotated[int, Field(ge=1, le=10_000_000)] = 64
     """Samples per step."""
@@ -104,7 +115,7 @@ class Experiment(BaseModel):
     """How clients are trained; the numbers are the same."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``; one per core if None."""
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=DEVICES)] = "auto"
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
     eval_every: Annotated[int, Field(ge=1)] = 1
     """Evaluate on the test set every so many rounds (and after the last)."""
@@ -116,6 +127,21 @@ class Experiment(BaseModel):
     """Accuracy for which the number of rounds needed is reported."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Where figures are sent beside the run folder."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, values: Any) -> Any:
+        """Defaults that depend on other fields, so that ``config.yaml`` leaves nothing open."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if values.get("local_steps") is None and values.get("local_epochs") is None:
+            values["local_epochs"] = 1
+        if str(values.get("partition", "")).startswith("natural"):
+            values.setdefault("clients", None)
+        if isinstance(values.get("trackers"), str):
+            values["trackers"] = [values["trackers"]]
+        return values
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Experiment:
@@ -133,14 +159,17 @@ class Experiment(BaseModel):
     @property
     def training(self) -> Training:
         """The client's budget and optimizer."""
-        names = ["local_steps", "batch_size", "drop_last", "optimizer", "lr", "momentum", "weight_decay"]
-        names += ["nesterov", "clip", "augment", "precision"]
-        epochs = self.local_epochs or (1 if self.local_steps is None else None)
-        return Training(local_epochs=epochs, **{name: getattr(self, name) for name in names})
+        return Training(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Training)})
 
     def to_yaml(self) -> str:
         """Every field, in order."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        try:
+            return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        except PydanticSerializationError as error:
+            raise ConfigError(
+                f"model_options cannot be written to config.yaml ({error}); "
+                "give the model as a function that has these options built in."
+            ) from error
 
 
 def experiment(values: dict[str, Any]) -> Experiment:
@@ -154,9 +183,11 @@ def experiment(values: dict[str, Any]) -> Experiment:
         return Experiment.model_validate(values)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(piece) for piece in first["loc"] if piece in Experiment.model_fields or "." in str(piece))
-        where = where or ".".join(str(piece) for piece in first["loc"][:1])
+        known = {*Experiment.model_fields, *NetworkConfig.model_fields}
+        where = ".".join(str(piece) for piece in first["loc"] if piece in known)
         reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "string_pattern_mismatch":
+            reason = "Input should be auto, cpu, cuda or, for the second of several, cuda:1"
         raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error
 
 
@@ -180,8 +211,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a YAML file: {str(error).splitlines()[0]}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -208,5 +239,5 @@ def set_field(values: dict[str, Any], assignment: str) -> None:
         values = inner
     try:
         values[name] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {assignment!r}: the value is not YAML.") from error

@@ -37,6 +37,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     "There is no method 'fedavgg'. Did you mean 'fedavg'? Known: fedavg, fedprox."
     """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."

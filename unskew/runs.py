@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import load_federation
 from unskew.engines.choose import pick_device
 from unskew.errors import CheckpointError, ConfigError
+from unskew.files import locked, make_folder, occupied, unmake_folder
 from unskew.methods.catalogue import MethodLike, method
 from unskew.models.registry import resolve_model
 from unskew.models.vector import ModelSpec
@@ -24,7 +24,6 @@ from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.seeding import derive
 from unskew.session import Session
-from unskew.simulation import checkpoint
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -102,9 +101,12 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
     """The model's layout and initial weights, which depend on the seed only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "initial model"))
-        module = resolve_model(
-            config.model if model is None else model, federation.shape, federation.classes, config.model_options
-        )
+        try:
+            module = resolve_model(
+                config.model if model is None else model, federation.shape, federation.classes, config.model_options
+            )
+        except RuntimeError as error:  # such as a layer larger than the memory
+            raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
     x = federation.test[0]
     return ModelSpec(
         module,
@@ -133,10 +135,10 @@ def run_experiment(
     if method_given is not None:
         config = config.model_copy(update={"method": chosen.spelling or chosen.name})
     device = pick_device(config.device)
-    if resume:
-        if folder is None or not (folder / "config.yaml").is_file():
-            raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
-    elif folder is not None and folder.exists() and any(folder.iterdir()):
+    trackers = make_trackers(config.trackers, folder)
+    if resume and (folder is None or not (folder / "config.yaml").is_file()):
+        raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
+    if folder is not None and not resume and occupied(folder):
         raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
     federation = load_data(config) if federation is None else federation
     prepared: list[tuple[int, tuple[int, int]]] = []
@@ -144,21 +146,20 @@ def run_experiment(
         federation, traffic = rule.prepare(federation, config.seed)
         prepared += traffic.items()
     spec = initial_spec(config, federation, model)
-    trackers = make_trackers(config.trackers, folder)
-    new_folder = folder is not None and not resume
-    if folder is not None and new_folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_atomic(folder / "config.yaml", config.to_yaml().encode())
-    try:
-        session = Session(config, federation, spec, chosen, device, folder, [*callbacks, *trackers])
-    except BaseException:
-        if folder is not None and new_folder:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    for client, (up, down) in prepared:
-        session.server.traffic.count(client, "up", up, 0)
-        session.server.traffic.count(client, "down", down, 0)
-    return session.go(resume)
+    made = [] if folder is None else make_folder(folder)
+    with locked(folder):
+        session = None
+        try:
+            session = Session(config, federation, spec, chosen, device, folder, [*callbacks, *trackers])
+            for client, (up, down) in prepared:
+                session.server.traffic.count(client, "up", up, 0)
+                session.server.traffic.count(client, "down", down, 0)
+            return session.go(resume)
+        except BaseException:
+            # A new run that did not finish a round leaves nothing behind.
+            if folder is not None and not resume and (session is None or not session.recorder.history):
+                unmake_folder(folder, made)
+            raise
 
 
 def resume(
@@ -189,13 +190,21 @@ def resume(
     # A method given in Python has a name that only Python knows.
     named = {} if method is None or isinstance(method, str) else {"method": "fedavg"}
     config = experiment({**load_yaml(folder / "config.yaml"), **changes, **named})
-    if (folder / "summary.json").is_file():
-        done = json.loads((folder / "summary.json").read_text())["rounds"]
-        if done >= config.rounds:
-            raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
-        (folder / "summary.json").unlink()
-    if changes:
-        checkpoint.write_atomic(folder / "config.yaml", config.to_yaml().encode())
+    if federation is None and config.data == "arrays":
+        raise CheckpointError(f"The data of {folder} were given in Python; resume it there, with the same federation.")
+    done = finished_rounds(folder)
+    if done is not None and done >= config.rounds:
+        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
     return run_experiment(
         config, federation=federation, model=model, method_given=method, out=folder, resume=True, callbacks=callbacks
     )
+
+
+def finished_rounds(folder: Path) -> int | None:
+    """The rounds of a run that came to its end; None if it did not."""
+    try:
+        return int(json.loads((folder / "summary.json").read_bytes())["rounds"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'summary.json'} is damaged; remove it and resume the run.") from error

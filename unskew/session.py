@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from unskew.config import Experiment
-from unskew.data.federation import Federation
+from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.base import Setup
 from unskew.engines.choose import make_engine, pick_engine
 from unskew.errors import CheckpointError
+from unskew.files import write_atomic
 from unskew.methods.fedavg import FedAvg
 from unskew.methods.rules import Method
 from unskew.models.vector import ModelSpec
@@ -27,6 +33,9 @@ from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 from unskew.tasks import TASKS
+
+RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_every", "target")
+"""Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
 
 
 class Session:
@@ -65,36 +74,49 @@ class Session:
         self.evaluator = Evaluator(spec, federation, task, device)
         self.setup = Setup(spec, federation, chosen.client, task, config.training, config.seed, device)
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
-        self.recorder = Recorder(folder, callbacks, config.target)
+        self.recorder = Recorder(folder, callbacks)
+        self._saved = 0
 
     def go(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else 0
-        for callback in self.callbacks:
-            callback.start(self.config.model_dump(mode="json"), start)
-        engine = make_engine(self.engine_name, self.setup, self.config.workers)
-        self._saved = start if resume else -1
+        # More workers than clients in a round would have nothing to do.
+        workers = min(self.config.workers or len(os.sched_getaffinity(0)), self.sampler.size)
+        engine = make_engine(self.engine_name, self.setup, workers)
         try:
+            self._begin(start)
             rounds = range(start, self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
+            self.recorder.sync()
         except Interrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder
             raise
         finally:
             engine.close()
-            self.recorder.sync()
             self.recorder.close()
         summary = self._summary()
         if self.folder is not None:
             weights = {**self.spec.parameters(self.server.v), **self.spec.buffers(self.server.b)}
             data = save({name: t.contiguous() for name, t in weights.items()})
-            checkpoint.write_atomic(self.folder / "model.safetensors", data)
+            write_atomic(self.folder / "model.safetensors", data)
             write_summary(self.folder, summary)
+        self.server.store.close()
         for callback in self.callbacks:
             callback.end(summary)
         module = self.spec.load(self.server.v, self.server.b)
         return Result(self.recorder.history, summary, module, self.server.v, self.folder)
+
+    def _begin(self, start: int) -> None:
+        """Everything fits: write down what is run, and tell the followers."""
+        self._saved = start
+        if self.folder is not None:
+            write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
+            (self.folder / "summary.json").unlink(missing_ok=True)
+            checkpoint.drop(self.folder / "checkpoints", after=start)
+        for callback in self.callbacks:
+            callback.start(self.config.model_dump(mode="json"), start)
+        self.recorder.start_clock()
 
     def _finished(self, t: int, figures: dict[str, float]) -> None:
         """After round ``t``: evaluate, record, save."""
@@ -103,6 +125,11 @@ class Session:
         if last or done % self.config.eval_every == 0:
             score = self.evaluator.score(self.server.v, self.server.b)
         traffic = self.server.traffic
+        if self.server.left_out and self.server.skipped == len(self.server.left_out):
+            self._warn(
+                f"Round {done}: the updates of clients {_some(self.server.left_out)} are not finite and are left out. "
+                "Later ones are only counted (updates_skipped); a smaller learning rate may help."
+            )
         self.recorder.round(
             {
                 "round": done,
@@ -117,6 +144,14 @@ class Session:
         if last or done % self.config.checkpoint_every == 0:
             self._save(done)
 
+    def _warn(self, text: str) -> None:
+        """Tell the user through the followers that can, else as a Python warning."""
+        listeners = [callback for callback in self.callbacks if hasattr(callback, "warn")]
+        for callback in listeners:
+            callback.warn(text)
+        if not listeners:
+            warnings.warn(text, stacklevel=2)
+
     def _save(self, done: int) -> None:
         if self.folder is None or done == self._saved:
             return
@@ -124,7 +159,7 @@ class Session:
         extra = {
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
-            "fingerprint": self.federation.fingerprint,
+            "data": _identity(self.federation),
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, extra)
         self._saved = done
@@ -138,27 +173,28 @@ class Session:
             return 0
         path, manifest, problems = found
         for problem in problems:
-            for callback in self.callbacks:
-                getattr(callback, "warn", print)(f"{problem} Going on from {path.name} instead.")
-        extra = manifest["extra"]
-        _same_config(extra["config"], self.config)
-        if extra["fingerprint"] != self.federation.fingerprint:
+            self._warn(f"{problem} Going on from {path.name} instead.")
+        extra, done = manifest["extra"], int(manifest["round"])
+        check_same(extra["config"], self.config)
+        if self.config.rounds < done:
+            raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
+        if extra["data"] != _identity(self.federation):
             raise CheckpointError(
-                f"The data differ from those of the run (partition {self.federation.fingerprint} instead of "
-                f"{extra['fingerprint']}); resume it with the same data and library versions."
+                f"The data differ from those of the run ({_identity(self.federation)} instead of {extra['data']}); "
+                "resume it with the same data and library versions."
             )
         checkpoint.restore(path, manifest, self.server)
-        done = int(manifest["round"])
         self.recorder.resume(done, extra["seconds"])
         return done
+
+    def _own_statistics(self, client: int) -> Tensor | None:
+        return self.server.store.get(client).get("buffers", {}).get("b")
 
     def _summary(self) -> dict[str, Any]:
         config, server, traffic = self.config, self.server, self.server.traffic
         history = self.recorder.history
         best, best_round = self.recorder.best()
-        own = []
-        if config.buffers == "local":
-            own = [server.store.get(k).get("buffers", {}).get("b") for k in range(len(self.federation.clients))]
+        own = self._own_statistics if config.buffers == "local" and self.spec.buffer_sizes else None
         clients = self.evaluator.clients(server.v, server.b, config.eval_clients, config.seed, own)
         final = history[-1]
         summary: dict[str, Any] = {
@@ -196,18 +232,29 @@ class Session:
         return summary
 
 
-RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_every")
-"""Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
+def _some(clients: Sequence[int], most: int = 10) -> str:
+    return ", ".join(map(str, clients[:most])) + (f" and {len(clients) - most} more" if len(clients) > most else "")
 
 
-def _same_config(then: dict[str, Any], now: Experiment) -> None:
+def _identity(federation: Federation) -> str:
+    """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
+    sizes = ""
+    if isinstance(federation.clients, ArrayClients):
+        sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]
+    server = 0 if federation.server is None else len(federation.server.y)
+    return f"partition {federation.fingerprint or 'unknown'}, sizes {sizes}, test {len(federation.test[1])}, {server=}"
+
+
+def check_same(then: dict[str, Any], now: Experiment) -> None:
+    """Refuse to go on with a run under another configuration.
+
+    Raises:
+        CheckpointError: A field differs that decides what the run is.
+    """
     current = now.model_dump(mode="json")
-    differing = [k for k in current if k not in RESUMABLE and then.get(k) != current[k]]
-    if differing:
-        name = differing[0]
-        raise CheckpointError(
-            f"The run was made with {name}={then.get(name)!r}, but is resumed with {name}={current[name]!r}; "
-            "a run can only go on as it began. Start a new one instead."
-        )
-    if now.rounds < then["rounds"] and now.rounds < int(then["rounds"]):
-        raise CheckpointError(f"The run has {then['rounds']} rounds; it cannot be shortened to {now.rounds}.")
+    for name in current:
+        if name not in RESUMABLE and then.get(name) != current[name]:
+            raise CheckpointError(
+                f"The run was made with {name}={then.get(name)!r}, but is resumed with {name}={current[name]!r}; "
+                "a run can only go on as it began. Start a new one instead."
+            )

@@ -81,8 +81,8 @@ class LocalTrainer:
     def __init__(self, setup: Setup):
         self.setup = setup
         self.model = BoundModel(setup.spec, setup.device)
-        dims = len(setup.federation.shape)
-        self.normalise = Normaliser(setup.federation.normalisation, setup.spec.dtype, setup.device, dims)
+        federation, spec = setup.federation, setup.spec
+        self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
 
     def full_gradient(self, cast: Broadcast, v: Tensor) -> Tensor:

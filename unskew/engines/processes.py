@@ -24,6 +24,7 @@ import torch
 from unskew.engines.arena import Arena
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
+from unskew.engines.memory import keep_freed_memory
 from unskew.errors import EngineError, UnskewError
 from unskew.methods.rules import Broadcast, Update
 
@@ -44,6 +45,7 @@ def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
+    keep_freed_memory()
     trainer = LocalTrainer(setup)
     while True:
         try:

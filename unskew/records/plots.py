@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from unskew.errors import ConfigError
+from unskew.files import make_folder, write_atomic
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
@@ -19,8 +23,13 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower()[1:] not in known:
+        raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(known))}.")
+    make_folder(path.parent)
+    data = io.BytesIO()
+    figure.savefig(data, dpi=130, format=path.suffix.lower()[1:])
+    write_atomic(path, data.getvalue())
     return path
 
 

@@ -41,7 +41,7 @@ class ProgressLine:
         """Show the line."""
         self.line = self.progress.add_task(self.title, total=config["rounds"], completed=rounds_done, accuracy="")
         if rounds_done:
-            self.progress.console.print(f"{self.title}: going on after round {rounds_done}")
+            self.progress.console.print(f"{self.title}: going on after round {rounds_done}", markup=False)
 
     def round(self, row: Row) -> None:
         """Advance it."""
@@ -51,7 +51,7 @@ class ProgressLine:
 
     def warn(self, text: str) -> None:
         """Something the user should know."""
-        self.progress.console.print(f"[yellow]{text}")
+        self.progress.console.print(text, style="yellow", markup=False, highlight=False)
 
     def end(self, summary: dict[str, Any]) -> None:
         """Leave the final figures, or remove the line."""

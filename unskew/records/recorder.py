@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unskew.errors import CheckpointError
-from unskew.simulation.checkpoint import write_atomic
+from unskew.files import write_atomic, writing
 
 Row = dict[str, Any]
 
@@ -35,70 +35,75 @@ class Recorder:
     Args:
         folder: The run folder, or None to keep everything in memory.
         callbacks: Told of every round.
-        target: Accuracy for which the first round is noted.
     """
 
-    def __init__(self, folder: Path | None, callbacks: Sequence[Callback] = (), target: float | None = None):
-        self.folder, self.callbacks, self.target = folder, callbacks, target
+    def __init__(self, folder: Path | None, callbacks: Sequence[Callback] = ()):
+        self.callbacks = callbacks
         self.history: list[Row] = []
         self._before = 0.0
         self._started = time.perf_counter()
-        self._file = None
-        if folder is not None:
-            self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = None if folder is None else folder / "metrics.jsonl"
+        self._file: int | None = None
 
     @property
     def seconds(self) -> float:
         """Time spent on the run, over all its sessions."""
         return self._before + time.perf_counter() - self._started
 
+    def start_clock(self) -> None:
+        """Training begins now."""
+        self._started = time.perf_counter()
+
     def resume(self, rounds: int, seconds: float) -> None:
-        """Go back to the state after ``rounds`` rounds: later lines are dropped, the clock goes on from ``seconds``."""
+        """Go back to the state after ``rounds`` rounds: later lines are dropped, the clock goes on from ``seconds``.
+
+        Raises:
+            CheckpointError: The lines of these rounds are missing or damaged.
+        """
         self._before = seconds
-        if self.folder is None:
+        if self._path is None:
             return
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines()[:rounds] if path.exists() else []
+        text = self._path.read_bytes() if self._path.exists() else b""
+        lines = text.splitlines()[:rounds]
         try:
             self.history = [json.loads(line) for line in lines]
         except ValueError as error:
-            raise CheckpointError(f"{path} is damaged; the run cannot be resumed with its history.") from error
-        if len(self.history) < rounds:
-            raise CheckpointError(f"{path} has {len(self.history)} lines, but the checkpoint is of round {rounds}.")
-        self.close()
-        write_atomic(path, "".join(line + "\n" for line in lines).encode())
-        self._file = path.open("a", encoding="utf-8")
+            raise CheckpointError(f"{self._path} is damaged; the run cannot be resumed with its history.") from error
+        if [row.get("round") for row in self.history] != list(range(1, rounds + 1)):
+            raise CheckpointError(f"{self._path} lacks lines of the {rounds} rounds that the checkpoint has.")
+        write_atomic(self._path, b"".join(line + b"\n" for line in lines))
 
     def round(self, row: Row) -> None:
         """Note the figures of a round."""
+        row = finite(row)
+        if self._path is not None:
+            data = (json.dumps(row) + "\n").encode()
+            with writing(self._path):
+                if self._file is None:
+                    self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                while data:  # a disk that becomes full takes a part first
+                    data = data[os.write(self._file, data) :]
         self.history.append(row)
-        if self._file is not None:
-            try:
-                self._file.write(json.dumps(_finite(row)) + "\n")
-                self._file.flush()
-            except OSError as error:
-                raise CheckpointError(
-                    f"metrics.jsonl could not be written ({error.strerror}); make room and resume the run."
-                ) from error
         for callback in self.callbacks:
             callback.round(row)
 
     def sync(self) -> None:
         """Make sure that the lines so far survive a power cut; called before each checkpoint."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        if self._file is not None and self._path is not None:
+            with writing(self._path):
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
             self._file = None
 
-    def best(self) -> tuple[float, int]:
-        """Best accuracy so far and the round it was reached in (counted from 1)."""
+    def best(self) -> tuple[float | None, int]:
+        """Best accuracy so far and the (first) round it was reached in, counted from 1."""
         scored = [(row["accuracy"], -row["round"]) for row in self.history if row["accuracy"] is not None]
         if not scored:
-            return math.nan, 0
+            return None, 0
         accuracy, negative = max(scored)
         return accuracy, -negative
 
@@ -108,11 +113,15 @@ class Recorder:
         return next(reached, None)
 
 
-def _finite(row: Row) -> Row:
-    """JSON has no NaN: a figure that is not finite becomes null."""
+def finite(row: Row) -> Row:
+    """JSON has no NaN: a figure that is not finite becomes None.
+
+    >>> finite({"round": 1, "loss": float("inf")})
+    {'round': 1, 'loss': None}
+    """
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
-    write_atomic(folder / "summary.json", (json.dumps(_finite(summary), indent=2) + "\n").encode())
+    write_atomic(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())

@@ -49,9 +49,8 @@ class Result:
         return convergence({self.summary["method"]: [self.history]}, Path(path))
 
     def __repr__(self) -> str:
-        s = self.summary
-        scores = f"accuracy={s['accuracy']:.4f}, best_accuracy={s['best_accuracy']:.4f}"
-        return f"Result(method={s['method']!r}, rounds={s['rounds']}, {scores})"
+        shown = {name: self.summary[name] for name in ("method", "rounds", "accuracy", "best_accuracy")}
+        return f"Result({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -21,16 +22,22 @@ def percent(value: float | None, spread: float | None = None) -> str:
 
 
 def megabytes(value: float) -> str:
-    """Bytes as MB (10^6)."""
-    return f"{value / 1e6:.1f}" if value < 1e9 else f"{value / 1e6:,.0f}"
+    """Bytes as MB (10^6).
+
+    >>> megabytes(4_520), megabytes(88e6), megabytes(12e9)
+    ('0.0045', '88.0', '12,000')
+    """
+    if value >= 1e9:
+        return f"{value / 1e6:,.0f}"
+    return f"{value / 1e6:.1f}" if value >= 1e6 else f"{value / 1e6:.2g}"
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table that ``unskew compare`` prints: one line per method, means over seeds."""
     seeds, target = rows[0]["seeds"], rows[0]["target"]
     spread = f"mean ± std over {seeds} seeds" if seeds > 1 else "1 seed"
-    table = Table(title=f"Test accuracy in %, {spread}", title_justify="left")
-    table.add_column("method")
+    table = Table(title=f"Test accuracy in %, {spread}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
     for name in ("last round", "best round", "clients, mean", "worst client", f"rounds to {percent(target)}%"):
         table.add_column(name, justify="right")
     for name in ("MB up", "MB down", "seconds"):
@@ -57,8 +64,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")
     table.add_column()
+    loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
     lines = [
-        ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {summary['loss']:.4f})"),
+        ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {loss})"),
         ("test accuracy, best round", f"{percent(summary['best_accuracy'])}%  (round {summary['best_round']})"),
         (
             f"per client, on {summary['clients_evaluated_on']}",

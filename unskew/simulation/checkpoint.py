@@ -6,7 +6,6 @@ and renamed, so it is there whole or not at all; the last two are kept.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -16,42 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from unskew.errors import CheckpointError
+from unskew.files import sync_path, write_synced, writing
 from unskew.methods.rules import Tensors
 from unskew.simulation.server import Server, Traffic
-from unskew.simulation.store import State, flat, nested, size_of
+from unskew.simulation.store import State, encode, flat, nested, size_of
 
+FORMAT = 1
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut.
-
-    Raises:
-        CheckpointError: The disk is full or the folder cannot be written.
-    """
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        with fresh.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise _disk_error(path, error) from error
-
-
-def _disk_error(path: Path, error: OSError) -> CheckpointError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return CheckpointError(
-            f"The disk is full: {path} could not be written. What was saved before is intact; "
-            "make room and resume the run."
-        )
-    return CheckpointError(f"{path} could not be written: {error.strerror or error}.")
 
 
 def _client_chunks(server: Server) -> Iterator[Tensors]:
@@ -80,46 +54,60 @@ def save_checkpoint(folder: Path, round: int, server: Server, extra: dict[str, A
         CheckpointError: The disk is full or cannot be written; older checkpoints are left as they were.
     """
     final, fresh = folder / f"{round:07d}", folder / f".{round:07d}.new"
-    shutil.rmtree(fresh, ignore_errors=True)
     checksums: dict[str, str] = {}
-    try:
-        fresh.mkdir(parents=True)
 
-        def put(name: str, data: bytes) -> None:
-            with (fresh / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            checksums[name] = hashlib.sha256(data).hexdigest()
+    def put(name: str, data: bytes) -> None:
+        write_synced(fresh / name, data)
+        checksums[name] = hashlib.sha256(data).hexdigest()
 
-        tensors = {"b": server.b} | {f"state/{n}": t for n, t in server.state.items()}
-        tensors |= {f"rules/{key}": t for key, t in flat(server.rules).items()}
-        put("server.safetensors", save({n: t.contiguous() for n, t in tensors.items()}))
-        for number, chunk in enumerate(_client_chunks(server)):
-            put(f"clients-{number:04d}.safetensors", save(chunk))
-        for client, path in server.store.on_disk():
-            os.link(path, fresh / f"client-{client}.safetensors")
-            checksums[f"client-{client}.safetensors"] = _checksum(path)
-        manifest = {
-            "format": 1,
-            "round": round,
-            "rules": sorted(server.rules),
-            "skipped": server.skipped,
-            "last": server.last,
-            "traffic": asdict(server.traffic),
-            "extra": extra,
-        }
-        text = json.dumps({**manifest, "files": checksums})
-        put("manifest.json", json.dumps({"sha256": _digest(text), "manifest": text}).encode())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(fresh, final)
-        _sync_folder(folder)
-    except OSError as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise _disk_error(final, error) from error
-    for old in checkpoints(folder)[KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)
+    with writing(final):
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            put("server.safetensors", encode(server.tensors()))
+            for number, chunk in enumerate(_client_chunks(server)):
+                put(f"clients-{number:04d}.safetensors", encode(chunk))
+            for client, path in server.store.on_disk():
+                checksums[f"client-{client}.safetensors"] = _keep(path, fresh / f"client-{client}.safetensors")
+            manifest = {
+                "format": FORMAT,
+                "round": round,
+                "rules": sorted(server.rules),
+                "skipped": server.skipped,
+                "last": server.last,
+                "traffic": asdict(server.traffic),
+                "extra": extra,
+            }
+            text = json.dumps({**manifest, "files": checksums})
+            put("manifest.json", json.dumps({"sha256": _digest(text), "manifest": text}).encode())
+            sync_path(fresh)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(fresh, final)
+            sync_path(folder)
+        except OSError:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+    drop(folder, keep=KEEP)
     return final
+
+
+def _keep(path: Path, copy: Path) -> str:
+    """Keep a client's file under a second name; gives its checksum."""
+    try:
+        os.link(path, copy)
+    except OSError:  # not every file system has hard links
+        shutil.copyfile(path, copy)
+    sync_path(copy)
+    return _checksum(copy)
+
+
+def drop(folder: Path, keep: int | None = None, after: int | None = None) -> None:
+    """Remove unfinished checkpoints, all but the last ``keep`` and those ``after`` a round (damaged, to be redone)."""
+    found = checkpoints(folder)
+    kept = [path for path in found if after is None or int(path.name) <= after][:keep]
+    for path in [*found, *folder.glob(".*.new")]:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest(text: str) -> str:
@@ -131,19 +119,12 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), reverse=True)
+    found = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -188,8 +169,10 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     """Put a checkpoint's contents into a freshly made server.
 
     Raises:
-        CheckpointError: It was written for another model or method.
+        CheckpointError: It was written for another model or method, or by another version.
     """
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"The checkpoint {path} was written by another version of unskew; resume it with that one.")
     tensors = load((path / "server.safetensors").read_bytes())
     state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
@@ -200,7 +183,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     clients: dict[int, State] = {}
     for file in sorted(path.glob("clients-*.safetensors")):
         for key, tensor in load(file.read_bytes()).items():
-            client, rule, name = key.split("/")
+            client, rule, name = key.split("/", 2)
             clients.setdefault(int(client), {}).setdefault(rule, {})[name] = tensor
     for number, held in clients.items():
         server.store.put(number, held)

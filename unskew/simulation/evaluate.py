@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from unskew.seeding import numpy_generator
 from unskew.tasks import Task
 
 BATCH = 500
+Own = Callable[[int], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Evaluator:
     def __init__(self, spec: ModelSpec, federation: Federation, task: Task, device: torch.device):
         self.federation, self.task = federation, task
         self.model = BoundModel(spec, device)
-        self.normalise = Normaliser(federation.normalisation, spec.dtype, device, len(federation.shape))
+        self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
 
@@ -85,7 +86,7 @@ class Evaluator:
         right, losses = self._samples(v, b, *self.test)
         return Score(float(right.mean()), float(losses.sum()) / len(right))
 
-    def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Sequence[Tensor | None] = ()) -> ClientScores:
+    def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Own | None = None) -> ClientScores:
         """The model on each client's own data.
 
         Clients with held-out samples are measured on these. If no client has any, each is measured on the test set,
@@ -96,20 +97,22 @@ class Evaluator:
             b: Its statistics, ``[m]``.
             most: At most so many clients, drawn by the seed.
             seed: Of the run.
-            own: Statistics per client where they stay local; None where a client has none.
+            own: Gives a client's statistics where they stay local; None where it has none.
         """
         total = len(self.federation.clients)
         ids = np.arange(total)
         if most < total:
             ids = np.sort(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False))
+        if not most:
+            return ClientScores(np.zeros(0), "nothing")
         clients = [self.federation.clients[int(k)] for k in ids]
         held = [c for c in clients if len(c.y_test)]
         if not held:
             return self._by_class(v, b, [c.y for c in clients])
-        if any(stats is not None for stats in own):
+        if own is not None:
             pieces = []
             for c in held:
-                stats = own[c.id]
+                stats = own(c.id)
                 pieces.append(self._samples(v, b if stats is None else stats, c.x_test, c.y_test)[0])
             return ClientScores(np.array([float(p.mean()) for p in pieces]), "the clients' held-out data")
         images = held[0].x_test.dim() == 4

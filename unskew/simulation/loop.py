@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,8 +38,8 @@ def train(
             results = engine.train([cast for cast in casts if not network.drops(t, cast.client)])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
-            finished(t, {"cohort": float(len(cohort)), **figures})
-            if stopped():
+            finished(t, {"cohort": len(cohort), **figures})
+            if stopped() and t + 1 < rounds.stop:
                 raise Interrupted
 
 
@@ -55,7 +55,8 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     def handler(number: int, frame: FrameType | None) -> None:
         pressed.append(number)
         signal.signal(signal.SIGINT, before)
-        print("\nFinishing this round to save it; press Ctrl-C again to stop at once.", file=sys.stderr)
+        # Not print: this may interrupt one.
+        os.write(2, b"\nFinishing this round to save it; press Ctrl-C again to stop at once.\n")
 
     signal.signal(signal.SIGINT, handler)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +13,7 @@ from torch import Tensor
 from unskew.data.federation import Federation
 from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Tensors, Update, Updates
 from unskew.models.vector import ModelSpec
-from unskew.simulation.store import ClientStore
+from unskew.simulation.store import ClientStore, flat
 
 Buffers = Literal["average", "local", "reset"]
 
@@ -59,7 +60,7 @@ class Server:
         state: State of the server rule; ``rules``: state of each client rule's server half.
         store: What stays at the clients.
         traffic: Bytes so far.
-        skipped: Updates left out so far because they were not finite.
+        skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
     """
 
     def __init__(
@@ -81,12 +82,17 @@ class Server:
         self.rules: dict[str, Tensors] = {r.name: r.server_init(self.v, federation) for r in method.client}
         self.traffic = Traffic()
         self.skipped = 0
+        self.left_out: list[int] = []
         self.last: dict[int, int] = {}
 
     @property
     def v(self) -> Tensor:
         """The global model, ``[d]``."""
         return self.state["v"]
+
+    def tensors(self) -> Tensors:
+        """All that the server holds, by name."""
+        return everything(self.state, self.rules, self.b)
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
@@ -116,7 +122,8 @@ class Server:
         """
         aggregate = Aggregate()
         individual: list[Update] | None = [] if self.rule.needs == "individual" else None
-        skipped, losses = 0, 0.0
+        self.left_out, losses = [], 0.0
+        taken: list[int] = []
         for update in arrivals:
             sent = bytes_of(t for tensors in update.upload.values() for t in tensors.values())
             up = self._up(update)
@@ -124,23 +131,34 @@ class Server:
                 update.client, "up", up + sent, bytes_of([update.buffers]) if self.mode != "local" else 0
             )
             if not usable(update):
-                skipped += 1
+                self.left_out.append(update.client)
                 continue
             self._keep(update)
             aggregate.add(update)
+            taken.append(update.client)
             losses += update.metrics["loss"]
             if individual is not None:
                 individual.append(update)
-        self.skipped += skipped
-        figures = {"updates": float(aggregate.count), "skipped": float(skipped)}
-        if aggregate.count:
-            updates = Updates(round, aggregate, individual)
-            self.state = self.rule.step(self.state, updates)
-            for rule in self.method.client:
-                self.rules[rule.name] = rule.collect(self.rules[rule.name], updates)
-            self.b = aggregate.buffers
-            figures["train_loss"] = losses / aggregate.count
-        return figures | self.rule.metrics(self.state)
+        if taken and not self._take_in(Updates(round, aggregate, individual)):
+            self.left_out, taken = sorted([*self.left_out, *taken]), []
+        self.skipped += len(self.left_out)
+        return {
+            "updates": len(taken),
+            "skipped": len(self.left_out),
+            "train_loss": losses / len(taken) if taken else math.nan,
+            **self.rule.metrics(self.state),
+        }
+
+    def _take_in(self, updates: Updates) -> bool:
+        """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes."""
+        state = self.rule.step(self.state, updates)
+        rules = {r.name: r.collect(self.rules[r.name], updates) for r in self.method.client}
+        b = updates.aggregate.buffers
+        after = everything(state, rules, b)
+        if any(finite(t) and not finite(after.get(name, t)) for name, t in self.tensors().items()):
+            return False
+        self.state, self.rules, self.b = state, rules, b
+        return True
 
     def _up(self, update: Update) -> int:
         if self.method.sync is None:
@@ -158,7 +176,21 @@ class Server:
             self.last[update.client] = update.born
 
 
+def everything(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:
+    """The server's tensors under names that cannot clash."""
+    return {
+        "b": b,
+        **{f"state/{name}": t for name, t in state.items()},
+        **{f"rules/{name}": t for name, t in flat(rules).items()},
+    }
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all numbers are."""
+    return bool(torch.isfinite(tensor).all())
+
+
 def usable(update: Update) -> bool:
-    """Whether every number of an update is finite."""
-    tensors = [update.delta, update.buffers, *(t for ts in update.upload.values() for t in ts.values())]
-    return all(bool(torch.isfinite(t).all()) for t in tensors)
+    """Whether every number is finite, of what is sent and of what would stay at the client."""
+    kept = [t for rules in (update.upload, update.state) for tensors in rules.values() for t in tensors.values()]
+    return all(map(finite, [update.delta, update.buffers, *kept]))

@@ -8,11 +8,13 @@ keep it by a hard link.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
+from unskew.files import writing
 from unskew.methods.rules import Tensors
 
 State = dict[str, Tensors]
@@ -38,6 +40,17 @@ def size_of(state: State) -> int:
     return sum(t.numel() * t.element_size() for ts in state.values() for t in ts.values())
 
 
+def encode(tensors: Tensors) -> bytes:
+    """Tensors as safetensors; one that lies in the memory of another is written on its own."""
+    seen: set[int] = set()
+    whole: Tensors = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        whole[name] = (tensor.clone() if memory in seen else tensor).contiguous()
+        seen.add(memory)
+    return save(whole)
+
+
 class ClientStore:
     """State per client.
 
@@ -51,6 +64,12 @@ class ClientStore:
         self._memory: dict[int, State] = {}
         self._disk: set[int] = set()
         self._bytes = 0
+        self.close()  # files of a session that was killed belong to nobody: what counts is in the checkpoint
+
+    def close(self) -> None:
+        """Remove the files; a checkpoint's own links to them stay."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def __len__(self) -> int:
         return len(self._memory) + len(self._disk)
@@ -92,9 +111,10 @@ class ClientStore:
 
     def _spill(self, client: int) -> None:
         path = self._path(client)
-        path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(".new")
-        save_file(flat(self._memory[client]), fresh)
-        os.replace(fresh, path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_bytes(encode(flat(self._memory[client])))
+            os.replace(fresh, path)
         self._forget(client)
         self._disk.add(client)

@@ -1,0 +1,224 @@
+"""Speed and memory of unskew beside two loops without a framework, measured in turn in one run.
+
+``python -m benchmarks.speed [--data cifar10/train.parquet] [--only speed|clients|engines] [--json FILE]``
+
+Three tables: rounds per second against the loops of ``benchmarks/baselines.py``; time and memory per round for 100, 10,000
+and 1,000,000 registered clients; rounds per second of each engine on small and large models, which is what ``auto`` rests on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop, load_images, measure
+from unskew import ClientData, Federation, ModelSpec, Normalisation, method
+from unskew.data.federation import ArrayClients
+from unskew.engines.base import Setup, Training
+from unskew.engines.choose import make_engine
+from unskew.engines.memory import keep_freed_memory
+from unskew.methods.fedavg import FedAvg
+from unskew.models.registry import build_model
+from unskew.simulation.loop import train
+from unskew.simulation.network import Network
+from unskew.simulation.sampler import Sampler
+from unskew.simulation.server import Server
+from unskew.tasks import TASKS
+
+CIFAR = Path(__file__).parents[2] / "shared" / "data" / "cifar10" / "train.parquet"
+
+
+class UnskewLoop:
+    """unskew's own round on one engine, with the interface of the yardsticks."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        cohort: int,
+        steps: int,
+        batch: int,
+        lr: float,
+        seed: int,
+        engine: str = "processes",
+        model: str = "cnn",
+        chosen: str = "fedavg",
+    ):
+        torch.manual_seed(seed)
+        what = method(chosen)
+        keep_freed_memory()  # as the command line does
+        spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
+        training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
+        setup = Setup(spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu"))
+        self.engine = make_engine(engine, setup)
+        self.server = Server(what, what.server or FedAvg(), spec, federation, what.weights or "samples")
+        self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
+        self.network = Network(0.0, seed)
+
+    def round(self, t: int) -> None:
+        train(range(t, t + 1), self.sampler, self.server, self.engine, self.network, lambda t, figures: None)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -> Federation:
+    """Client ``c`` owns the samples ``c * per_client`` to ``(c + 1) * per_client - 1``, as in the yardsticks."""
+    total = clients * per_client
+    images, labels = torch.from_numpy(x[:total]).permute(0, 3, 1, 2), torch.from_numpy(y[:total])
+    offsets = np.arange(clients + 1) * per_client
+    return Federation(
+        ArrayClients(images, labels, offsets, offsets[1:]),
+        test=(images[:100], labels[:100]),
+        classes=10,
+        normalisation=Normalisation(MEAN, STD, 1 / 255),
+    )
+
+
+def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[dict[str, Any]]:
+    """FedAvg with CNN-A: unskew's engines against the yardsticks, in settings A and B."""
+    rows = []
+    for name, setting in SETTINGS.items():
+        fed = federation_of(x, y, setting["clients"], setting["per_client"])
+        mine = {k: v for k, v in setting.items() if k not in ("clients", "per_client")}
+        loops: dict[str, Callable[[], Any]] = {
+            "(a) researcher's loop": partial(ResearcherLoop, x, y, **setting),
+            "(b) tuned loop, 2 threads": partial(TunedLoop, x, y, **setting, mode="threads"),
+            "(b) tuned loop, 2 processes": partial(TunedLoop, x, y, **setting, mode="processes"),
+            "unskew, inline": partial(UnskewLoop, fed, **mine, engine="inline"),
+            "unskew, processes": partial(UnskewLoop, fed, **mine, engine="processes"),
+        }
+        seconds = measure(loops, repetitions, rounds)
+        tuned = min(statistics.median(s) for loop, s in seconds.items() if loop.startswith("(b)"))
+        for loop, values in seconds.items():
+            median = statistics.median(values)
+            rows.append({"setting": name, "loop": loop, "rounds_per_s": 1 / median, "of_tuned": tuned / median})
+            print(f"{name}  {loop:<28} {1 / median:6.2f} rounds/s  {tuned / median:5.2f} of (b)", flush=True)
+    return rows
+
+
+class Registered(Sequence[ClientData]):
+    """As many clients as one likes over the same 500 samples each of a shared array."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, clients: int, per_client: int = 500):
+        self.x, self.y, self.clients, self.per_client = x, y, clients, per_client
+
+    def __len__(self) -> int:
+        return self.clients
+
+    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
+        first = k % (len(self.y) // self.per_client) * self.per_client
+        rows, none = slice(first, first + self.per_client), slice(0, 0)
+        return ClientData(k, self.x[rows], self.y[rows], self.x[none], self.y[none])
+
+
+def _resident() -> float:
+    """Memory of this process and its workers in MB, shared pages counted once (proportional set size)."""
+    pids = [os.getpid(), *(p.pid for p in mp.active_children())]
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1])
+    return total / 1024
+
+
+def _registered(x: np.ndarray, y: np.ndarray, clients: int, chosen: str, rounds: int, pipe: Any) -> None:
+    images, labels = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)
+    fed = Federation(
+        Registered(images, labels, clients), test=(images[:100], labels[:100]), classes=10,
+        normalisation=Normalisation(MEAN, STD, 1 / 255),
+    )  # fmt: skip
+    loop = UnskewLoop(fed, cohort=10, steps=8, batch=64, lr=0.05, seed=1, chosen=chosen)
+    loop.round(0)
+    before, seconds = _resident(), []
+    for t in range(1, rounds + 1):
+        start = time.perf_counter()
+        loop.round(t)
+        seconds.append(time.perf_counter() - start)
+    after = _resident()
+    loop.close()
+    pipe.send((statistics.median(seconds), before, after))
+
+
+def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
+    """Time and memory per round at the same cohort of 10, for more and more registered clients."""
+    rows = []
+    for chosen in ("fedavg", "scaffold"):
+        for count in (100, 10_000, 1_000_000):
+            fork = mp.get_context("fork")
+            here, there = fork.Pipe()
+            process = fork.Process(target=_registered, args=(x, y, count, chosen, rounds, there))
+            process.start()
+            seconds, before, after = here.recv()
+            process.join()
+            rows.append(
+                {"method": chosen, "clients": count, "seconds": seconds, "mb": after, "growth_mb": after - before}
+            )
+            print(f"{chosen:<9} {count:>9,} clients  {seconds:6.3f} s/round  {after:6.0f} MB after {rounds} rounds "
+                  f"({after - before:+.0f} MB)", flush=True)  # fmt: skip
+    return rows
+
+
+def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, Any]]:
+    """Rounds per second of every engine, from tiny to large work per client."""
+    small = np.ascontiguousarray(x[:, 8:16, 8:16, :1])
+    cases = {
+        "logistic, 8x8, 1 step of 32, cohort 10": (small, "logistic", 10, 1, 32),
+        "logistic, 8x8, 10 steps of 32, cohort 10": (small, "logistic", 10, 10, 32),
+        "mlp, 8x8, 10 steps of 32, cohort 10": (small, "mlp", 10, 10, 32),
+        "cnn, 32x32, 5 steps of 10, cohort 50": (x, "cnn", 50, 5, 10),
+        "cnn, 32x32, 8 steps of 64, cohort 10": (x, "cnn", 10, 8, 64),
+        "resnet20, 32x32, 2 steps of 32, cohort 4": (x, "resnet20", 4, 2, 32),
+        "vgg11, 32x32, 1 step of 32, cohort 4": (x, "vgg11", 4, 1, 32),
+    }
+    rows = []
+    for case, (images, model, cohort, steps, batch) in cases.items():
+        fed = federation_of(images, y, 100, 500)
+        loops = {
+            engine: partial(UnskewLoop, fed, cohort, steps, batch, 0.01, 1, engine, model)
+            for engine in ("inline", "processes", "vectorized")
+        }
+        seconds = {e: statistics.median(s) for e, s in measure(loops, repetitions, 1).items()}
+        rows.append({"case": case, **{e: 1 / s for e, s in seconds.items()}})
+        print(f"{case:<42} " + "  ".join(f"{e} {1 / s:8.2f}/s" for e, s in seconds.items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="CIFAR-10 parquet file; ../shared/data's if it is there, else random images")
+    parser.add_argument("--only", choices=["speed", "clients", "engines"], help="one of the three tables")
+    parser.add_argument("--repetitions", type=int, default=9, help="measurements of each loop")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in each measurement")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    args = parser.parse_args()
+    path = args.data or (str(CIFAR) if CIFAR.exists() else None)
+    x, y = load_images(path)
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, images: {'CIFAR-10' if path else 'random'}", flush=True)
+    found: dict[str, Any] = {}
+    if args.only in (None, "speed"):
+        found["speed"] = speed(x, y, args.repetitions, args.rounds)
+    if args.only in (None, "clients"):
+        found["clients"] = clients(x, y, 20)
+    if args.only in (None, "engines"):
+        found["engines"] = engines(x, y, args.repetitions)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    print(f"largest process: {peak:.0f} MB")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The commands that only show something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unskew.cli_options import AsJson, DataPath, console_for, print_json
+
+
+def methods(as_json: AsJson = False) -> None:
+    """List every method with the slot it fills, its options and its paper."""
+    from unskew.methods.catalogue import describe
+    from unskew.records.tables import methods_table
+
+    rows = describe()
+    if as_json:
+        print_json(rows)
+    else:
+        console_for().print(methods_table(rows))
+
+
+def partition(
+    data: Annotated[str, typer.Argument(help="Data source.")] = "digits",
+    partition: Annotated[str, typer.Option("--partition", help="How samples are split.")] = "dirichlet:0.1",
+    clients: Annotated[int | None, typer.Option("--clients", help="Number of clients; 10, or all of a column.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")] = 0,
+    data_path: DataPath = None,
+    label: Annotated[str | None, typer.Option("--label", help="Label column of a table.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Image column of a table.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Image file for the plot; clients.png by default, none with --json.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each client would hold: a table, a plot, and the partition's hash."""
+    from unskew.comparison import range_names
+    from unskew.config import experiment
+    from unskew.records.plots import clients_by_class
+    from unskew.records.tables import partition_table
+    from unskew.runs import load_data
+
+    values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
+    values |= {"image": image, "holdout": 0.0} | ({} if clients is None else {"clients": clients})
+    fed = load_data(experiment(values))
+    counts, names = fed.class_counts(), fed.class_names or range_names(fed)
+    plot = out if out is not None or as_json else Path("clients.png")
+    if plot is not None:
+        clients_by_class(counts, names, plot)
+    if as_json:
+        sizes = counts.sum(1)
+        print_json(
+            {
+                "data": fed.name,
+                "partition": fed.partition,
+                "clients": len(fed.clients),
+                "seed": seed,
+                "hash": fed.fingerprint,
+                "smallest": int(sizes.min()),
+                "largest": int(sizes.max()),
+                "class_names": list(names),
+                "counts": counts.tolist(),
+            }
+        )
+        return
+    console = console_for()
+    console.print(partition_table(counts, names))
+    console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+
+
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Federated learning for skewed data: run, compare and resume methods that add up."""
+    if show:
+        from unskew import __version__
+
+        print(f"unskew {__version__}")
+        raise typer.Exit
