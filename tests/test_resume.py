@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -182,15 +183,23 @@ def test_a_run_can_be_made_longer(tmp_path, straight, capsys):
 # ---- damaged checkpoints ----------------------------------------------------------------------------------------------
 
 
-def stopped(tmp_path, rounds=4):
-    """A run that has rounds to go: as if killed after the last of ``rounds``."""
-    run = tmp_path / "run"
-    assert Process(tmp_path, "run", *RUN, "--rounds", rounds, "--out", run).wait().code == 0
+@pytest.fixture(scope="module")
+def four_rounds(tmp_path_factory):
+    """A run that has two rounds to go: as if killed after the fourth."""
+    folder = tmp_path_factory.mktemp("four")
+    run = folder / "run"
+    assert Process(folder, "run", *RUN, "--rounds", 4, "--out", run).wait().code == 0
     (run / "summary.json").unlink()
     (run / "model.safetensors").unlink()
     config = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"rounds": 6}, sort_keys=False))
     return run
+
+
+@pytest.fixture
+def stopped(four_rounds, tmp_path):
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(four_rounds, tmp_path / "run"))
 
 
 def flip(path):
@@ -212,8 +221,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_reported_and_the_one_before_used(tmp_path, straight, capsys, damage):
-    run = stopped(tmp_path)
+def test_damaged_checkpoint_is_reported_and_the_one_before_used(stopped, straight, capsys, damage):
+    run = stopped
     newest, before = checkpoints(run / "checkpoints")
     assert (newest.name, before.name) == ("0000004", "0000003"), "the last two are kept"
     DAMAGE[damage](newest)
@@ -227,15 +236,15 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_used(tmp_path, straig
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000006", "0000005"]
 
 
-def test_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path, capsys):
-    run = stopped(tmp_path)
+def test_damaged_checkpoint_does_not_push_out_a_good_one(stopped, capsys):
+    run = stopped
     flip(checkpoints(run / "checkpoints")[0] / "server.safetensors")
     assert call(capsys, "resume", run, "--set", "checkpoint_every=100").code == 0
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000006", "0000003"]
 
 
-def test_checkpoint_of_another_version_is_refused_and_kept(tmp_path, capsys):
-    run = stopped(tmp_path)
+def test_checkpoint_of_another_version_is_refused_and_kept(stopped, capsys):
+    run = stopped
     path = checkpoints(run / "checkpoints")[0] / "manifest.json"
     text = json.loads(path.read_text())["manifest"].replace('"format": 1', '"format": 99')
     path.write_text(json.dumps({"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
@@ -245,8 +254,8 @@ def test_checkpoint_of_another_version_is_refused_and_kept(tmp_path, capsys):
     assert len(checkpoints(run / "checkpoints")) == 2
 
 
-def test_all_checkpoints_damaged(tmp_path, capsys):
-    run = stopped(tmp_path)
+def test_all_checkpoints_damaged(stopped, capsys):
+    run = stopped
     for path in checkpoints(run / "checkpoints"):
         flip(path / "server.safetensors")
     before = sorted(str(p) for p in run.rglob("*"))
@@ -257,8 +266,8 @@ def test_all_checkpoints_damaged(tmp_path, capsys):
     assert sorted(str(p) for p in run.rglob("*")) == before
 
 
-def test_what_a_killed_process_left_behind_is_ignored(tmp_path, straight, capsys):
-    run = stopped(tmp_path)
+def test_what_a_killed_process_left_behind_is_ignored(stopped, straight, capsys):
+    run = stopped
     half = run / "checkpoints" / ".0000005.new"
     half.mkdir()
     (half / "server.safetensors").write_bytes(b"half")
@@ -281,8 +290,8 @@ def test_what_a_killed_process_left_behind_is_ignored(tmp_path, straight, capsys
         (lambda path: path.write_text("".join(path.read_text().splitlines(keepends=True)[1:])), "lacks lines"),
     ],
 )
-def test_damaged_metrics_are_refused(tmp_path, capsys, damage, words):
-    run = stopped(tmp_path)
+def test_damaged_metrics_are_refused(stopped, capsys, damage, words):
+    run = stopped
     damage(run / "metrics.jsonl")
     outcome = call(capsys, "resume", run)
     assert outcome.code == 2
@@ -296,8 +305,8 @@ def test_damaged_metrics_are_refused(tmp_path, capsys, damage, words):
     ("field", "value"),
     [("lr", 0.2), ("seed", 1), ("method", "scaffold"), ("clients", 11), ("network", {"drop": 0.3}), ("holdout", 0.2)],
 )
-def test_another_configuration_is_named_and_refused(tmp_path, capsys, field, value):
-    run = stopped(tmp_path)
+def test_another_configuration_is_named_and_refused(stopped, capsys, field, value):
+    run = stopped
     config = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | {field: value}))
     outcome = call(capsys, "resume", run)
@@ -305,8 +314,8 @@ def test_another_configuration_is_named_and_refused(tmp_path, capsys, field, val
     assert f"{field}=" in outcome.err
 
 
-def test_a_refused_change_changes_nothing(tmp_path, straight, capsys):
-    run = stopped(tmp_path)
+def test_a_refused_change_changes_nothing(stopped, straight, capsys):
+    run = stopped
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     outcome = call(capsys, "resume", run, "--set", "lr=5")
     assert outcome.code == 2
@@ -341,8 +350,8 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path):
 # ---- a full disk ------------------------------------------------------------------------------------------------------
 
 
-def test_full_disk_during_a_checkpoint(tmp_path, straight, capsys):
-    run = stopped(tmp_path)
+def test_full_disk_during_a_checkpoint(tmp_path, stopped, straight, capsys):
+    run = stopped
     good = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
     outcome = Process(tmp_path, "resume", run, hook="small files", value=10_000).wait()
     assert outcome.code == 2
@@ -353,8 +362,8 @@ def test_full_disk_during_a_checkpoint(tmp_path, straight, capsys):
     assert_same_run(straight, run)
 
 
-def test_full_disk_while_metrics_are_written(tmp_path, straight, capsys):
-    run = stopped(tmp_path)
+def test_full_disk_while_metrics_are_written(tmp_path, stopped, straight, capsys):
+    run = stopped
     size = (run / "metrics.jsonl").stat().st_size
     outcome = Process(
         tmp_path, "resume", run, "--set", "checkpoint_every=100", hook="small files", value=size + 100

@@ -17,6 +17,7 @@ from unskew.engines.choose import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, make_folder, occupied, unmake_folder
 from unskew.methods.catalogue import MethodLike, method
+from unskew.methods.rules import Method
 from unskew.models.registry import resolve_model
 from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback
@@ -97,8 +98,21 @@ def load_data(config: Experiment) -> Federation:
     )
 
 
-def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None) -> ModelSpec:
+def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, chosen: Method) -> ModelSpec:
     """The model's layout and initial weights, which depend on the seed only."""
+    x = federation.test[0]
+
+    def spec_of(module: nn.Module) -> ModelSpec:
+        return ModelSpec(
+            module,
+            federation.shape,
+            federation.classes,
+            config.head,
+            DTYPES[config.precision],
+            torch.int64 if x.dtype == torch.int64 else None,
+            autocast=config.precision == "bf16",
+        )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "initial model"))
         try:
@@ -107,16 +121,12 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             )
         except RuntimeError as error:  # such as a layer larger than the memory
             raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
-    x = federation.test[0]
-    return ModelSpec(
-        module,
-        federation.shape,
-        federation.classes,
-        config.head,
-        DTYPES[config.precision],
-        torch.int64 if x.dtype == torch.int64 else None,
-        autocast=config.precision == "bf16",
-    )
+        spec = spec_of(module)
+        for rule in chosen.client:
+            adapted = rule.adapt(module, spec.head_name)
+            if adapted is not module:
+                module, spec = adapted, spec_of(adapted)
+    return spec
 
 
 def run_experiment(
@@ -145,7 +155,7 @@ def run_experiment(
     for rule in chosen.data:
         federation, traffic = rule.prepare(federation, config.seed)
         prepared += traffic.items()
-    spec = initial_spec(config, federation, model)
+    spec = initial_spec(config, federation, model, chosen)
     made = [] if folder is None else make_folder(folder)
     with locked(folder):
         session = None

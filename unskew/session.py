@@ -97,15 +97,15 @@ class Session:
             self.recorder.close()
         summary = self._summary()
         if self.folder is not None:
-            weights = {**self.spec.parameters(self.server.v), **self.spec.buffers(self.server.b)}
+            weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.b)}
             data = save({name: t.contiguous() for name, t in weights.items()})
             write_atomic(self.folder / "model.safetensors", data)
             write_summary(self.folder, summary)
         self.server.store.close()
         for callback in self.callbacks:
             callback.end(summary)
-        module = self.spec.load(self.server.v, self.server.b)
-        return Result(self.recorder.history, summary, module, self.server.v, self.folder)
+        module = self.spec.load(self.server.evaluated, self.server.b)
+        return Result(self.recorder.history, summary, module, self.server.evaluated, self.folder)
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""
@@ -123,7 +123,7 @@ class Session:
         done, last = t + 1, t + 1 == self.config.rounds
         score = None
         if last or done % self.config.eval_every == 0:
-            score = self.evaluator.score(self.server.v, self.server.b)
+            score = self.evaluator.score(self.server.evaluated, self.server.b)
         traffic = self.server.traffic
         if self.server.left_out and self.server.skipped == len(self.server.left_out):
             self._warn(
@@ -195,7 +195,7 @@ class Session:
         history = self.recorder.history
         best, best_round = self.recorder.best()
         own = self._own_statistics if config.buffers == "local" and self.spec.buffer_sizes else None
-        clients = self.evaluator.clients(server.v, server.b, config.eval_clients, config.seed, own)
+        clients = self.evaluator.clients(server.evaluated, server.b, config.eval_clients, config.seed, own)
         final = history[-1]
         summary: dict[str, Any] = {
             "method": self.method.spelling or self.method.name,

@@ -19,7 +19,7 @@ def base_loss(model: Model, task: Task) -> LossFn:
     """The task's loss of a batch, which rules wrap."""
 
     def loss_fn(v: Tensor, batch: Batch) -> Tensor:
-        return task.loss(model(v, batch.x).logits, batch.y)
+        return task.loss(model(v, batch.x, batch.track).logits, batch.y)
 
     return loss_fn
 

@@ -174,7 +174,7 @@ class VectorizedEngine:
                     batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, rows(keys, index))
                     assert batch.x.shape[1] == size
                     args = (rows(given, index, dims), *(rows(x, index) for x in (b, v, carries, state)), batch)
-                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None))  # type: ignore[arg-type]
+                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None))  # type: ignore[arg-type]
                     new = self._map(step, in_dims, *args)
                     b, v, carries, state = (
                         put(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)

@@ -26,6 +26,10 @@ CATALOGUE: dict[str, str] = {
     "fedadam": "unskew.methods.fedopt:FedAdam",
     "fedprox": "unskew.methods.fedprox:FedProx",
     "scaffold": "unskew.methods.scaffold:Scaffold",
+    "moon": "unskew.methods.moon:Moon",
+    "fedsam": "unskew.methods.fedsam:FedSAM",
+    "fedexp": "unskew.methods.fedexp:FedExP",
+    "feddecorr": "unskew.methods.feddecorr:FedDecorr",
 }
 
 MethodLike = str | Part | Method | Sequence["str | Part | Method"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
@@ -194,6 +194,10 @@ class ClientRule(Part):
 
     weights: ClassVar[Weights | None] = None
 
+    def adapt(self, module: nn.Module, head: str) -> nn.Module:
+        """Change the model before training (a projection head); ``head`` is the name of its head."""
+        return module
+
     @property
     def needs_full_gradient(self) -> bool:
         """Whether ``ctx.full_gradient`` must be computed (a pass over all of the client's data)."""
@@ -250,6 +254,10 @@ class ServerRule(Part):
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Server state after the updates of a round (at least one)."""
         raise NotImplementedError
+
+    def evaluated(self, state: Tensors) -> Tensor:
+        """The model that is evaluated and returned, ``[d]``; by default the one that is broadcast."""
+        return state["v"]
 
     def metrics(self, state: Tensors) -> dict[str, float]:
         """The method's own figures for the round's line in ``metrics.jsonl``."""

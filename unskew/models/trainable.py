@@ -19,12 +19,20 @@ from unskew.models.vector import ModelSpec, Output
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``x [B, ...]`` (normalised), targets ``y``, a random ``key`` and the local ``step``."""
+    """A mini-batch: inputs ``x [B, ...]`` (normalised), targets ``y``, a random ``key`` and the local ``step``.
+
+    ``track=False`` (``batch.untracked()``) leaves the normalisation statistics as they are.
+    """
 
     x: Tensor
     y: Tensor
     key: Tensor
     step: Tensor
+    track: bool = True
+
+    def untracked(self) -> Batch:
+        """The same batch, whose pass leaves no trace in the normalisation statistics."""
+        return self._replace(track=False)
 
 
 LossFn = Callable[[Tensor, Batch], Tensor]

@@ -90,6 +90,11 @@ class Server:
         """The global model, ``[d]``."""
         return self.state["v"]
 
+    @property
+    def evaluated(self) -> Tensor:
+        """The model that is evaluated and returned; some methods average the last ones."""
+        return self.rule.evaluated(self.state)
+
     def tensors(self) -> Tensors:
         """All that the server holds, by name."""
         return everything(self.state, self.rules, self.b)

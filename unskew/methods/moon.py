@@ -1,0 +1,85 @@
+"""MOON: local features stay near the global model's and away from the client's previous ones.
+
+Li, He, Song, "Model-Contrastive Federated Learning", 2021, arXiv:2103.16257, Equation 3. For the features ``z`` of the
+model in training, ``z_g`` of the received and ``z_p`` of the client's previous model on the same real batch::
+
+    loss + mu mean -log( exp(cos(z, z_g)/T) / (exp(cos(z, z_g)/T) + exp(cos(z, z_p)/T)) )
+
+``z_g`` and ``z_p`` carry no gradient; both models are in eval mode, as in the authors' code. A client without a previous
+model leaves the term out (``first="omit"``) or uses the received one as its previous (``first="global"``, a constant loss
+of log 2 per sample, but for rounding the same); the code of the FedCOG paper draws a random model there, which means
+nothing and is not offered. The original puts a two-layer projection of 256 units between features and head; comparisons in
+the FedCOG paper have none (``projection=0``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.methods.rules import ClientRule, Context, Tensors
+from unskew.models.projection import with_projection
+from unskew.models.trainable import Batch, LossFn
+
+
+@dataclass(frozen=True)
+class Moon(ClientRule):
+    """Model-contrastive learning.
+
+    Attributes:
+        mu: Strength; 0 is FedAvg.
+        temperature: ``T``.
+        first: What a client without a previous model does.
+        projection: Units of the projection head of the original paper; 0 for none.
+    """
+
+    name: ClassVar[str] = "moon"
+    summary: ClassVar[str] = "contrast to the global and the previous local model"
+    paper: ClassVar[str] = "Li et al. 2021, arXiv:2103.16257"
+
+    mu: Annotated[float, Field(ge=0)] = 0.01
+    temperature: Annotated[float, Field(gt=0)] = 0.5
+    first: Literal["omit", "global"] = "omit"
+    projection: Annotated[int, Field(ge=0)] = 0
+
+    def adapt(self, module: nn.Module, head: str) -> nn.Module:
+        """The projection head, where wanted."""
+        return with_projection(module, head, self.projection) if self.projection else module
+
+    def begin(self, ctx: Context) -> Tensors:
+        """The previous model and its statistics."""
+        if "v" in ctx.state:
+            return {"v": ctx.state["v"], "b": ctx.state["b"], "weight": torch.ones_like(ctx.weight)}
+        weight = torch.ones_like(ctx.weight) if self.first == "global" else torch.zeros_like(ctx.weight)
+        return {"v": ctx.v_global, "b": ctx.b_global, "weight": weight}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """``loss + mu * contrast``."""
+        if self.mu == 0:
+            return loss_fn
+
+        def contrasted(v: Tensor, batch: Batch) -> Tensor:
+            loss = loss_fn(v, batch)
+            z = ctx.model(v, batch.x, batch.track).features
+            with torch.no_grad():
+                z_g = ctx.spec.forward(ctx.v_global, ctx.b_global, batch.x).features
+                z_p = ctx.spec.forward(carry["v"], carry["b"], batch.x).features
+            return loss + self.mu * carry["weight"] * contrast(z, z_g, z_p, self.temperature)
+
+        return contrasted
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """The trained model is the next round's previous one."""
+        ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
+
+
+def contrast(z: Tensor, z_g: Tensor, z_p: Tensor, temperature: float) -> Tensor:
+    """Mean over the batch of ``-log(e^g / (e^g + e^p))`` with ``g, p`` the cosines over the temperature."""
+    g = F.cosine_similarity(z, z_g, dim=-1) / temperature
+    p = F.cosine_similarity(z, z_p, dim=-1) / temperature
+    return F.softplus(p - g).mean()

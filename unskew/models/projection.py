@@ -1,0 +1,41 @@
+"""A projection between a model's features and its head."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+
+
+class Projected(nn.Module):
+    """Two layers of ``width`` units, then a linear head: takes the place of a linear head."""
+
+    def __init__(self, head: nn.Linear, width: int):
+        super().__init__()
+        self.first = nn.Linear(head.in_features, head.in_features)
+        self.second = nn.Linear(head.in_features, width)
+        self.head = nn.Linear(width, head.out_features, bias=head.bias is not None)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features ``[B, f]`` to logits ``[B, C]``; the head's input is the projection ``[B, width]``."""
+        return self.head(self.second(self.relu(self.first(x))))  # type: ignore[no-any-return]
+
+
+def with_projection(module: nn.Module, head: str, width: int) -> nn.Module:
+    """A copy of ``module`` with a projection of ``width`` units before its head.
+
+    Raises:
+        ConfigError: The head is not a linear layer, or is the whole model.
+    """
+    module = copy.deepcopy(module)
+    parent, _, name = head.rpartition(".")
+    old = module.get_submodule(head) if head else None
+    if not isinstance(old, nn.Linear):
+        raise ConfigError(
+            f"A projection needs a linear head inside the model, but the head is {head or 'the model'!r}."
+        )
+    setattr(module.get_submodule(parent), name, Projected(old, width))
+    return module
