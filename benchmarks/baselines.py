@@ -118,41 +118,43 @@ class ResearcherLoop:
         pass
 
 
-# What pays in TunedLoop, as CPU time per round that it saves when everything else is kept (AMD EPYC with
-# AVX-512, two cores, torch 2.13, real CIFAR-10):
+# What pays in TunedLoop, as the share of CPU time per round that it saves when everything else stays (AMD EPYC with
+# AVX-512, two cores, torch 2.13, real CIFAR-10, one thread, medians of interleaved repetitions):
 #
-#   two processes of one thread instead of one process of two threads     see main(): most where batches are small
-#   input channels-last, so that oneDNN need not reorder                  A 15 %, B 13 %
-#   torch.autograd.grad + torch._foreach_add_ instead of torch.optim.SGD  A 3 %, B 10 % (fused=True, foreach=True
-#                                                                         and the default cost the same)
-#   ReLU after the pooling: a quarter of the elements                     A 2 %, B 3 %
-#   normalising with mean and std repeated to the length of an image      a broadcast over 3 channels last costs
-#                                                                         four times as much: A 4 %, B 3 %
-#   malloc that keeps freed memory                                        A 3 %, and up to 25 % where the heap's
-#                                                                         top happens to be given back every step
-#   together=5: several clients as one network of grouped convolutions    A 15 %, B 35 %: fewer and larger kernels,
-#     and batched matrix products                                         channels enough for vectorised pooling
+#                                                                              A        B
+#   input channels-last (both input and weights NCHW otherwise)              15 %     13 %
+#   malloc that keeps freed memory                                         3-12 %    0-1 %   depends on the heap
+#   autograd.grad + _foreach_add_ instead of torch.optim.SGD                2-3 %   5-10 %   fused=True, foreach=True
+#                                                                                            and the default are equal
+#   mean and std repeated to the length of an image                           5 %      3 %   a broadcast over the last
+#                                                                                            3 channels is 4x slower
+#   ReLU after the pooling instead of a relu() before it                      2 %      3 %   1 % if that is in place
+#   together=5 (2: 14 % and 23 %, 10: 14 % and 39 %)                         19 %     37 %   fewer, larger kernels, and
+#                                                                                            enough channels for a
+#                                                                                            vectorised pooling
 #
-# What was tried and does not pay (within 1 % unless a number is given):
+# Two processes of one thread against one process of two threads: main() shows it; more the smaller the batches.
 #
-#   - weights channels-last: nothing once the input is; kept, since the vector is then in the kernels' order
+# What was tried and does not pay (within 1 to 2 % unless a number is given):
+#
+#   - weights channels-last: little once the input is; kept, since the vector is then in the kernels' order
+#   - fc1 with its inputs channels-last, so that flattening is a view: kept for simplicity
 #   - normalised float32 images in memory instead of uint8 normalised per batch: same time, four times the memory
 #   - gathering, or normalising, a whole epoch at once instead of batch by batch
-#   - torch._fused_sgd_ instead of torch._foreach_add_: 1 to 3 % slower
-#   - parameter gradients as views of one flat buffer and one v.add_(g, alpha=-lr): same time (the buffer has to be
-#     zeroed and accumulated into); concatenating the gradients first: 2 to 3 % slower
-#   - torch.set_flush_denormal(True)
-#   - fixed halves of the cohort instead of a shared counter: same time on an idle machine, worse on a busy one;
-#     with clients of equal size there is no order "largest first"
-#   - two Python threads with a model each: 7 % slower than two processes in B (interpreter lock)
+#   - torch._fused_sgd_ called directly instead of torch._foreach_add_
+#   - gradients as views of one flat buffer and one v.add_(g, alpha=-lr): same time, as the buffer has to be zeroed
+#     and accumulated into; concatenating the gradients first: 1 to 4 % slower
+#   - torch.set_flush_denormal(True); switching the garbage collector off
+#   - fixed halves of the cohort instead of a shared counter: same time on an idle machine; the counter stays for
+#     busy ones. Clients are of equal size, so there is no "largest first"
+#   - two Python threads with a model each instead of two processes: 7 % slower in B (interpreter lock)
 #   - torch.compile: 2 % faster in A, 3 % slower in B, 10 to 30 s to compile
-#   - torch.func.vmap over clients: 1.2 (B) to 1.4 (A) times the time of one client after the other, as it does not
-#     keep channels-last; together= does by hand what it should do
+#   - torch.func.vmap over five clients: 1.45 (A) and 1.15 (B) times the time of one client after the other
 #   - switching oneDNN off: twice the time
 #
 # Left out because it rewrites the arithmetic for these very shapes: conv1 computing two neighbouring pixels as 12
-# channels with stride 2 (6 channels fill 6 of 16 lanes) and a first pooling made of torch.maximum over strided
-# views, with a backward pass of its own. Together they save 19 % in A and nothing in B.
+# channels with stride 2 (6 channels fill 6 of 16 lanes), and a first pooling made of torch.maximum over strided
+# views with a backward pass of its own. Together (with together=1) they save 19 % in A and nothing in B.
 
 
 def keep_freed_memory() -> None:
@@ -302,8 +304,9 @@ class TunedLoop:
         lr: Learning rate.
         seed: Seed of the initial model, the cohorts and the shuffling.
         mode: "threads" (one process, two threads) or "processes" (two forked processes of one thread each).
-        together: How many clients are trained as one network of grouped convolutions. 1 is the plain loop; the
-            larger values are possible because all clients have equally many samples.
+        together: How many clients at most are trained as one network of grouped convolutions and batched matrix
+            products. 1 is one model, one client after the other. 5 is faster, the same algorithm, and possible
+            because all clients have equally many samples.
 
     It changes settings of its process (threads in mode "threads", malloc): measure each loop in its own process.
     """
@@ -350,7 +353,11 @@ class TunedLoop:
 
     def _groups(self, t: int) -> list[list[int]]:
         chosen = draw_cohort(self.clients, self.cohort, self.seed, t)
-        return [chosen[i : i + self.together] for i in range(0, self.cohort, self.together)]
+        if self.together == 1:
+            return [[c] for c in chosen]
+        workers = self.WORKERS if self.mode == "processes" else 1
+        each = -(-self.cohort // (self.together * workers))  # groups for each worker
+        return [g for i in range(each * workers) if (g := chosen[i :: each * workers])]
 
     def _work(self, pipe: Connection, total: torch.Tensor) -> None:
         """A worker: for each round number received, train groups until none is left, then answer."""

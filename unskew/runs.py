@@ -102,12 +102,12 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
     """The model's layout and initial weights, which depend on the seed only."""
     x = federation.test[0]
 
-    def spec_of(module: nn.Module) -> ModelSpec:
+    def spec_of(module: nn.Module, head: str | None) -> ModelSpec:
         return ModelSpec(
             module,
             federation.shape,
             federation.classes,
-            config.head,
+            head,
             DTYPES[config.precision],
             torch.int64 if x.dtype == torch.int64 else None,
             autocast=config.precision == "bf16",
@@ -121,11 +121,11 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             )
         except RuntimeError as error:  # such as a layer larger than the memory
             raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
-        spec = spec_of(module)
+        spec = spec_of(module, config.head)
         for rule in chosen.client:
-            adapted = rule.adapt(module, spec.head_name)
+            adapted, head = rule.adapt(module, spec.head_name)
             if adapted is not module:
-                module, spec = adapted, spec_of(adapted)
+                module, spec = adapted, spec_of(adapted, head)
     return spec
 
 

@@ -62,3 +62,9 @@ def uniform(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     counter = torch.arange(math.prod(shape), device=key.device).reshape(shape)
     bits = _mix(_mix(counter * _GOLDEN + key) + counter)
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
+
+
+def normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal float64 numbers of ``shape``, a pure function of ``key`` (Box and Muller's transform)."""
+    radius = torch.sqrt(-2 * torch.log1p(-uniform(fold(key, 1), shape).to(torch.float64)))
+    return radius * torch.cos(2 * math.pi * uniform(fold(key, 2), shape).to(torch.float64))

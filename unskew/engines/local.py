@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unskew.data.federation import take
+from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
@@ -84,6 +84,12 @@ class LocalTrainer:
         federation, spec = setup.federation, setup.spec
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
+        self.needs_class_counts = any(rule.needs_class_counts for rule in setup.rules)
+
+    def class_counts(self, client: ClientData) -> Tensor:
+        """The client's samples per class, ``[C]``, in the model's precision."""
+        counts = torch.bincount(client.y, minlength=self.setup.federation.classes)
+        return counts.to(self.setup.spec.dtype).to(self.setup.device)
 
     def full_gradient(self, cast: Broadcast, v: Tensor) -> Tensor:
         """Gradient of the client's mean loss over all its samples at ``v``, batch by batch; statistics stay."""
@@ -118,6 +124,7 @@ class LocalTrainer:
             "steps": torch.tensor(float(len(plan.batches)), dtype=v_start.dtype, device=device),
             "weight": torch.tensor(cast.weight, dtype=v_start.dtype, device=device),
             "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
+            "class_counts": self.class_counts(client) if self.needs_class_counts else None,
         }
         ctxs = contexts(setup.rules, shared, cast.state, cast.download)
         pairs = list(zip(setup.rules, ctxs, strict=True))

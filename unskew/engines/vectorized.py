@@ -33,7 +33,7 @@ def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
     layout = pytree.tree_flatten(trees[0])[1]
     stacked, dims = [], []
     for column in zip(*leaves, strict=True):
-        alike = all(leaf is column[0] for leaf in column)
+        alike = all(leaf is column[0] for leaf in column)  # also None: what no rule needs
         stacked.append(column[0] if alike else torch.stack(column))
         dims.append(None if alike else 0)
     return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
@@ -117,7 +117,8 @@ class VectorizedEngine:
                     "key": client_key(setup.seed, cast).to(device),
                     "steps": counts[k],
                     "weight": weights[k],
-                    "full_gradient": full[k] if full is not None else counts[k],
+                    "full_gradient": full[k] if full is not None else None,
+                    "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
                     "state": cast.state,
                     "download": cast.download,
                 }
@@ -130,8 +131,6 @@ class VectorizedEngine:
             shared = {k: t for k, t in given.items() if k not in ("state", "download")}
             shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
             shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd}
-            if full is None:
-                shared["full_gradient"] = None
             return model, contexts(setup.rules, shared, given["state"], given["download"])
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:

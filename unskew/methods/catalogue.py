@@ -26,6 +26,7 @@ CATALOGUE: dict[str, str] = {
     "fedadam": "unskew.methods.fedopt:FedAdam",
     "fedprox": "unskew.methods.fedprox:FedProx",
     "scaffold": "unskew.methods.scaffold:Scaffold",
+    "fedcog": "unskew.methods.fedcog:FedCOG",
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
     "fedexp": "unskew.methods.fedexp:FedExP",

@@ -47,9 +47,9 @@ class Moon(ClientRule):
     first: Literal["omit", "global"] = "omit"
     projection: Annotated[int, Field(ge=0)] = 0
 
-    def adapt(self, module: nn.Module, head: str) -> nn.Module:
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """The projection head, where wanted."""
-        return with_projection(module, head, self.projection) if self.projection else module
+        return with_projection(module, head, self.projection) if self.projection else (module, head)
 
     def begin(self, ctx: Context) -> Tensors:
         """The previous model and its statistics."""

@@ -46,6 +46,7 @@ class Context:
         steps: Number of local steps, as a scalar tensor.
         weight: The client's aggregation weight before normalisation, as a scalar tensor.
         full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
+        class_counts: The client's samples per class, ``[C]``, if a rule needs them.
     """
 
     round: int
@@ -64,6 +65,7 @@ class Context:
     steps: Tensor
     weight: Tensor
     full_gradient: Tensor | None = None
+    class_counts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,12 @@ class ClientRule(Part):
 
     weights: ClassVar[Weights | None] = None
 
-    def adapt(self, module: nn.Module, head: str) -> nn.Module:
-        """Change the model before training (a projection head); ``head`` is the name of its head."""
-        return module
+    needs_class_counts: ClassVar[bool] = False
+    """Whether ``ctx.class_counts`` must be there."""
+
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
+        """Change the model before training (a projection head): the new model and the name of its head."""
+        return module, head
 
     @property
     def needs_full_gradient(self) -> bool:

@@ -24,8 +24,8 @@ class Projected(nn.Module):
         return self.head(self.second(self.relu(self.first(x))))  # type: ignore[no-any-return]
 
 
-def with_projection(module: nn.Module, head: str, width: int) -> nn.Module:
-    """A copy of ``module`` with a projection of ``width`` units before its head.
+def with_projection(module: nn.Module, head: str, width: int) -> tuple[nn.Module, str]:
+    """A copy of ``module`` with a projection of ``width`` units before its head, and the name of the new head.
 
     Raises:
         ConfigError: The head is not a linear layer, or is the whole model.
@@ -38,4 +38,4 @@ def with_projection(module: nn.Module, head: str, width: int) -> nn.Module:
             f"A projection needs a linear head inside the model, but the head is {head or 'the model'!r}."
         )
     setattr(module.get_submodule(parent), name, Projected(old, width))
-    return module
+    return module, f"{head}.head"

@@ -172,7 +172,9 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
         CheckpointError: It was written for another model or method, or by another version.
     """
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"The checkpoint {path} was written by another version of unskew; resume it with that one.")
+        raise CheckpointError(
+            f"The checkpoint {path} was written by another version of unskew; resume it with that one."
+        )
     tensors = load((path / "server.safetensors").read_bytes())
     state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -128,7 +128,7 @@ class Server:
         aggregate = Aggregate()
         individual: list[Update] | None = [] if self.rule.needs == "individual" else None
         self.left_out, losses = [], 0.0
-        taken: list[int] = []
+        taken: list[Update] = []
         for update in arrivals:
             sent = bytes_of(t for tensors in update.upload.values() for t in tensors.values())
             up = self._up(update)
@@ -138,14 +138,16 @@ class Server:
             if not usable(update):
                 self.left_out.append(update.client)
                 continue
-            self._keep(update)
             aggregate.add(update)
-            taken.append(update.client)
             losses += update.metrics["loss"]
             if individual is not None:
                 individual.append(update)
+            # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
+            taken.append(replace(update, delta=update.delta[:0], upload={}))
         if taken and not self._take_in(Updates(round, aggregate, individual)):
-            self.left_out, taken = sorted([*self.left_out, *taken]), []
+            self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
+        for update in taken:
+            self._keep(update)
         self.skipped += len(self.left_out)
         return {
             "updates": len(taken),
@@ -172,7 +174,7 @@ class Server:
         return sliced(up, update.delta)
 
     def _keep(self, update: Update) -> None:
-        """What stays at the client, once its training is known to have succeeded."""
+        """What stays at the client."""
         state = {**self.store.get(update.client), **update.state}
         if self.mode == "local":
             state["buffers"] = {"b": update.buffers}

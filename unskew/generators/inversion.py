@@ -1,0 +1,127 @@
+"""Inputs that are learned: gradient descent on the pixels, with the networks frozen.
+
+Everything is a pure function of tensors, so that one call makes the data of one client and, mapped by ``torch.func.vmap``,
+those of a whole cohort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from unskew.models.vector import ModelSpec, Output
+
+Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""
+
+
+def learn(
+    start: Tensor,
+    objective: Objective,
+    steps: int,
+    lr: float,
+    betas: tuple[float, float] = (0.5, 0.9),
+    eps: float = 1e-8,
+    last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Minimise an objective with Adam and keep the best point seen.
+
+    Before each update the current loss is compared with the smallest so far; where it is lower, the point and what the
+    objective returned beside the loss are stored as copies, so the pair belongs together (FedCOG, step 5 of its synthesis;
+    the point reached by the last update is not looked at).
+
+    Args:
+        start: First point, any shape.
+        objective: Loss and what to keep.
+        steps: Updates; with 0 the start itself is kept.
+        lr: Adam's step.
+        betas: Adam's decay rates.
+        eps: Adam's floor.
+        last: Return the last point instead of the best one (with what was kept at the best).
+
+    Returns:
+        The best point and what the objective kept there.
+    """
+    gradient = torch.func.grad(lambda x, t: _with_loss(objective(x, t)), has_aux=True)
+    if steps == 0:
+        return start, objective(start, 0)[1].detach()
+    x, m, second = start, torch.zeros_like(start), torch.zeros_like(start)
+    best, best_x, best_kept = None, start, None
+    for t in range(steps):
+        g, (loss, kept) = gradient(x, t)
+        if best is None or best_kept is None:
+            best, best_x, best_kept = loss, x, kept
+        else:
+            better = loss < best
+            best = torch.where(better, loss, best)
+            best_x, best_kept = torch.where(better, x, best_x), torch.where(better, kept, best_kept)
+        m = betas[0] * m + (1 - betas[0]) * g
+        second = betas[1] * second + (1 - betas[1]) * g * g
+        root = (second / (1 - betas[1] ** (t + 1))).sqrt() + eps
+        x = x - lr / (1 - betas[0] ** (t + 1)) * m / root
+    assert best_kept is not None
+    return (x if last else best_x), best_kept
+
+
+def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    loss, kept = pair
+    return loss, (loss.detach(), kept.detach())
+
+
+def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tuple[Output, Tensor]:
+    """DeepInversion's term (Yin et al., "Dreaming to Distill", CVPR 2020), and the outputs of the same pass.
+
+    The sum over BatchNorm layers of ``||var_running - var_batch||_2 + ||mean_running - mean_batch||_2``, with the biased
+    variance over batch and space of the layer's input. Zero for a model without such layers.
+    """
+    terms: list[Tensor] = []
+    running = spec.buffers(b)
+
+    def compare(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            dims = [0, *range(2, args[0].dim())]
+            mean, var = args[0].mean(dims), args[0].var(dims, correction=0)
+            terms.append(torch.linalg.vector_norm(running[f"{name}.running_var"] - var))
+            terms.append(torch.linalg.vector_norm(running[f"{name}.running_mean"] - mean))
+
+        return hook
+
+    hooks = [
+        module.register_forward_pre_hook(compare(name))
+        for name, module in spec.module.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+    ]
+    try:
+        output = spec.forward(v, b, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return output, torch.stack(terms).sum() if terms else output.logits.new_zeros(())
+
+
+def allocate(shares: Tensor, total: int) -> Tensor:
+    """Whole numbers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
+
+    >>> allocate(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
+    [0, 500, 100, 300, 100]
+    >>> allocate(torch.ones(3), 10).tolist()
+    [4, 3, 3]
+    """
+    exact = total * shares.to(torch.float64) / shares.sum()
+    # Shares that are whole but for rounding must count as whole.
+    floor = torch.floor(exact + 1e-9)
+    rest = total - floor.sum()
+    order = torch.argsort(torch.argsort(exact - floor, descending=True, stable=True), stable=True)
+    return (floor + (order < rest)).to(torch.int64)
+
+
+def labels_of(counts: Tensor, total: int) -> Tensor:
+    """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
+
+    >>> labels_of(torch.tensor([1, 0, 2]), 3).tolist()
+    [0, 2, 2]
+    """
+    ends = torch.cumsum(counts, 0)
+    return (torch.arange(total, device=counts.device)[:, None] >= ends[None, :]).sum(1)
