@@ -22,7 +22,7 @@ class Humble(unskew.ClientRule):
 
     def loss(self, loss_fn, ctx, carry):
         def penalised(v, batch):
-            log_p = ctx.model(v, batch.x).logits.log_softmax(dim=-1)
+            log_p = ctx.model(v, batch.x, batch.track).logits.log_softmax(dim=-1)
             entropy = -(log_p.exp() * log_p).sum(dim=-1).mean()
             return loss_fn(v, batch) - self.beta * entropy
 
@@ -32,7 +32,7 @@ class Humble(unskew.ClientRule):
 if __name__ == "__main__":
     result = unskew.compare(
         methods=["fedavg", Humble(), "scaffold", [Humble(), "scaffold"]],
-        seeds=2, rounds=15, local_steps=20, batch_size=16, lr=0.1, model="mlp", model_options={"hidden": [64]},
+        seeds=2, rounds=12, local_steps=10, batch_size=16, lr=0.1, model="mlp", model_options={"hidden": [64]},
     )  # fmt: skip
     for row in result.rows():
         print(f"{row['method']:15} test accuracy {row['accuracy']:.1%} ± {row['accuracy_std']:.1%}")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import SmallBatchNorm, blobs
+from running import TINY, call, metrics, summary
 from safetensors.torch import load_file
 
 import unskew
-from conftest import SmallBatchNorm, blobs
-from running import TINY, call, metrics, summary
 from unskew.config import Experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
 from unskew.methods.rules import ClientRule
@@ -164,7 +164,10 @@ OPTIONS = [
     ("--model mlp --set model_options.hidden=[1000000000000]", "cannot be built"),
     ("--set clients=null", "needs the number of clients"),
     # shapes
-    ("--model torch.nn:Linear --set model_options.in_features=64 --set model_options.out_features=10", "does not accept"),
+    (
+        "--model torch.nn:Linear --set model_options.in_features=64 --set model_options.out_features=10",
+        "does not accept",
+    ),
     ("--model torch.nn:Flatten", "no trainable parameters"),
 ]
 
@@ -305,7 +308,7 @@ def with_value(value):
     ],
 )
 def test_data_in_arrays_are_refused(clients, words):
-    with pytest.raises(DataError, match=".*") as error:
+    with pytest.raises(DataError) as error:
         unskew.Federation.from_arrays(clients, test=(X, Y), classes=3)
     assert words in str(error.value)
 
@@ -350,7 +353,14 @@ def test_the_python_face_raises_sentences(tmp_path):
     ):
         with pytest.raises(kind):
             unskew.run(fed, **{"model": "logistic", "rounds": 1, **options})
-    for options in ({"methods": []}, {"seeds": []}, {"seeds": [1, 1]}, {"seeds": -1}, {"seed": 3}, {"method": "fedavg"}):
+    for options in (
+        {"methods": []},
+        {"seeds": []},
+        {"seeds": [1, 1]},
+        {"seeds": -1},
+        {"seed": 3},
+        {"method": "fedavg"},
+    ):
         with pytest.raises(ConfigError):
             unskew.compare(fed, **{"methods": ["fedavg"], "model": "logistic", "rounds": 1, **options})
     assert not list(tmp_path.iterdir())
@@ -364,14 +374,16 @@ def test_options_that_cannot_be_written_down(tmp_path):
 
     options = {"model": make, "model_options": {"layer": torch.nn.Linear}, "rounds": 1, "engine": "inline"}
     assert unskew.run(blobs([8, 8]), **options).summary["rounds"] == 1
-    with pytest.raises(ConfigError, match="cannot be written to config.yaml"):
+    with pytest.raises(ConfigError, match="cannot be written to config"):
         unskew.run(blobs([8, 8]), **options, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_every_numeric_option_has_bounds():
     """No field takes NaN, infinity or an absurd negative number."""
-    numeric = [n for n, f in Experiment.model_fields.items() if "int" in str(f.annotation) or "float" in str(f.annotation)]
+    numeric = [
+        n for n, f in Experiment.model_fields.items() if "int" in str(f.annotation) or "float" in str(f.annotation)
+    ]
     assert len(numeric) >= 15
     for name in numeric:
         for value in (-1, -(10**30), math.nan, math.inf, -math.inf):

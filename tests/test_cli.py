@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from running import TINY, assert_same_run, call, metrics, summary
 
 import unskew
-from running import TINY, assert_same_run, call, metrics, summary
 from unskew.config import Experiment
 
 QUICK = (*TINY, "--rounds", "2")
@@ -35,9 +35,11 @@ def test_version(capsys):
 
 def test_import_is_light():
     """``import unskew`` and the first look at the command line must not wait for PyTorch."""
-    code = "import sys, unskew, unskew.cli; print([m for m in ('torch', 'numpy', 'sklearn', 'matplotlib') if m in sys.modules])"
+    code = (
+        "import sys, unskew, unskew.cli; print({'torch', 'numpy', 'sklearn', 'matplotlib', 'yaml'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "set()"
 
 
 def test_public_names_exist():
@@ -99,7 +101,16 @@ def test_every_flag_reaches_the_configuration(capsys):
         "--eval-every": 2,
         "--target": 0.05,
     }
-    sets = ["--set", "network.drop=0.25", "--set", "model_options.hidden=[8]", "--set", "holdout=0.2", "--set", "clip=1"]
+    sets = [
+        "--set",
+        "network.drop=0.25",
+        "--set",
+        "model_options.hidden=[8]",
+        "--set",
+        "holdout=0.2",
+        "--set",
+        "clip=1",
+    ]
     outcome = call(capsys, "run", *(str(x) for pair in flags.items() for x in pair), *sets, "--out", "a/b", "--json")
     assert outcome.code == 0, outcome.err
     config = yaml.safe_load(Path("a/b/config.yaml").read_text())
@@ -118,7 +129,12 @@ def test_every_flag_reaches_the_configuration(capsys):
 
 
 def test_local_epochs(capsys):
-    assert call(capsys, "run", "--clients", 2, "--model", "logistic", "--rounds", 1, "--local-epochs", 3, "--out", "a").code == 0
+    assert (
+        call(
+            capsys, "run", "--clients", 2, "--model", "logistic", "--rounds", 1, "--local-epochs", 3, "--out", "a"
+        ).code
+        == 0
+    )
     config = yaml.safe_load(Path("a/config.yaml").read_text())
     assert (config["local_epochs"], config["local_steps"]) == (3, None)
 
@@ -141,7 +157,7 @@ def test_run_folder(capsys):
     assert set(needed.split()) <= set(found)
     assert all(found[name] is not None for name in needed.split())
     for number, row in enumerate(metrics("a", without=()), start=1):
-        assert set("round accuracy loss bytes_up bytes_down seconds train_loss".split()) <= set(row)
+        assert {"round", "accuracy", "loss", "bytes_up", "bytes_down", "seconds", "train_loss"} <= set(row)
         assert row["round"] == number
     # 4 clients, 650 parameters of 4 bytes, each way in each of 2 rounds; nothing else crosses.
     assert found["bytes_up"] == found["bytes_down"] == 2 * 4 * 650 * 4
@@ -161,7 +177,9 @@ def test_its_configuration_runs_again_bit_for_bit(capsys, method):
 
 
 def test_flags_override_the_file_and_set_overrides_flags(capsys):
-    Path("my.yaml").write_text("clients: 5\nmodel: logistic\nrounds: 3\nlocal_epochs: 2\nlr: 0.5\nnetwork: {drop: 0.1}\n")
+    Path("my.yaml").write_text(
+        "clients: 5\nmodel: logistic\nrounds: 3\nlocal_epochs: 2\nlr: 0.5\nnetwork: {drop: 0.1}\n"
+    )
     args = ("--rounds", 1, "--local-steps", 1, "--lr", 0.3, "--set", "lr=0.2", "--engine", "inline")
     assert call(capsys, "run", "my.yaml", *args, "--out", "a").code == 0
     config = yaml.safe_load(Path("a/config.yaml").read_text())
@@ -181,7 +199,9 @@ def test_an_empty_configuration_is_the_default(capsys):
 def test_folders_are_named_and_never_overwritten(capsys):
     first = call(capsys, "run", *QUICK, "--rounds", 1, "--json").json()
     second = call(capsys, "run", *QUICK, "--rounds", 1, "--json").json()
-    third = call(capsys, "run", *QUICK, "--rounds", 1, "--method", "fedprox:mu=0.1+scaffold", "--seed", 2, "--json").json()
+    third = call(
+        capsys, "run", *QUICK, "--rounds", 1, "--method", "fedprox:mu=0.1+scaffold", "--seed", 2, "--json"
+    ).json()
     assert first["folder"] == "runs/digits-fedavg-seed0"
     assert second["folder"] == "runs/digits-fedavg-seed0-2"
     assert third["folder"] == "runs/digits-fedprox-mu=0.1+scaffold-seed2"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from running import TINY, Process, assert_same_run, call, metrics
+
 from unskew.simulation.checkpoint import checkpoints
 
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")

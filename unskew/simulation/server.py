@@ -75,7 +75,7 @@ class Server:
     ):
         self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
         self.federation = federation
-        self.store = store or ClientStore()
+        self.store = ClientStore() if store is None else store  # an empty one is false
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
         self.state = rule.init(spec.flatten(), federation)
@@ -143,7 +143,7 @@ class Server:
             if individual is not None:
                 individual.append(update)
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
-            taken.append(replace(update, delta=update.delta[:0], upload={}))
+            taken.append(replace(update, delta=torch.empty(0), upload={}))
         if taken and not self._take_in(Updates(round, aggregate, individual)):
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
         for update in taken:

@@ -1,0 +1,236 @@
+"""FedCOG: what it makes, whom it distils from, and the identities of its specification."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+from torch import nn
+
+import unskew
+from unskew.generators.inversion import allocate, labels_of, learn, statistics_distance
+from unskew.methods.fedcog import FedCOG, kl, kl_logits
+from unskew.methods.rules import Context
+from unskew.tasks import Classification
+
+
+def small_net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def context(rule, spec, counts=(9.0, 3.0, 0.0), previous=None, round=60):
+    v, b = spec.flatten(), spec.flatten_buffers()
+    state = {} if previous is None else {"v": previous, "b": b, "round": torch.tensor(float(round - 1))}
+    return Context(
+        round=round, v_global=v, v_start=v, b_global=b, state=state, download={}, upload={}, spec=spec,
+        model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(), key=torch.tensor(11), lr=0.1,
+        plain_sgd=True, steps=torch.tensor(4.0), weight=torch.tensor(12.0),
+        class_counts=torch.tensor(counts, dtype=spec.dtype),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def spec():
+    return unskew.ModelSpec(small_net(0), (2, 6, 6), 3, dtype=torch.float64)
+
+
+def other_vector(spec):
+    return unskew.ModelSpec(small_net(1), (2, 6, 6), 3, dtype=torch.float64).flatten()
+
+
+def test_complementary_allocation_of_the_papers_example():
+    counts = torch.tensor([500.0, 0.0, 400.0, 200.0, 400.0])
+    assert allocate(counts.max() - counts, 1000).tolist() == [0, 500, 100, 300, 100]
+    rule = FedCOG(n=1000, labels="complementary")
+    assert torch.bincount(rule.targets(counts), minlength=5).tolist() == [0, 500, 100, 300, 100]
+    assert torch.bincount(FedCOG(n=256).targets(torch.ones(10)), minlength=10).tolist() == [26] * 6 + [25] * 4
+    balanced = FedCOG(n=10, labels="complementary").targets(torch.full((5,), 7.0))
+    assert torch.bincount(balanced).tolist() == [2] * 5
+
+
+def test_allocation_always_sums_to_the_total():
+    draws = np.random.default_rng(0)
+    for _ in range(200):
+        shares = torch.tensor(draws.integers(0, 50, size=draws.integers(1, 12)).astype(float))
+        if shares.sum() == 0:
+            continue
+        total = int(draws.integers(1, 500))
+        counts = allocate(shares, total)
+        assert int(counts.sum()) == total
+        assert bool((counts - total * shares / shares.sum()).abs().max() < 1)
+        assert torch.equal(torch.bincount(labels_of(counts, total), minlength=len(shares)), counts)
+
+
+def test_auto_coefficients():
+    counts = torch.zeros(10)
+    counts[:2] = 30
+    w_real, w_kd = FedCOG(coefficients="auto").weights_of(counts)
+    assert (float(w_real), float(w_kd)) == pytest.approx((0.2, 0.8))
+    assert FedCOG(coefficients="auto").weights_of(torch.full((4,), 5.0)) == (1.0, 0.0)
+    assert [float(w) for w in FedCOG().weights_of(counts)] == pytest.approx([1.0, 0.01])
+
+
+def test_the_divergence_is_bounded_and_one_where_the_models_coincide():
+    draws = np.random.default_rng(0)
+    rule = FedCOG()
+    logits = torch.tensor(draws.normal(size=(8, 5)) * 3)
+    assert float(rule.disagreement(logits, logits)) == 1.0
+    far = torch.eye(5, dtype=torch.float64) * 2000
+    assert float(rule.disagreement(far, far.roll(1, 0))) == pytest.approx(1 - math.log(2), abs=1e-12)
+    for _ in range(20):
+        p, q = (torch.softmax(torch.tensor(draws.normal(size=(6, 4)) * 4), -1) for _ in range(2))
+        value = float(rule.disagreement(p.log(), q.log()))
+        a, b = p.numpy(), q.numpy()
+        m = (a + b) / 2
+        js = 0.5 * (a * np.log(a / m)).sum(1).mean() + 0.5 * (b * np.log(b / m)).sum(1).mean()
+        assert value == pytest.approx(1 - js, abs=1e-12)
+        assert 1 - math.log(2) <= value <= 1
+        assert float(kl(p, q)) == pytest.approx((a * np.log(a / b)).sum(1).mean(), abs=1e-12)
+        assert float(kl_logits(p.log(), q.log())) == pytest.approx(float(kl(p, q)), abs=1e-12)
+
+
+def test_adam_on_inputs_equals_torch_and_the_best_pair_belongs_together():
+    target = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+    def objective(x, t):
+        # It worsens at the end, so the best step is not the last.
+        loss = (x - target).square().sum() * (1 if t < 30 else 50)
+        return loss, 3 * x
+
+    start = torch.zeros(3, dtype=torch.float64)
+    best, kept = learn(start, objective, 40, 0.05)
+    theirs = nn.Parameter(start.clone())
+    optimizer = torch.optim.Adam([theirs], 0.05, (0.5, 0.9))
+    losses, points = [], []
+    for t in range(40):
+        points.append(theirs.detach().clone())
+        loss = objective(theirs, t)[0]
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(best, points[int(np.argmin(losses))], rtol=0, atol=1e-10)
+    torch.testing.assert_close(kept, 3 * best, rtol=0, atol=1e-12)
+    last, _ = learn(start, objective, 40, 0.05, last=True)
+    torch.testing.assert_close(last, theirs.detach(), rtol=0, atol=1e-10)
+    same, there = learn(start, objective, 0, 0.05)
+    assert torch.equal(same, start)
+    assert torch.equal(there, 3 * start)
+
+
+def test_synthesis_satisfies_the_global_model_and_disagrees_with_the_previous_one(spec):
+    rule = FedCOG(n=30, g_steps=200, lambda_dis=1.0)
+    previous = other_vector(spec)
+    made = rule.begin(context(rule, spec, previous=previous))
+    teacher = spec.forward(spec.flatten(), spec.flatten_buffers(), made["x"]).logits
+    student = spec.forward(previous, spec.flatten_buffers(), made["x"]).logits
+    torch.testing.assert_close(made["z"], teacher, rtol=0, atol=1e-12)
+    assert bool((teacher.argmax(1) == made["y"]).double().mean() > 0.95)
+    alone = FedCOG(n=30, g_steps=200, lambda_dis=1.0, source="global")
+    without = alone.begin(context(alone, spec, previous=previous))
+    there = spec.forward(previous, spec.flatten_buffers(), without["x"]).logits
+    both, one = rule.disagreement(teacher, student), rule.disagreement(without["z"], there)
+    assert float(both) < float(one) - 0.05
+
+
+def test_a_client_that_never_trained_learns_without_disagreement(spec):
+    rule, alone = FedCOG(n=12, g_steps=5), FedCOG(n=12, g_steps=5, lambda_dis=0.0)
+    never = rule.begin(context(rule, spec))
+    torch.testing.assert_close(never["x"], alone.begin(context(alone, spec, previous=other_vector(spec)))["x"])
+    stale = FedCOG(n=12, g_steps=5, max_prev_age=3)
+    old = context(stale, spec, previous=other_vector(spec))
+    old.state["round"] = torch.tensor(10.0)
+    torch.testing.assert_close(stale.begin(old)["x"], never["x"])
+    fresh = stale.begin(context(stale, spec, previous=other_vector(spec)))["x"]
+    assert not torch.allclose(fresh, never["x"])
+
+
+def test_noise_source_and_hard_labels(spec):
+    noise = FedCOG(n=9, source="noise").begin(context(FedCOG(), spec, previous=other_vector(spec)))
+    assert abs(float(noise["x"].mean())) < 0.1
+    assert abs(float(noise["x"].std()) - 1) < 0.1
+    rule = FedCOG(n=9, g_steps=2, supervision="hard", lambda_kd=1.0)
+    ctx = context(rule, spec)
+    carry = rule.begin(ctx)
+    batch = unskew.Batch(torch.zeros(9, 2, 6, 6, dtype=torch.float64), None, ctx.key, torch.tensor(0))
+    v = other_vector(spec)
+    value = rule.loss(lambda u, batch: u.sum() * 0, ctx, carry)(v, batch)
+    expected = nn.functional.cross_entropy(spec.forward(v, ctx.b_global, carry["x"]).logits, carry["y"])
+    assert float(value) == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_distillation_is_zero_at_the_teacher_and_pulls_towards_it_elsewhere(spec):
+    rule = FedCOG(n=10, g_steps=3, lambda_kd=1.0)
+    ctx = context(rule, spec)
+    carry = rule.begin(ctx)
+    loss_fn = rule.loss(lambda u, batch: u.sum() * 0, ctx, carry)
+    batch = unskew.Batch(torch.zeros(4, 2, 6, 6, dtype=torch.float64), None, ctx.key, torch.tensor(2))
+    g, value = torch.func.grad_and_value(loss_fn)(ctx.v_global, batch)
+    assert abs(float(value)) < 1e-14
+    assert float(g.abs().max()) < 1e-14
+    away = other_vector(spec)
+    g, value = torch.func.grad_and_value(loss_fn)(away, batch)
+    assert float(loss_fn(away - 0.1 * g, batch)) < float(value)
+    # Batches of 4 from 10 inputs, step 2: rows 8, 9, 0, 1.
+    rows = [8, 9, 0, 1]
+    student = spec.forward(away, ctx.b_global, carry["x"][rows]).logits
+    assert float(value) == pytest.approx(float(kl_logits(carry["z"][rows], student)), abs=1e-12)
+
+
+def test_statistics_distance_equals_the_formula():
+    torch.manual_seed(0)
+    module = SmallBatchNorm(dropout=0.0)
+    module.norm.running_mean.normal_()
+    module.norm.running_var.uniform_(0.5, 2)
+    spec = unskew.ModelSpec(module, (2, 6, 6), 3, dtype=torch.float64)
+    x = torch.randn(7, 2, 6, 6, dtype=torch.float64)
+    output, found = statistics_distance(spec, spec.flatten(), spec.flatten_buffers(), x)
+    inner = spec.load(spec.flatten(), spec.flatten_buffers()).conv(x).detach().numpy()
+    mean, var = inner.mean((0, 2, 3)), inner.var((0, 2, 3))
+    stored = spec.buffers(spec.flatten_buffers())
+    expected = np.linalg.norm(stored["norm.running_mean"] - mean) + np.linalg.norm(stored["norm.running_var"] - var)
+    assert float(found) == pytest.approx(expected, abs=1e-10)
+    assert not spec.module.norm._forward_pre_hooks
+    torch.testing.assert_close(output.logits, spec.forward(spec.flatten(), spec.flatten_buffers(), x).logits)
+
+
+def train(method, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.7, "engine": "inline"}
+    return unskew.run(blobs([12, 23, 17, 9]), model=SmallBatchNorm(), method=method, **{**given, **options})
+
+
+HOSTS = ["fedavg", "fedprox", "scaffold", "moon", "fedavgm", "feddecorr", "fedsam:rho=0.1", "fedexp", "fedadam", "fedyogi",
+         "fedadagrad"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_plug_and_play(host):
+    """Before its first round it is the host exactly; after, all engines agree, and the wire carries the host's bytes."""
+    plain = train(host)
+    assert torch.equal(train(f"fedcog:start_round=3+{host}").vector, plain.vector)
+    method = f"fedcog:start_round=1,n=12,g_steps=3,lambda_kd=1+{host}"
+    reference = train(method)
+    assert not torch.allclose(reference.vector, plain.vector)
+    for engine in ("processes", "vectorized"):
+        torch.testing.assert_close(train(method, engine=engine).vector, reference.vector, rtol=0, atol=1e-10)
+    assert reference.summary["bytes_up"] == plain.summary["bytes_up"]
+    assert reference.summary["bytes_down"] == plain.summary["bytes_down"]
+
+
+def test_variants_run_and_differ():
+    variants = ["labels=complementary", "coefficients=auto", "js=reversed_clamped", "alias=true", "double=true", "t=3",
+                "t_js=2", "lambda_bn=1", "source=global", "source=noise", "supervision=hard"]  # fmt: skip
+    base = "fedcog:start_round=1,n=12,g_steps=3,lambda_kd=1,lambda_dis=5"
+    vectors = {"": train(base).vector} | {o: train(f"{base},{o}").vector for o in variants}
+    for one in vectors:
+        for other in vectors:
+            assert one == other or not torch.equal(vectors[one], vectors[other]), (one, other)
+
+
+def test_the_papers_defaults():
+    rule = FedCOG()
+    assert (rule.n, rule.g_steps, rule.start_round, rule.lambda_ce, rule.lambda_dis) == (256, 100, 50, 1.0, 0.1)
+    assert (rule.lambda_kd, rule.labels, rule.coefficients, rule.g_lr) == (0.01, "uniform", "fixed", 0.01)
