@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -166,6 +167,31 @@ class StopAfter:
 
     def end(self, summary):
         pass
+
+
+@dataclass(frozen=True)
+class HeadOnly(unskew.Sync):
+    """All of the model travels for a client that was not there in the round before, else its head only."""
+
+    name, summary, paper = "headonly", "", ""
+
+    def travels(self, round, client, last, spec):
+        everything, head = (slice(0, spec.size),), tuple(spec.parts["head"])
+        return (everything if last is None or round - last > 1 else head), head
+
+
+def test_slices_that_stay_at_clients_are_resumed(tmp_path):
+    """What a client kept, and when it last took part, is in the checkpoint."""
+    fed, options = blobs([6, 9, 12, 7, 8, 10]), {**OPTIONS, "method": HeadOnly(), "checkpoint_every": 1}
+    whole = unskew.run(fed, **options, out=tmp_path / "whole")
+    everything = unskew.run(fed, **{**options, "method": "fedavg"})
+    assert 0 < whole.summary["bytes_down"] < everything.summary["bytes_down"]
+    for last in (3, 5):
+        run = tmp_path / f"stopped-{last}"
+        with pytest.raises(Stop):
+            unskew.run(fed, **options, out=run, callbacks=[StopAfter(last)])
+        unskew.resume(run, federation=fed, model=OPTIONS["model"], method=HeadOnly())
+        assert_same_run(tmp_path / "whole", run)
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -30,6 +30,9 @@ CATALOGUE: dict[str, str] = {
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
     "fedexp": "unskew.methods.fedexp:FedExP",
+    "feddyn": "unskew.methods.feddyn:FedDyn",
+    "fedpvr": "unskew.methods.fedpvr:FedPVR",
+    "ditto": "unskew.methods.ditto:Ditto",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
 }
 

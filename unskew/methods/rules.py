@@ -223,6 +223,10 @@ class ClientRule(Part):
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
 
+    def personal(self, state: Tensors) -> Tensor | None:
+        """The model ``[d]`` that serves a client with this state, where that is not the global one."""
+        return None
+
     def server_init(self, v: Tensor, federation: Federation) -> Tensors:
         """State of the rule's server half."""
         return {}

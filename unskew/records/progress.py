@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -11,9 +13,10 @@ from unskew.records.recorder import Row
 from unskew.records.tables import percent
 
 
-def make_progress(console: Console) -> Progress:
-    """A live display with one line per run."""
-    return Progress(
+@contextmanager
+def make_progress(console: Console) -> Iterator[Progress]:
+    """A live display with one line per run; it appears with the first."""
+    progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -23,6 +26,11 @@ def make_progress(console: Console) -> Progress:
         console=console,
         refresh_per_second=4,
     )
+    try:
+        yield progress
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 class ProgressLine:
@@ -39,6 +47,7 @@ class ProgressLine:
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Show the line."""
+        self.progress.start()
         self.line = self.progress.add_task(self.title, total=config["rounds"], completed=rounds_done, accuracy="")
         if rounds_done:
             self.progress.console.print(f"{self.title}: going on after round {rounds_done}", markup=False)

@@ -1,0 +1,59 @@
+"""Ditto: each client also keeps a personal model near the global one.
+
+Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", 2020, arXiv:2012.04221,
+Algorithm 1: beside FedAvg's local training the client takes the same number of steps on its personal model ``v_k``::
+
+    v_k <- v_k - lr (grad f_k(v_k) + lambda (v_k - theta^t))
+
+``theta^t`` is the model received. The global path is FedAvg's, unchanged. ``v_k`` starts from the first model received. Two
+gradients a step; the steps on ``v_k`` are plain SGD with the client's learning rate, on the same batches.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.methods.rules import ClientRule, Context, Tensors
+from unskew.models.trainable import Batch, GradFn
+
+
+@dataclass(frozen=True)
+class Ditto(ClientRule):
+    """Personal models near the global one.
+
+    Attributes:
+        lam: Strength ``lambda`` of the pull towards the global model; 0 is local training alone.
+    """
+
+    name: ClassVar[str] = "ditto"
+    summary: ClassVar[str] = "a personal model near the global one"
+    paper: ClassVar[str] = "Li et al. 2020, arXiv:2012.04221"
+
+    lam: Annotated[float, Field(ge=0)] = 0.1
+
+    def begin(self, ctx: Context) -> Tensors:
+        """The personal model."""
+        return {"v": ctx.state["v"] if "v" in ctx.state else ctx.v_global.clone()}
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """A step on the personal model beside each step on the global one."""
+
+        def both(v: Tensor, batch: Batch) -> Tensor:
+            personal = carry["v"]
+            g = grad_fn(personal, batch.untracked()) + self.lam * (personal - ctx.v_global)
+            carry["v"] = personal - ctx.lr * g
+            return grad_fn(v, batch)
+
+        return both
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """The personal model stays at the client."""
+        ctx.state["v"] = carry["v"]
+
+    def personal(self, state: Tensors) -> Tensor | None:
+        """The model that serves this client."""
+        return state.get("v")

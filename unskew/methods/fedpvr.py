@@ -1,0 +1,88 @@
+"""FedPVR: SCAFFOLD's variance reduction on the classifier only.
+
+Li, Schmidt, Alstrøm, Stich, "Partial Variance Reduction improves Non-Convex Federated learning on heterogeneous data",
+2022, arXiv:2212.02191. The last layers differ most between clients, so only they are corrected; variates are zero
+elsewhere and neither kept nor sent. The default are all linear layers (for VGG-11 its three); ``layers=1`` is the head alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.data.federation import Federation
+from unskew.methods.rules import ClientRule, Context, Tensors, Updates, Weights
+from unskew.models.trainable import Batch, GradFn
+from unskew.models.vector import ModelSpec
+
+
+@dataclass(frozen=True)
+class FedPVR(ClientRule):
+    """Partial variance reduction.
+
+    Attributes:
+        layers: How many of the last linear layers are corrected; 0 for all of them.
+    """
+
+    name: ClassVar[str] = "fedpvr"
+    summary: ClassVar[str] = "SCAFFOLD on the classifier only"
+    paper: ClassVar[str] = "Li et al. 2022, arXiv:2212.02191"
+    weights: ClassVar[Weights | None] = "uniform"
+
+    layers: Annotated[int, Field(ge=0)] = 0
+
+    def corrected(self, spec: ModelSpec) -> Tensor:
+        """Indices of the corrected parameters in the vector."""
+        modules = dict(spec.module.named_modules())
+        linear = [name for name in spec.layers if isinstance(modules[name], nn.Linear)]
+        chosen = linear[-self.layers :] if self.layers else linear
+        starts = [sum(spec.sizes[:i]) for i in range(len(spec.sizes))]
+        pieces = [
+            torch.arange(start, start + size)
+            for name, start, size in zip(spec.names, starts, spec.sizes, strict=True)
+            if name.rpartition(".")[0] in chosen
+        ]
+        return torch.cat(pieces)
+
+    def begin(self, ctx: Context) -> Tensors:
+        """The correction ``c - c_k`` on the chosen parameters, and the sum of their gradients."""
+        index = self.corrected(ctx.spec).to(ctx.v_global.device)
+        c_k = ctx.state.get("c")
+        c = ctx.download.get("c")
+        zero = torch.zeros_like(ctx.v_global[index])
+        c = zero if c is None else c
+        return {"index": index, "correction": c if c_k is None else c - c_k, "sum": zero}
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """``g - c_k + c`` on the chosen parameters."""
+
+        def corrected(v: Tensor, batch: Batch) -> Tensor:
+            g = grad_fn(v, batch)
+            carry["sum"] = carry["sum"] + g[carry["index"]]
+            return g.index_add(0, carry["index"], carry["correction"])
+
+        return corrected
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """The new variate is the mean gradient on the way; its change is sent."""
+        new = carry["sum"] / ctx.steps
+        c_k = ctx.state.get("c")
+        ctx.upload["change"] = new if c_k is None else new - c_k
+        ctx.state["c"] = new
+
+    def server_init(self, v: Tensor, federation: Federation) -> Tensors:
+        """The variate is zero until first updated; its size depends on the model's layers."""
+        return {"clients": torch.tensor(float(len(federation.clients)), dtype=v.dtype)}
+
+    def extras(self, state: Tensors, client: int) -> Tensors:
+        """The server's variate."""
+        return {"c": state["c"]} if "c" in state else {}
+
+    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+        """``c <- c + (1/K) sum_S (c_k+ - c_k)``."""
+        change = updates.aggregate.upload[self.name]["change"] / state["clients"]
+        return {**state, "c": state["c"] + change if "c" in state else change}
