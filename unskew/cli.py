@@ -205,7 +205,7 @@ def main() -> None:
     # Models and methods given as "package.module:name" may lie in the folder one works in.
     sys.path.insert(0, str(Path.cwd()))
     try:
-        app()
+        app(prog_name="unskew")
     except (UnskewError, OSError) as error:
         Console(stderr=True).print(f"unskew: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
