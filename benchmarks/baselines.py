@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import multiprocessing as mp
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -118,180 +116,42 @@ class ResearcherLoop:
         pass
 
 
-# What pays in TunedLoop, as the share of CPU time per round that it saves when everything else stays (AMD EPYC with
-# AVX-512, two cores, torch 2.13, real CIFAR-10, one thread, medians of interleaved repetitions):
-#
-#                                                                              A        B
-#   input channels-last (both input and weights NCHW otherwise)              15 %     13 %
-#   malloc that keeps freed memory                                         3-12 %    0-1 %   depends on the heap
-#   autograd.grad + _foreach_add_ instead of torch.optim.SGD                2-3 %   5-10 %   fused=True, foreach=True
-#                                                                                            and the default are equal
-#   mean and std repeated to the length of an image                           5 %      3 %   a broadcast over the last
-#                                                                                            3 channels is 4x slower
-#   ReLU after the pooling instead of a relu() before it                      2 %      3 %   1 % if that is in place
-#   together=5 (2: 14 % and 23 %, 10: 14 % and 39 %)                         19 %     37 %   fewer, larger kernels, and
-#                                                                                            enough channels for a
-#                                                                                            vectorised pooling
-#
-# Two processes of one thread against one process of two threads: main() shows it; more the smaller the batches.
-#
-# What was tried and does not pay (within 1 to 2 % unless a number is given):
-#
-#   - weights channels-last: little once the input is; kept, since the vector is then in the kernels' order
-#   - fc1 with its inputs channels-last, so that flattening is a view: kept for simplicity
-#   - normalised float32 images in memory instead of uint8 normalised per batch: same time, four times the memory
-#   - gathering, or normalising, a whole epoch at once instead of batch by batch
-#   - torch._fused_sgd_ called directly instead of torch._foreach_add_
-#   - gradients as views of one flat buffer and one v.add_(g, alpha=-lr): same time, as the buffer has to be zeroed
-#     and accumulated into; concatenating the gradients first: 1 to 4 % slower
-#   - torch.set_flush_denormal(True); switching the garbage collector off
-#   - fixed halves of the cohort instead of a shared counter: same time on an idle machine; the counter stays for
-#     busy ones. Clients are of equal size, so there is no "largest first"
-#   - two Python threads with a model each instead of two processes: 7 % slower in B (interpreter lock)
-#   - torch.compile: 2 % faster in A, 3 % slower in B, 10 to 30 s to compile
-#   - torch.func.vmap over five clients: 1.45 (A) and 1.15 (B) times the time of one client after the other
-#   - switching oneDNN off: twice the time
-#
-# Left out because it rewrites the arithmetic for these very shapes: conv1 computing two neighbouring pixels as 12
-# channels with stride 2 (6 channels fill 6 of 16 lanes), and a first pooling made of torch.maximum over strided
-# views with a backward pass of its own. Together (with together=1) they save 19 % in A and nothing in B.
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks: otherwise every step faults its activations in anew. Process-wide."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its upper limit
-            mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
-def to_vector(model: CnnA) -> torch.Tensor:
-    """The parameters as one vector, in the memory order that the kernels like best (see ``Stack``)."""
-    pieces = []
-    for name, p in model.named_parameters():
-        p = p.detach()
-        if p.dim() == 4:
-            p = p.permute(0, 2, 3, 1)  # channels last
-        elif name == "fc1.weight":
-            p = p.view(120, 16, 25).transpose(1, 2)  # takes its input channels last too: flattening is a view
-        pieces.append(p.reshape(-1))
-    return torch.cat(pieces)
-
-
-class Stack:
-    """``k`` copies of CNN-A as one network, side by side; for ``k = 1`` plain CNN-A.
-
-    All parameters are views of one buffer: tensor after tensor, each holding the ``k`` copies one after the other.
-    """
-
-    SHAPES = ((6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (10, 84), (10,))
-
-    def __init__(self, k: int) -> None:
-        self.k = k
-        self.sizes = [int(np.prod(shape)) for shape in self.SHAPES]
-        self.blocks = [b.view(k, -1) for b in torch.zeros(k * sum(self.sizes)).split([k * s for s in self.sizes])]
-        self.views = [self._view(b, shape) for b, shape in zip(self.blocks, self.SHAPES, strict=True)]
-        self.parameters = [v.detach().requires_grad_() for v in self.views]
-
-    def _view(self, block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 4:  # convolution: copies are groups
-            out, channels, height, width = shape
-            return block.view(self.k * out, height, width, channels).permute(0, 3, 1, 2)
-        if len(shape) == 1 and shape[0] in (6, 16):
-            return block.view(-1)
-        if self.k == 1:
-            return block.view(shape)
-        if len(shape) == 2:
-            return block.view(self.k, *shape)
-        return block.view(self.k, 1, *shape)
-
-    def load(self, vector: torch.Tensor) -> None:
-        for block, piece in zip(self.blocks, vector.split(self.sizes), strict=True):
-            block.copy_(piece)
-
-    def add_to(self, vector: torch.Tensor, weight: float) -> None:
-        """Add ``weight`` times each of the copies to ``vector``."""
-        for block, piece in zip(self.blocks, vector.split(self.sizes), strict=True):
-            piece.add_(block[0] if self.k == 1 else block.sum(0), alpha=weight)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """From images [batch, 3k, 32, 32], channels last, to logits [k * batch, 10]."""
-        w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = self.parameters
-        k, batch = self.k, len(x)
-        x = F.max_pool2d(F.conv2d(x, w1, b1, groups=k), 2).relu_()
-        x = F.max_pool2d(F.conv2d(x, w2, b2, groups=k), 2).relu_()
-        x = x.permute(0, 2, 3, 1)
-        if k == 1:
-            x = x.reshape(batch, 400)
-            x = F.linear(x, w3, b3).relu_()
-            x = F.linear(x, w4, b4).relu_()
-            return F.linear(x, w5, b5)
-        x = x.reshape(batch, 25, k, 16).permute(2, 0, 1, 3).reshape(k, batch, 400)
-        x = torch.baddbmm(b3, x, w3.transpose(1, 2)).relu_()
-        x = torch.baddbmm(b4, x, w4.transpose(1, 2)).relu_()
-        return torch.baddbmm(b5, x, w5.transpose(1, 2)).view(k * batch, 10)
-
-    def step(self, x: torch.Tensor, y: torch.Tensor, lr: float) -> None:
-        """One step of SGD on the mean loss of each copy's own batch."""
-        loss = F.cross_entropy(self.logits(x), y, reduction="sum")
-        gradients = torch.autograd.grad(loss, self.parameters)
-        torch._foreach_add_(self.views, gradients, alpha=-lr / len(x))
-
-
 class Trainer:
-    """Local training of ``k`` clients at a time, from images kept as uint8."""
+    """One reused model, channels-last batches from uint8 images in memory, fused SGD."""
+
+    together = 1
 
     def __init__(self, x: np.ndarray, y: np.ndarray, per_client: int, steps: int, batch: int, lr: float, seed: int):
-        keep_freed_memory()
-        self.x = torch.from_numpy(x).view(len(x), -1)
-        self.y = torch.from_numpy(y)
-        self.per_client, self.steps, self.batch, self.lr, self.seed = per_client, steps, batch, lr, seed
-        mean, std = torch.tensor(MEAN), torch.tensor(STD)
-        self.scale = (1 / (255 * std)).repeat(32 * 32)
-        self.shift = (-mean / std).repeat(32 * 32)
-        self.stacks: dict[int, Stack] = {}
+        self.x, self.y = torch.from_numpy(x), torch.from_numpy(y)
+        self.per_client, self.steps, self.batch, self.seed = per_client, steps, batch, seed
+        self.scale, self.shift = 1 / (255 * torch.tensor(STD)), -torch.tensor(MEAN) / torch.tensor(STD)
+        self.model = CnnA().to(memory_format=torch.channels_last)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, fused=True)
 
-    def batches(self, clients: list[int], t: int) -> Iterator[torch.Tensor]:
-        """Indices [k, batch] of each step: shuffled epochs, the last batch of an epoch may be smaller."""
-        generators = [torch.Generator().manual_seed(hash((self.seed, t, c)) & 0x7FFFFFFF) for c in clients]
-        done = 0
-        while True:
-            epoch = torch.stack(
-                [
-                    torch.randperm(self.per_client, generator=g).add_(c * self.per_client)
-                    for c, g in zip(clients, generators, strict=True)
-                ]
-            )
-            for index in epoch.split(self.batch, dim=1):
-                if done == self.steps:
-                    return
-                yield index
-                done += 1
-
-    def images(self, index: torch.Tensor) -> torch.Tensor:
-        """Normalised images [batch, 3k, 32, 32], channels last, of indices [k, batch]."""
-        k, batch = index.shape
-        x = self.x.index_select(0, index.reshape(-1))
-        x = torch.addcmul(self.shift, x.float(), self.scale)
-        if k > 1:
-            x = x.view(k, batch, 32 * 32, 3).permute(1, 2, 0, 3)
-        return x.reshape(batch, 32, 32, 3 * k).permute(0, 3, 1, 2)
+    @staticmethod
+    def start_vector() -> torch.Tensor:
+        return nn.utils.parameters_to_vector(CnnA().parameters()).detach()
 
     def train(self, clients: list[int], t: int, start: torch.Tensor, total: torch.Tensor, weight: float) -> None:
-        """Train ``clients`` from ``start`` and add ``weight`` times each resulting vector to ``total``."""
-        k = len(clients)
-        if k not in self.stacks:
-            self.stacks[k] = Stack(k)
-        stack = self.stacks[k]
-        stack.load(start)
-        for index in self.batches(clients, t):
-            stack.step(self.images(index), self.y.index_select(0, index.reshape(-1)), self.lr)
-        stack.add_to(total, weight)
+        """Train the one client from ``start`` and add ``weight`` times the resulting vector to ``total``."""
+        (client,) = clients
+        draws = torch.Generator().manual_seed(hash((self.seed, t, client)) & 0x7FFFFFFF)
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(start, self.model.parameters())
+        done = 0
+        while done < self.steps:
+            order = torch.randperm(self.per_client, generator=draws) + client * self.per_client
+            for index in order.split(self.batch)[: self.steps - done]:
+                x = torch.addcmul(self.shift, self.x[index].float(), self.scale).permute(0, 3, 1, 2)
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.model(x), self.y[index]).backward()
+                self.optimizer.step()
+                done += 1
+        total.add_(nn.utils.parameters_to_vector(self.model.parameters()).detach(), alpha=weight)
 
 
 class TunedLoop:
-    """FedAvg tuned by hand: images as uint8, one reused model over one flat buffer, no optimiser object.
+    """FedAvg tuned by hand with PyTorch's own means, for one machine with two cores.
 
     Args:
         x: Images, uint8 [N, 32, 32, 3].
@@ -325,14 +185,14 @@ class TunedLoop:
         lr: float,
         seed: int,
         mode: str = "processes",
-        together: int = 1,
+        trainer: Callable[..., Any] = Trainer,
     ) -> None:
         if mode not in ("threads", "processes"):
             raise ValueError(f"mode must be 'threads' or 'processes', not {mode!r}")
-        self.clients, self.cohort, self.seed, self.mode, self.together = clients, cohort, seed, mode, together
-        self.make_trainer = partial(Trainer, x, y, per_client, steps, batch, lr, seed)
+        self.clients, self.cohort, self.seed, self.mode = clients, cohort, seed, mode
+        self.make_trainer = partial(trainer, x, y, per_client, steps, batch, lr, seed)
         torch.manual_seed(seed)
-        self.vector = to_vector(CnnA())
+        self.together, self.vector = trainer.together, trainer.start_vector()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         if mode == "threads":
@@ -478,8 +338,6 @@ def main() -> None:
             "researcher": ResearcherLoop,
             "tuned, threads": partial(TunedLoop, mode="threads"),
             "tuned, processes": partial(TunedLoop, mode="processes"),
-            "tuned, threads, 5 together": partial(TunedLoop, mode="threads", together=5),
-            "tuned, processes, 5 together": partial(TunedLoop, mode="processes", together=5),
         }
         loops = {name: partial(kind, x, y, **SETTINGS[setting]) for name, kind in kinds.items()}
         for name, seconds in measure(loops, args.repetitions, args.rounds).items():

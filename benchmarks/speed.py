@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop, load_images, measure
+from benchmarks.handmade import HandmadeTogether, HandmadeTrainer
 from unskew import ClientData, Federation, ModelSpec, Normalisation, method
 from unskew.data.federation import ArrayClients
 from unskew.engines.base import Setup, Training
@@ -96,6 +97,8 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
             "(a) researcher's loop": partial(ResearcherLoop, x, y, **setting),
             "(b) tuned loop, 2 threads": partial(TunedLoop, x, y, **setting, mode="threads"),
             "(b) tuned loop, 2 processes": partial(TunedLoop, x, y, **setting, mode="processes"),
+            "(c) made for this model": partial(TunedLoop, x, y, **setting, trainer=HandmadeTrainer),
+            "(c) and 5 clients as one": partial(TunedLoop, x, y, **setting, trainer=HandmadeTogether),
             "unskew, inline": partial(UnskewLoop, fed, **mine, engine="inline"),
             "unskew, processes": partial(UnskewLoop, fed, **mine, engine="processes"),
         }

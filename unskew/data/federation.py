@@ -255,8 +255,8 @@ def cat_inputs(parts: Sequence[Tensor]) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer."""
     if x.dim() != 4:
-        return x[index]
-    return x.permute(0, 2, 3, 1)[index].permute(0, 3, 1, 2)
+        return x.index_select(0, index)
+    return x.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
 
 
 def fingerprint_of(values: np.ndarray, offsets: np.ndarray) -> str:

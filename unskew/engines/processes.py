@@ -36,6 +36,17 @@ def available() -> bool:
     return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, this process computes with one thread: more would spin on the cores that the workers need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def as_dict(record: Broadcast | Update) -> dict[str, Any]:
     """The fields of a record, uncopied."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
@@ -109,17 +120,18 @@ class ProcessesEngine:
         busy: dict[Connection, deque[int]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
         done: dict[int, Update] = {}
-        for _ in range(AHEAD):
-            for pipe in self.pipes:
-                self._send(pipe, waiting, busy, packed, fresh)
-        for place in range(len(casts)):
-            while place not in done:
-                for ready in wait([p for p in self.pipes if busy[p]]):
-                    pipe = cast(Connection, ready)
-                    result = self._receive(pipe)
-                    done[busy[pipe].popleft()] = result
+        with one_thread():
+            for _ in range(AHEAD):
+                for pipe in self.pipes:
                     self._send(pipe, waiting, busy, packed, fresh)
-            yield done.pop(place)
+            for place in range(len(casts)):
+                while place not in done:
+                    for ready in wait([p for p in self.pipes if busy[p]]):
+                        pipe = cast(Connection, ready)
+                        result = self._receive(pipe)
+                        done[busy[pipe].popleft()] = result
+                        self._send(pipe, waiting, busy, packed, fresh)
+                yield done.pop(place)
 
     def _send(
         self,

@@ -71,9 +71,9 @@ class CNNA(Classifier):
             *_stage(6, 16, 5, padding),
             nn.Flatten(),
             nn.Linear(16 * flat, 120),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             nn.Linear(120, 84),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
         )
         super().__init__(body, 84, classes)
 
@@ -101,7 +101,7 @@ class CNNB(Classifier):
             *_stage(32, 64, 3, padding),
             nn.Flatten(),
             nn.Linear(64 * flat, 128),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
         )
         super().__init__(body, 128, classes)
 
@@ -125,7 +125,7 @@ class ResNet20(Classifier):
         _check_choice("ResNet-20", "shortcut", shortcut, ("3x3", "1x1", "none"))
         _check_choice("ResNet-20", "norm", norm, ("batch", "group"))
         layers: OrderedDict[str, nn.Module] = OrderedDict(
-            stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False), norm=_norm(norm, 16), relu=nn.ReLU()
+            stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False), norm=_norm(norm, 16), relu=nn.ReLU(inplace=True)
         )
         widths = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
         for block, (inputs, outputs) in enumerate(pairwise(widths), start=1):
@@ -207,13 +207,13 @@ class VGG11(Classifier):
         layers: list[nn.Module] = []
         for outputs in VGG11_LAYERS:
             if outputs is not None:
-                layers += [_vgg_conv(channels, outputs, init), nn.ReLU()]
+                layers += [_vgg_conv(channels, outputs, init), nn.ReLU(inplace=True)]
                 channels = outputs
             elif min(height, width) > 1:
                 layers.append(nn.MaxPool2d(2))
                 height, width = height // 2, width // 2
-        hidden = [nn.Dropout(), nn.Linear(channels * height * width, 512), nn.ReLU()]
-        hidden += [nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
+        hidden = [nn.Dropout(), nn.Linear(channels * height * width, 512), nn.ReLU(inplace=True)]
+        hidden += [nn.Dropout(), nn.Linear(512, 512), nn.ReLU(inplace=True)]
         super().__init__(nn.Sequential(*layers, nn.Flatten(), *hidden), 512, classes)
 
 
@@ -242,13 +242,13 @@ class MLP(Classifier):
         widths = [_flat_size("The MLP", shape), *_hidden_widths(hidden)]
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in pairwise(widths):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+            layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=True)]
         super().__init__(nn.Sequential(*layers), widths[-1], classes)
 
 
 def _stage(inputs: int, outputs: int, kernel: int, padding: int) -> list[nn.Module]:
     """Convolution, pooling, ReLU. ReLU after max-pooling gives the same value as before it, on a quarter of it."""
-    return [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
+    return [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
 
 
 def _fit(name: str, sides: tuple[int, int], kernel: int, stages: int) -> tuple[int, int]:
