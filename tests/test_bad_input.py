@@ -453,6 +453,7 @@ def test_poisoned_client_is_left_out(tmp_path, monkeypatch, engine, where, value
     # Nothing of it stays at the client.
     kept = load_file(tmp_path / "run" / "checkpoints" / "0000002" / "clients-0000.safetensors")
     assert sorted(kept) == ["0/poison/x", "1/poison/x", "3/poison/x"]
+    monkeypatch.undo()
     fed, rule = blobs(SIZES, shape=(1, 4, 4)), Poison(14, where, value)
     longer = unskew.resume(tmp_path / "run", federation=fed, method=rule, rounds=3)
     assert longer.summary["updates_skipped"] == 3

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from running import TINY, Process, assert_same_run, call, metrics
 
+import unskew
+from unskew.errors import CheckpointError
 from unskew.simulation.checkpoint import checkpoints
 
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
@@ -328,6 +330,20 @@ def test_a_refused_change_changes_nothing(stopped, straight, capsys):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert call(capsys, "resume", run).code == 0
     assert_same_run(straight, run)
+
+
+def test_other_data_are_refused(tmp_path):
+    """Data given in Python are not in the configuration; who holds how much, and of what, must be the same."""
+    options = {"model": "logistic", "engine": "inline", "lr": 0.1}
+    given = unskew.load_federation("digits", partition="iid", clients=4)
+    unskew.run(given, rounds=2, **options, out=tmp_path / "run")
+    for other in ({"seed": 1}, {"holdout": 0.3}, {"server": 50}, {"partition": "sorted"}):
+        data = unskew.load_federation("digits", **{"partition": "iid", "clients": 4, **other})
+        with pytest.raises(CheckpointError, match="The data differ"):
+            unskew.resume(tmp_path / "run", federation=data, rounds=3)
+    unskew.run(given, rounds=3, **options, out=tmp_path / "straight")
+    unskew.resume(tmp_path / "run", federation=given, rounds=3)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
 def test_nothing_to_resume(tmp_path, capsys):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import unskew
 from unskew import session
 from unskew.errors import CheckpointError
+from unskew.files import write_atomic
 from unskew.simulation.store import ClientStore, encode, flat, nested, size_of
 
 
@@ -132,6 +133,26 @@ def test_full_disk_is_a_sentence(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="The disk is full"):
         store.put(1, state(1))
     same(store.get(0), state(0))
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, old = tmp_path / "a.json", tmp_path / "old"
+    write_atomic(path, b"first")
+    os.link(path, old)
+    write_atomic(path, b"second")
+    assert (path.read_bytes(), old.read_bytes()) == (b"second", b"first"), "never written in place"
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="The disk is full"):
+            write_atomic(path, b"third")
+    assert path.read_bytes() == b"second"
+    assert {p.name for p in tmp_path.iterdir()} == {"a.json", "old"}
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_atomic(tmp_path / "nowhere" / "a.json", b"")
 
 
 # ---- in a run ---------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def partition(
     counts, names = fed.class_counts(), fed.class_names or range_names(fed)
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:
-        clients_by_class(counts, names, plot)
+        clients_by_class(counts, names, plot, f"{fed.name}, {fed.partition}, seed {seed}")
     if as_json:
         sizes = counts.sum(1)
         print_json(

@@ -105,14 +105,14 @@ def compare(
 
     Args:
         federation: The data, the same for every seed; without it they are loaded and partitioned anew for each seed.
-        methods: Methods as :func:`unskew.method` takes them.
+        methods: Methods as ``unskew.method`` takes them.
         seeds: How many seeds (0, 1, ...), or which.
-        model: See :func:`unskew.run`.
+        model: See ``unskew.run``.
         target: Accuracy for which rounds are counted; 90% of the best mean accuracy if None.
         out: Folder for all runs, figures and ``comparison.json``.
         again: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
         follow: Gives the callbacks of a run from its method, seed and configuration.
-        options: Fields of :class:`unskew.Experiment`.
+        options: Fields of ``unskew.Experiment``.
 
     Raises:
         ConfigError: An option is wrong, a method is named twice, or ``out`` is already there.
@@ -145,7 +145,8 @@ def compare(
         for seed in which:
             data = federation or load_data(configs[next(iter(chosen)), seed])
             if folder is not None and seed == which[0]:
-                clients_by_class(data.class_counts(), data.class_names or range_names(data), folder / "clients.png")
+                names, title = data.class_names or range_names(data), f"{data.name}, {data.partition}, seed {seed}"
+                clients_by_class(data.class_counts(), names, folder / "clients.png", title)
             for name, m in chosen.items():
                 history, summary = _one(
                     configs[name, seed],

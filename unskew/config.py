@@ -36,6 +36,9 @@ class Section(BaseModel):
         return value
 
 
+DEFAULT_EPOCHS = 5
+
+
 class NetworkConfig(Section):
     """What lies between clients and server."""
 
@@ -87,7 +90,7 @@ class Experiment(Section):
     local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Mini-batch steps per client and round (then ``local_epochs`` is None)."""
     local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Passes over a client's data per round; 1 if neither is given."""
+    """Passes over a client's data per round; 5 if neither is given."""
     batch_size: Annotated[int, Field(ge=1, le=10_000_000)] = 64
     """Samples per step."""
     drop_last: bool = False

@@ -25,7 +25,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within, an error of the disk becomes a :class:`~unskew.errors.CheckpointError` that names ``path``."""
+    """Within, an error of the disk becomes a ``unskew.errors.CheckpointError`` that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -93,7 +93,7 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def unmake_folder(folder: Path, made: list[Path]) -> None:
-    """Undo :func:`make_folder`: empty the folder, remove what was made and is empty."""
+    """Undo ``make_folder``: empty the folder, remove what was made and is empty."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder not in made:
         folder.mkdir(exist_ok=True)

@@ -45,11 +45,11 @@ def run(
     Args:
         federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say.
         model: A registered name, a module, a factory, or ``"package.module:factory"``.
-        method: A method or a sum, as :func:`unskew.method` takes it.
+        method: A method or a sum, as ``unskew.method`` takes it.
         out: Run folder to write; without it nothing is written to disk.
         resume: Go on with the run in ``out``.
         callbacks: Followers of the run.
-        options: Any field of :class:`unskew.Experiment`, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
+        options: Any field of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
 
     Returns:
         The history, the summary and the final model.
@@ -139,7 +139,7 @@ def run_experiment(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Carry out ``config``; see :func:`run`."""
+    """Carry out ``config``; see ``run``."""
     folder = None if out is None else Path(out)
     chosen = method(config.method if method_given is None else method_given)
     if method_given is not None:

@@ -31,12 +31,12 @@ def derive(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
 
 
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
-    """A CPU generator seeded by :func:`derive`."""
+    """A CPU generator seeded by ``derive``."""
     return torch.Generator().manual_seed(derive(seed, purpose, round, client))
 
 
 def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """A NumPy generator seeded by :func:`derive`."""
+    """A NumPy generator seeded by ``derive``."""
     return np.random.default_rng(derive(seed, purpose, round, client))
 
 

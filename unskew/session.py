@@ -21,7 +21,7 @@ from unskew.engines.choose import make_engine, pick_engine
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic
 from unskew.methods.fedavg import FedAvg
-from unskew.methods.rules import Method
+from unskew.methods.rules import ClientRule, Method
 from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback, Recorder, write_summary
 from unskew.records.result import Result
@@ -39,7 +39,7 @@ RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_ev
 
 
 class Session:
-    """Everything of a run in memory; :meth:`go` carries it out.
+    """Everything of a run in memory; ``go`` carries it out.
 
     Args:
         config: The run.
@@ -85,6 +85,8 @@ class Session:
         engine = make_engine(self.engine_name, self.setup, workers)
         try:
             self._begin(start)
+            for warning in filter(None, (rule.warning(self.config.rounds) for rule in self.method.client)):
+                self._warn(warning)
             rounds = range(start, self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
             self.recorder.sync()
@@ -187,8 +189,30 @@ class Session:
         self.recorder.resume(done, extra["seconds"])
         return done
 
-    def _own_statistics(self, client: int) -> Tensor | None:
-        return self.server.store.get(client).get("buffers", {}).get("b")
+    def _own_statistics(self, client: int) -> tuple[Tensor, Tensor]:
+        """The global model with a client's own statistics, if it has any."""
+        return self.server.evaluated, self.server.store.get(client).get("buffers", {}).get("b", self.server.b)
+
+    def _personal(self, client: int) -> tuple[Tensor, Tensor]:
+        """The model that serves a client: its own where a rule keeps one, else the global one."""
+        v, b = self._own_statistics(client)
+        kept = self.server.store.get(client)
+        for rule in self.method.client:
+            mine = rule.personal(kept.get(rule.name, {}))
+            v = v if mine is None else mine
+        return v, b
+
+    def _personal_scores(self) -> dict[str, Any]:
+        """Accuracy of the clients' personal models, for methods that keep any."""
+        if not any(type(rule).personal is not ClientRule.personal for rule in self.method.client):
+            return {}
+        config, server = self.config, self.server
+        scores = self.evaluator.clients(server.evaluated, server.b, config.eval_clients, config.seed, self._personal)
+        return {
+            "personal_accuracy_mean": scores.mean,
+            "personal_accuracy_worst": scores.worst,
+            "personal_accuracy_worst_decile": scores.worst_decile,
+        }
 
     def _summary(self) -> dict[str, Any]:
         config, server, traffic = self.config, self.server, self.server.traffic
@@ -217,6 +241,7 @@ class Session:
             "client_accuracy_mean": clients.mean,
             "client_accuracy_worst": clients.worst,
             "client_accuracy_worst_decile": clients.worst_decile,
+            **self._personal_scores(),
             "clients_evaluated": len(clients.accuracies),
             "clients_evaluated_on": clients.measured_on,
             "bytes_up": traffic.up + traffic.buffers_up,

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 
 def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw what :func:`crop_and_flip` needs for ``n`` images.
+    """Draw what ``crop_and_flip`` needs for ``n`` images.
 
     Args:
         n: Number of images.

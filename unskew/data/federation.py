@@ -99,7 +99,7 @@ class Federation:
     """Clients with their data, a test set, and (optionally) data at the server.
 
     Attributes:
-        clients: A sequence of :class:`ClientData`; it may load a client only when it is drawn.
+        clients: A sequence of ``ClientData``; it may load a client only when it is drawn.
         test: Inputs ``[n, ...]`` and targets ``[n]`` on which the global model is evaluated.
         server: Data at the server, or None.
         task: ``"classification"``.
@@ -166,7 +166,7 @@ class Federation:
             holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
             seed: Decides which samples are held out.
             normalise: True or None: uint8 images are standardised per channel, floats are left alone; False:
-                nothing is normalised; or a :class:`Normalisation`.
+                nothing is normalised; or a ``Normalisation``.
             server_in_domain: Whether the server's samples come from the clients' task.
             class_names: Names of the classes.
             name: Name shown in tables.

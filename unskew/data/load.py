@@ -32,8 +32,8 @@ def load_federation(
     """Load a data set and divide it among clients.
 
     Args:
-        name: The data set, as for :func:`~unskew.data.sources.load_source`.
-        partition: Who holds what, as for :func:`~unskew.data.partition.make_partition`.
+        name: The data set, as for ``unskew.data.sources.load_source``.
+        partition: Who holds what, as for ``unskew.data.partition.make_partition``.
         clients: Number of clients; None for ``natural:COLUMN`` with all of its values.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.
         path: Local files of the data set.

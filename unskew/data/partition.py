@@ -1,6 +1,6 @@
 """Who holds which sample: ``make_partition("dirichlet:0.1", labels, clients=10, seed=0, classes=10)``.
 
-A partition is written ``name[:value][,option=value...]``; see :data:`PARTITIONS` and :func:`make_partition`.
+A partition is written ``name[:value][,option=value...]``; see :data:`PARTITIONS` and ``make_partition``.
 Every draw comes from the seed given, never from global state.
 """
 

@@ -1,7 +1,7 @@
-"""The rules behind :mod:`unskew.data.partition`: each returns the client that owns each sample, ``owner [n]``.
+"""The rules behind ``unskew.data.partition``: each returns the client that owns each sample, ``owner [n]``.
 
 A rule is a function of arrays and an explicit generator; nothing here parses text or keeps state. ``-1`` in
-``owner`` means that no client holds the sample (only :func:`natural` leaves samples out).
+``owner`` means that no client holds the sample (only ``natural`` leaves samples out).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Arena:
         return pytree.tree_map(lambda leaf: self.write(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
     def unpack(self, tree: Any, copy: bool = False) -> Any:
-        """Inverse of :meth:`pack`: views, or copies that outlive the next :meth:`clear`."""
+        """Inverse of ``pack``: views, or copies that outlive the next ``clear``."""
 
         def restore(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):

@@ -18,7 +18,7 @@ class InlineEngine:
         self.trainer = LocalTrainer(setup)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See :class:`~unskew.engines.base.Engine`."""
+        """See ``unskew.engines.base.Engine``."""
         return map(self.trainer.train, casts)
 
     def close(self) -> None:

@@ -143,7 +143,9 @@ class LocalTrainer:
         for step, index in enumerate(plan.batches):
             x = self.normalise(plan.augment(take(client.x, index)))
             at = torch.tensor(step)
-            batch = Batch(x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at)
+            batch = Batch(
+                x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at
+            )
             v, state = optimizers.step(training, v, grad_fn(v, batch), state, step)
             total += self.model.loss
 

@@ -111,7 +111,7 @@ class ProcessesEngine:
             self.processes.append(process)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See :class:`~unskew.engines.base.Engine`."""
+        """See ``unskew.engines.base.Engine``."""
         self.inbox.clear()
         packed = [self.inbox.pack(as_dict(one)) for one in casts]
         sizes = [self.setup.federation.clients[one.client].examples for one in casts]

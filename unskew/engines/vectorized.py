@@ -1,6 +1,6 @@
 """All clients of a cohort at once under ``torch.func.vmap``: for GPUs, where one client alone cannot fill the device.
 
-The same functions as in :mod:`unskew.engines.local`, mapped over a leading client axis. Clients whose tensors differ in
+The same functions as in ``unskew.engines.local``, mapped over a leading client axis. Clients whose tensors differ in
 kind (one has a state, another has none) or whose next batch differs in size are mapped in separate groups, so nothing is
 padded: padding would change BatchNorm's statistics and with them the numbers.
 """
@@ -73,7 +73,7 @@ class VectorizedEngine:
         self.single = LocalTrainer(setup)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See :class:`~unskew.engines.base.Engine`."""
+        """See ``unskew.engines.base.Engine``."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for place, cast in enumerate(casts):
             groups[self._kind(cast)].append(place)

@@ -11,7 +11,7 @@ import importlib
 import re
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 
@@ -60,8 +60,9 @@ def part_class(name: str) -> type[Part]:
 
 def options_of(cls: type[Part]) -> dict[str, object]:
     """Names and defaults of a method's options."""
-    fields: dict[str, dataclasses.Field[object]] = getattr(cls, "__dataclass_fields__", {})
-    return {f.name: f.default for f in fields.values() if not str(f.type).startswith("ClassVar")}
+    if not dataclasses.is_dataclass(cast(object, cls)):
+        return {}
+    return {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
 
 
 def slots_of(cls: type[Part]) -> list[str]:
@@ -107,7 +108,7 @@ def method(spec: MethodLike) -> Method:
     """The method that ``spec`` names.
 
     Args:
-        spec: A name with options (``"fedprox:mu=0.1+scaffold"``), an instance of your own rule, a :class:`Method`, or a
+        spec: A name with options (``"fedprox:mu=0.1+scaffold"``), an instance of your own rule, a ``Method``, or a
             sequence of these, which are added up. Client rules act in the order written: the first one is innermost.
 
     Raises:

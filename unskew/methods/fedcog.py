@@ -84,6 +84,12 @@ class FedCOG(ClientRule):
     max_prev_age: Annotated[int, Field(ge=0)] = 0
     double: bool = False
 
+    def warning(self, rounds: int) -> str | None:
+        """Without a round of generation the method is its host."""
+        if rounds > self.start_round:
+            return None
+        return f"fedcog begins in round {self.start_round}, but the run has {rounds}: set fedcog:start_round or rounds."
+
     def begin(self, ctx: Context) -> Tensors:
         """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
         if ctx.round < self.start_round:

@@ -150,7 +150,7 @@ class Aggregate:
 
 
 class Updates:
-    """The usable updates of a round: always their :class:`Aggregate`; one by one only for servers that need it."""
+    """The usable updates of a round: always their ``Aggregate``; one by one only for servers that need it."""
 
     def __init__(self, round: int, aggregate: Aggregate, individual: Sequence[Update] | None = None):
         self.round, self.aggregate, self._individual = round, aggregate, individual
@@ -198,6 +198,10 @@ class ClientRule(Part):
 
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""
+
+    def warning(self, rounds: int) -> str | None:
+        """What a user should be told before a run of so many rounds, if anything."""
+        return None
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Change the model before training (a projection head): the new model and the name of its head."""

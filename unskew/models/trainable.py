@@ -1,7 +1,7 @@
 """The two ways to run a model during local training; rules call either as ``model(v, x) -> Output``.
 
-:class:`BoundModel` is for one client: the module's parameters are views of one flat leaf, so a whole model is loaded and
-updated by single operations. :class:`FunctionalModel` is a pure function, for
+``BoundModel`` is for one client: the module's parameters are views of one flat leaf, so a whole model is loaded and
+updated by single operations. ``FunctionalModel`` is a pure function, for
 many clients at once under ``torch.func.vmap``. Both give the same numbers.
 """
 
@@ -133,7 +133,7 @@ class BoundModel:
         return run
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
-        """See :class:`Model`."""
+        """See ``Model``."""
 
         def grad_fn(v: Tensor, batch: Batch) -> Tensor:
             self._once.clear()
@@ -178,7 +178,7 @@ class FunctionalModel:
         return self._once.put(v, x, track, output)
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
-        """See :class:`Model`."""
+        """See ``Model``."""
 
         def grad_fn(v: Tensor, batch: Batch) -> Tensor:
             self._once.clear()

@@ -1,6 +1,6 @@
 """A model is a vector: all trainable parameters as one flat tensor ``v [d]``, its statistics as another, ``b [m]``.
 
-:class:`ModelSpec` knows which slice of ``v`` is which named parameter, which slices form the body and the head,
+``ModelSpec`` knows which slice of ``v`` is which named parameter, which slices form the body and the head,
 and how to run the model for any ``v`` (so a model can be evaluated at a sum of models, or mapped over clients).
 """
 

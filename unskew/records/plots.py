@@ -13,6 +13,9 @@ from unskew.errors import ConfigError
 from unskew.files import make_folder, write_atomic
 
 
+MARKERS = "osD^vPX*<>"
+
+
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,7 +47,7 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
         The path written.
     """
     figure, (left, right) = _figure(10, 4, columns=2)
-    for name, histories in runs.items():
+    for number, (name, histories) in enumerate(runs.items()):
         scored = [[row for row in h if row["accuracy"] is not None] for h in histories]
         shortest = min(len(h) for h in scored)
         if not shortest:
@@ -53,9 +56,15 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
         values = 100 * np.array([[row["accuracy"] for row in h[:shortest]] for h in scored])
         traffic = np.array([[(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in h[:shortest]] for h in scored]).mean(0)
         mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
+        # Methods often lie on top of each other: another marker at another place keeps each of them visible.
+        style: dict[str, Any] = {
+            "color": f"C{number % 10}",
+            "marker": MARKERS[number % len(MARKERS)],
+            "markevery": (number % max(1, shortest // 8), max(1, shortest // 8)),
+        }
         for axis, x in ((left, rounds), (right, traffic)):
-            (line,) = axis.plot(x, mean, label=name, linewidth=1.6, marker="o" if shortest == 1 else None)
-            axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, color=line.get_color(), linewidth=0)
+            axis.plot(x, mean, label=name, linewidth=1.4, markersize=5, alpha=0.9, **style)
+            axis.fill_between(x, mean - spread, mean + spread, alpha=0.1, color=style["color"], linewidth=0)
     for axis, label in ((left, "communication round"), (right, "traffic, up and down (MB)")):
         axis.set_xlabel(label)
         axis.set_ylabel("test accuracy (%)")
@@ -64,13 +73,16 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
     return _save(figure, path)
 
 
-def clients_by_class(counts: np.ndarray, class_names: Sequence[str], path: Path, most: int = 60) -> Path:
+def clients_by_class(
+    counts: np.ndarray, class_names: Sequence[str], path: Path, title: str = "", most: int = 60
+) -> Path:
     """What each client holds: a dot per client and class, its area the number of samples.
 
     Args:
         counts: Samples ``[K, C]``.
         class_names: Names of the classes.
         path: Image file to write.
+        title: What is shown, such as the partition and its seed.
         most: Largest number of clients drawn; of more, evenly spaced ones are shown.
     """
     total = len(counts)
@@ -86,5 +98,6 @@ def clients_by_class(counts: np.ndarray, class_names: Sequence[str], path: Path,
     axis.set_yticks(range(0, counts.shape[1], step), list(class_names)[::step])
     axis.set_xlabel("client" + (f" ({len(shown)} of {total} shown)" if len(shown) < total else ""))
     axis.set_ylabel("class")
+    axis.set_title(title + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9)
     axis.grid(alpha=0.25)
     return _save(figure, path)

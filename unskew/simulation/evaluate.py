@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.federation import Federation
+from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import Normaliser
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
@@ -17,7 +17,9 @@ from unskew.seeding import numpy_generator
 from unskew.tasks import Task
 
 BATCH = 500
-Own = Callable[[int], Tensor | None]
+HELD_OUT = "the clients' held-out data"
+BY_CLASS = "the test set, weighted by the clients' classes"
+Own = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Evaluator:
             b: Its statistics, ``[m]``.
             most: At most so many clients, drawn by the seed.
             seed: Of the run.
-            own: Gives a client's statistics where they stay local; None where it has none.
+            own: Gives the model and the statistics that serve a client, where these differ between clients.
         """
         total = len(self.federation.clients)
         ids = np.arange(total)
@@ -107,23 +109,25 @@ class Evaluator:
             return ClientScores(np.zeros(0), "nothing")
         clients = [self.federation.clients[int(k)] for k in ids]
         held = [c for c in clients if len(c.y_test)]
-        if not held:
-            return self._by_class(v, b, [c.y for c in clients])
         if own is not None:
-            pieces = []
-            for c in held:
-                stats = own(c.id)
-                pieces.append(self._samples(v, b if stats is None else stats, c.x_test, c.y_test)[0])
-            return ClientScores(np.array([float(p.mean()) for p in pieces]), "the clients' held-out data")
+            scores = [self._one(*own(c.id), c) for c in (held or clients)]
+            return ClientScores(np.array(scores), HELD_OUT if held else BY_CLASS)
+        if not held:
+            return ClientScores(self._by_class(v, b, [c.y for c in clients]), BY_CLASS)
         images = held[0].x_test.dim() == 4
         x = torch.cat([c.x_test.permute(0, 2, 3, 1) if images else c.x_test for c in held])
         right, _ = self._samples(v, b, x.permute(0, 3, 1, 2) if images else x, torch.cat([c.y_test for c in held]))
         sizes = [len(c.y_test) for c in held]
-        return ClientScores(
-            np.array([float(part.mean()) for part in torch.split(right, sizes)]), "the clients' held-out data"
-        )
+        return ClientScores(np.array([float(part.mean()) for part in torch.split(right, sizes)]), HELD_OUT)
 
-    def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> ClientScores:
+    def _one(self, v: Tensor, b: Tensor, client: ClientData) -> float:
+        """A client's own model on its own data."""
+        if len(client.y_test):
+            return float(self._samples(v, b, client.x_test, client.y_test)[0].mean())
+        return float(self._by_class(v, b, [client.y])[0])
+
+    def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> np.ndarray:
+        """Accuracy on the test set with its classes weighted as in each client's labels, ``[K]``."""
         right, _ = self._samples(v, b, *self.test)
         classes = self.federation.classes
         y = self.test[1].cpu()
@@ -132,4 +136,4 @@ class Evaluator:
         counts = torch.stack([torch.bincount(t, minlength=classes) for t in labels]).to(torch.float64)
         shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
         accuracies = (shares @ correct) / (shares @ total).clamp_min(1e-12)
-        return ClientScores(accuracies.numpy(), "the test set, weighted by the clients' classes")
+        return np.asarray(accuracies.numpy())

@@ -27,7 +27,7 @@ def flat(state: State) -> Tensors:
 
 
 def nested(tensors: Tensors) -> State:
-    """Inverse of :func:`flat`."""
+    """Inverse of ``flat``."""
     state: State = {}
     for key, tensor in tensors.items():
         rule, _, name = key.partition(_SEPARATOR)
