@@ -56,6 +56,27 @@ def assert_same_run(a, b, without=("seconds",)):
     assert summary(a, without) == summary(b, without)
 
 
+class Stop(Exception):
+    """As if the process died."""
+
+
+class StopAfter:
+    """A follower that ends the run after a round."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def start(self, config, rounds_done):
+        pass
+
+    def round(self, row):
+        if row["round"] == self.last:
+            raise Stop
+
+    def end(self, summary):
+        pass
+
+
 # ---- processes of their own -------------------------------------------------------------------------------------------
 
 

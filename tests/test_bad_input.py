@@ -366,6 +366,13 @@ def test_the_python_face_raises_sentences(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_description_of_a_run_refuses_unknown_fields():
+    with pytest.raises(ValueError, match="rouds"):
+        Experiment(rouds=3)
+    with pytest.raises(ValueError, match="dorp"):
+        Experiment(network={"dorp": 0.1})
+
+
 def test_options_that_cannot_be_written_down(tmp_path):
     """config.yaml could not be run again; without a folder nobody needs it."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from running import TINY, assert_same_run, call, metrics, summary
+from running import TINY, Stop, StopAfter, assert_same_run, call, metrics, summary
 
 import unskew
 from unskew.config import Experiment
@@ -405,6 +405,18 @@ def test_tensorboard(capsys):
     for name in ("accuracy", "loss", "bytes_up", "train_loss"):
         points = [(point.step, pytest.approx(point.value, rel=1e-6)) for point in events.Scalars(name)]
         assert points == [(row["round"], row[name]) for row in metrics("a")]
+
+
+def test_tensorboard_of_a_run_that_died(capsys):
+    """Rounds that are done again are there once, those before the checkpoint are not missing."""
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    options = {"data": "digits", "clients": 4, "model": "logistic", "local_steps": 1, "engine": "inline", "rounds": 6}
+    with pytest.raises(Stop):
+        unskew.run(**options, trackers="tensorboard", checkpoint_every=2, out="a", callbacks=[StopAfter(4)])
+    assert len(metrics("a")) == 4
+    unskew.resume("a")
+    points = reader.EventAccumulator("a/tensorboard").Reload().Scalars("accuracy")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
 
 
 def test_mlflow(capsys):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import SmallBatchNorm, blobs
-from running import assert_same_run
+from running import Stop, StopAfter, assert_same_run
 from safetensors.torch import load_file
 
 import unskew
@@ -167,27 +167,6 @@ OPTIONS = {
     "engine": "inline",
     "checkpoint_every": 2,
 }
-
-
-class Stop(Exception):
-    """As if the process died."""
-
-
-class StopAfter:
-    """A follower that ends the run after a round."""
-
-    def __init__(self, last):
-        self.last = last
-
-    def start(self, config, rounds_done):
-        pass
-
-    def round(self, row):
-        if row["round"] == self.last:
-            raise Stop
-
-    def end(self, summary):
-        pass
 
 
 @dataclass(frozen=True)

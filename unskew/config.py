@@ -139,7 +139,7 @@ class Experiment(Section):
             return values
         values = dict(values)
         if values.get("local_steps") is None and values.get("local_epochs") is None:
-            values["local_epochs"] = 1
+            values["local_epochs"] = DEFAULT_EPOCHS
         if str(values.get("partition", "")).startswith("natural"):
             values.setdefault("clients", None)
         if isinstance(values.get("trackers"), str):

@@ -12,7 +12,6 @@ import numpy as np
 from unskew.errors import ConfigError
 from unskew.files import make_folder, write_atomic
 
-
 MARKERS = "osD^vPX*<>"
 
 

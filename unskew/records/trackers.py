@@ -36,6 +36,7 @@ class TensorBoard:
         """One point per figure."""
         for name, value in _numbers(row).items():
             self.writer.add_scalar(name, value, row["round"])
+        self.writer.flush()  # a killed run must not miss points that are before its checkpoint
 
     def end(self, summary: dict[str, Any]) -> None:
         """Flush."""
