@@ -164,6 +164,16 @@ def _child(args, log, hook, value):
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["unskew.cli", "unskew.comparison", "unskew.records.progress", "sklearn.datasets"])
 _number = 0
+_started = []
+
+
+def end_all():
+    """Kill what a failed test left running."""
+    for one in _started:
+        if one.process.is_alive():
+            one.process.kill()
+            one.process.join()
+    _started.clear()
 
 
 class Process:
@@ -176,6 +186,7 @@ class Process:
         self.process = _context.Process(target=_child, args=([str(a) for a in args], self.log, hook, str(value)))
         self.process.start()
         self.pid = self.process.pid
+        _started.append(self)
 
     def wait(self) -> Outcome:
         self.process.join(120)

@@ -432,7 +432,7 @@ SIZES = (10, 12, 14, 16)
 
 
 def train(rule=None, **options):
-    options = {"rounds": 2, "lr": 0.1, "engine": "inline", "seed": 3, **options}
+    options = {"rounds": 2, "lr": 0.1, "local_epochs": 1, "engine": "inline", "seed": 3, **options}
     return unskew.run(blobs(SIZES, shape=(1, 4, 4)), model="logistic", method=rule or "fedavg", **options)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from running import TINY, Process, assert_same_run, call, metrics
+from running import TINY, Process, assert_same_run, call, end_all, metrics
 
 import unskew
 from unskew.errors import CheckpointError
@@ -21,6 +21,12 @@ from unskew.simulation.checkpoint import checkpoints
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
 RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")
 RUN = (*RUN, "--partition", "iid", "--clients", "12")
+
+
+@pytest.fixture(autouse=True)
+def _tidy():
+    yield
+    end_all()
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,11 @@ def as_dict(record: Broadcast | Update) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
-def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection) -> None:
+def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection, inherited: Sequence[Connection]) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for theirs in inherited:
+        theirs.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
     torch.set_num_threads(1)
     keep_freed_memory()
     trainer = LocalTrainer(setup)
@@ -104,10 +106,11 @@ class ProcessesEngine:
         context = multiprocessing.get_context("fork")
         for outbox in self.outboxes:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(setup, self.inbox, outbox, theirs), daemon=True)
+            self.pipes.append(ours)
+            args = (setup, self.inbox, outbox, theirs, tuple(self.pipes))
+            process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
-            self.pipes.append(ours)
             self.processes.append(process)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
