@@ -245,15 +245,20 @@ def test_dropout_keeps_the_expectation_and_is_off_in_evaluation():
 def test_the_arena_gives_back_what_was_written_and_writes_shared_tensors_once():
     arena = Arena(1 << 20)
     shared = torch.arange(5.0)
-    tree = {"a": shared, "b": [shared, torch.tensor([True, False]), 7, None], "c": torch.zeros(0), "s": (slice(0, 3),)}
+    tree = {
+        "a": shared,
+        "b": {"c": shared, "d": torch.tensor([True, False])},
+        "n": 7,
+        "e": torch.zeros(0),
+        "s": (slice(3),),
+    }
     packed = arena.pack(tree)
-    assert packed["a"] is packed["b"][0]
+    assert packed["a"] is packed["b"]["c"]
     back = arena.unpack(packed)
     assert torch.equal(back["a"], shared)
-    assert back["b"][1].tolist() == [True, False]
-    assert back["b"][2:] == [7, None]
-    assert back["c"].shape == (0,)
-    assert back["s"] == (slice(0, 3),)
+    assert back["b"]["d"].tolist() == [True, False]
+    assert (back["n"], back["s"]) == (7, (slice(3),))
+    assert back["e"].shape == (0,)
     copied = arena.unpack(packed, copy=True)
     arena.clear()
     arena.pack({"x": torch.full((5,), -1.0)})

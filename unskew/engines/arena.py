@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from unskew.errors import EngineError
 
@@ -70,16 +69,18 @@ class Arena:
         self._known[id(tensor)] = (tensor, ref)
         return ref
 
-    def pack(self, tree: Any) -> Any:
-        """The same tree with every tensor replaced by its place in the arena."""
-        return pytree.tree_map(lambda leaf: self.write(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    def pack(self, value: Any) -> Any:
+        """The same value with every tensor in it, also inside dictionaries, replaced by its place in the arena."""
+        if isinstance(value, Tensor):
+            return self.write(value)
+        if isinstance(value, dict):
+            return {key: self.pack(item) for key, item in value.items()}
+        return value
 
-    def unpack(self, tree: Any, copy: bool = False) -> Any:
+    def unpack(self, value: Any, copy: bool = False) -> Any:
         """Inverse of ``pack``: views, or copies that outlive the next ``clear``."""
-
-        def restore(leaf: Any) -> Any:
-            if not isinstance(leaf, Ref):
-                return leaf
-            return self.view(leaf).clone() if copy else self.view(leaf)
-
-        return pytree.tree_map(restore, tree, is_leaf=lambda leaf: isinstance(leaf, Ref))
+        if isinstance(value, Ref):
+            return self.view(value).clone() if copy else self.view(value)
+        if isinstance(value, dict):
+            return {key: self.unpack(item, copy) for key, item in value.items()}
+        return value

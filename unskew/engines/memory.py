@@ -1,9 +1,13 @@
-"""How a worker process handles its memory."""
+"""How processes share the machine: their memory and their threads."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+from collections.abc import Iterator
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
 
@@ -18,3 +22,16 @@ def keep_freed_memory() -> None:
         if mallopt is not None:
             mallopt(_MMAP_THRESHOLD, 32 << 20)
             mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Within, this process computes with ``number`` threads."""
+    before = torch.get_num_threads()
+    if before != number:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if before != number:
+            torch.set_num_threads(before)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,17 +35,6 @@ AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
 def available() -> bool:
     """Whether this platform can fork workers safely."""
     return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Within, this process computes with one thread: more would spin on the cores that the workers need."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def as_dict(record: Broadcast | Update) -> dict[str, Any]:
@@ -73,6 +63,8 @@ def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection, inherited
         try:
             update = trainer.train(Broadcast(**inbox.unpack(packed)))
             pipe.send((True, outbox.pack(as_dict(update))))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the parent is gone
         except UnskewError as error:
             pipe.send((False, error))
         except Exception:  # a bug in a rule must reach the user, not die with the worker
@@ -98,6 +90,9 @@ class ProcessesEngine:
         if setup.device.type != "cpu":
             raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}; use 'vectorized'.")
         workers = workers or len(os.sched_getaffinity(0))
+        # More threads of this process would spin on the cores that the workers need.
+        self.threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)
         self.setup = setup
         self.inbox = Arena()
         self.outboxes = [Arena() for _ in range(workers)]
@@ -123,18 +118,17 @@ class ProcessesEngine:
         busy: dict[Connection, deque[int]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
         done: dict[int, Update] = {}
-        with one_thread():
-            for _ in range(AHEAD):
-                for pipe in self.pipes:
+        for _ in range(AHEAD):
+            for pipe in self.pipes:
+                self._send(pipe, waiting, busy, packed, fresh)
+        for place in range(len(casts)):
+            while place not in done:
+                for ready in wait([p for p in self.pipes if busy[p]]):
+                    pipe = cast(Connection, ready)
+                    result = self._receive(pipe)
+                    done[busy[pipe].popleft()] = result
                     self._send(pipe, waiting, busy, packed, fresh)
-            for place in range(len(casts)):
-                while place not in done:
-                    for ready in wait([p for p in self.pipes if busy[p]]):
-                        pipe = cast(Connection, ready)
-                        result = self._receive(pipe)
-                        done[busy[pipe].popleft()] = result
-                        self._send(pipe, waiting, busy, packed, fresh)
-                yield done.pop(place)
+            yield done.pop(place)
 
     def _send(
         self,
@@ -172,8 +166,10 @@ class ProcessesEngine:
             with contextlib.suppress(OSError):
                 pipe.send(None)
                 pipe.close()
+        patience = time.monotonic() + 2
         for process in self.processes:
-            process.join(timeout=2)
+            process.join(timeout=max(0.0, patience - time.monotonic()))
             if process.is_alive():
                 process.kill()
         self.pipes, self.processes = [], []
+        torch.set_num_threads(self.threads_before)

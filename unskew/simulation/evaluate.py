@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import Normaliser
+from unskew.engines.memory import threads
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
 from unskew.seeding import numpy_generator
@@ -71,16 +72,18 @@ class Evaluator:
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
+        self.threads = torch.get_num_threads()  # an engine may take threads away for training
 
     def _samples(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each sample is right, and each batch's summed loss."""
-        predict = self.model.predict(v, b)
         right, losses = [], []
-        for first in range(0, len(y), BATCH):
-            target = y[first : first + BATCH].to(self.model.device)
-            logits = predict(self.normalise(x[first : first + BATCH])).logits
-            right.append(self.task.correct(logits, target))
-            losses.append(self.task.loss(logits, target).to(torch.float64) * len(target))
+        with threads(self.threads):
+            predict = self.model.predict(v, b)
+            for first in range(0, len(y), BATCH):
+                target = y[first : first + BATCH].to(self.model.device)
+                logits = predict(self.normalise(x[first : first + BATCH])).logits
+                right.append(self.task.correct(logits, target))
+                losses.append(self.task.loss(logits, target).to(torch.float64) * len(target))
         return torch.cat(right), torch.stack(losses)
 
     def score(self, v: Tensor, b: Tensor) -> Score:
