@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import platform
 import resource
 import statistics
 import time
@@ -83,7 +84,7 @@ def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -
         ArrayClients(images, labels, offsets, offsets[1:]),
         test=(images[:100], labels[:100]),
         classes=10,
-        normalisation=Normalisation(MEAN, STD, 1 / 255),
+        normalisation=Normalisation(MEAN[: x.shape[3]], STD[: x.shape[3]], 1 / 255),
     )
 
 
@@ -199,6 +200,13 @@ def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, An
     return rows
 
 
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="CIFAR-10 parquet file; ../shared/data's if it is there, else random images")
@@ -210,13 +218,13 @@ def main() -> None:
     path = args.data or (str(CIFAR) if CIFAR.exists() else None)
     x, y = load_images(path)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, images: {'CIFAR-10' if path else 'random'}", flush=True)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"machine": machine(), "images": "CIFAR-10" if path else "random"}
     if args.only in (None, "speed"):
         found["speed"] = speed(x, y, args.repetitions, args.rounds)
     if args.only in (None, "clients"):
         found["clients"] = clients(x, y, 20)
     if args.only in (None, "engines"):
-        found["engines"] = engines(x, y, args.repetitions)
+        found["engines"] = engines(x, y, min(5, args.repetitions))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(f"largest process: {peak:.0f} MB")
     if args.json:

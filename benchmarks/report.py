@@ -1,0 +1,83 @@
+"""Write the measurements in ``results/`` into the documentation: ``python -m benchmarks.report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {
+    "A": "A: 100 clients x 500 samples, 10 per round, 8 steps of batch 64",
+    "B": "B: 1000 clients x 50 samples, 50 per round, 5 steps of batch 10",
+}
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def measurements(found: dict[str, Any]) -> str:
+    """The section of the page on engines."""
+    m = found["machine"]
+    text = [
+        f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "
+        f"{found['images']} images, by `make bench`: medians, the loops measured in turn, each in a process of its own. "
+        "Evaluation is not part of a round here. FedAvg with CNN-A:",
+        "",
+    ]
+    loops = list(dict.fromkeys(row["loop"] for row in found["speed"]))
+    by = {(row["setting"], row["loop"]): row for row in found["speed"]}
+    rows = [
+        [loop] + [f"{by[s, loop]['rounds_per_s']:.2f} ({by[s, loop]['of_tuned']:.2f})" for s in SETTINGS]
+        for loop in loops
+    ]
+    text += [table(["rounds per second (relative to the better (b))", *SETTINGS.values()], rows), ""]
+    text += [
+        "(a) is what a researcher writes: a DataLoader per client, a deep copy of the model per client. (b) is tuned by hand "
+        "without a framework: tensors in memory, one reused model, channels-last, fused SGD. (c) writes out the forward pass "
+        "of this one model (`benchmarks/handmade.py`); with five clients as one network of grouped convolutions it shows "
+        "what is left to gain.",
+        "",
+        "Registered clients, at the same cohort of 10 (setting A). Memory is that of the run and its workers, shared pages "
+        "counted once, after 20 rounds; in brackets what those rounds added:",
+        "",
+        table(
+            ["method", "registered clients", "seconds per round", "memory in MB"],
+            [
+                [
+                    f"`{r['method']}`",
+                    f"{r['clients']:,}",
+                    f"{r['seconds']:.3f}",
+                    f"{r['mb']:.0f} ({r['growth_mb']:+.0f})",
+                ]
+                for r in found["clients"]
+            ],
+        ),
+        "",
+        "SCAFFOLD keeps a variate for each client that took part, which is the method's own cost: it grows with the clients "
+        "seen, not with the clients registered.",
+        "",
+        "Rounds per second of each engine, from tiny to large work per client. This is what `auto` rests on:",
+        "",
+        table(
+            ["work", "`inline`", "`processes`", "`vectorized`"],
+            [[r["case"], *(f"{r[e]:.2f}" for e in ("inline", "processes", "vectorized"))] for r in found["engines"]],
+        ),
+        "",
+        found.get("conclusion", ""),
+    ]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def main() -> None:
+    page = ROOT / "docs" / "engines.md"
+    found = json.loads((ROOT / "results" / "speed-cpu.json").read_text())
+    before = page.read_text().split("<!-- measurements -->")[0]
+    page.write_text(before + "<!-- measurements -->\n\n" + measurements(found))
+    print(f"wrote {page}")
+
+
+if __name__ == "__main__":
+    main()
