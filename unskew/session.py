@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from unskew.config import Experiment
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.base import Setup
 from unskew.engines.choose import make_engine, pick_engine
+from unskew.engines.memory import cores
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic
 from unskew.methods.fedavg import FedAvg
@@ -81,7 +81,7 @@ class Session:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else 0
         # More workers than clients in a round would have nothing to do.
-        workers = min(self.config.workers or len(os.sched_getaffinity(0)), self.sampler.size)
+        workers = min(self.config.workers or cores(), self.sampler.size)
         engine = make_engine(self.engine_name, self.setup, workers)
         try:
             self._begin(start)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from unskew.engines import processes
 from unskew.engines.base import Engine, Setup
 from unskew.engines.inline import InlineEngine
+from unskew.engines.memory import cores
 from unskew.engines.processes import ProcessesEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import ConfigError
@@ -40,8 +39,8 @@ def pick_engine(name: str, device: torch.device, cohort: int, workers: int | Non
         return name
     if device.type != "cpu":
         return "vectorized"
-    cores = workers or len(os.sched_getaffinity(0)) if processes.available() else 1
-    return "processes" if cores > 1 and cohort > 1 else "inline"
+    usable = (workers or cores()) if processes.available() else 1
+    return "processes" if usable > 1 and cohort > 1 else "inline"
 
 
 def make_engine(name: str, setup: Setup, workers: int | None = None) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 
@@ -22,6 +23,11 @@ def keep_freed_memory() -> None:
         if mallopt is not None:
             mallopt(_MMAP_THRESHOLD, 32 << 20)
             mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

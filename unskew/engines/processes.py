@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 from unskew.engines.arena import Arena
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
-from unskew.engines.memory import keep_freed_memory
+from unskew.engines.memory import cores, keep_freed_memory
 from unskew.errors import EngineError, UnskewError
 from unskew.methods.rules import Broadcast, Update
 
@@ -89,7 +88,7 @@ class ProcessesEngine:
             raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
         if setup.device.type != "cpu":
             raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}; use 'vectorized'.")
-        workers = workers or len(os.sched_getaffinity(0))
+        workers = workers or cores()
         # More threads of this process would spin on the cores that the workers need.
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
