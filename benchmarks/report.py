@@ -66,8 +66,8 @@ def measurements(found: dict[str, Any]) -> str:
             [[r["case"], *(f"{r[e]:.2f}" for e in ("inline", "processes", "vectorized"))] for r in found["engines"]],
         ),
         "",
-        "`processes` is the fastest or within a few percent of it wherever a round takes more than a few milliseconds. Only "
-        "for the largest model here, VGG-11 with one step per client, do two threads on one client do as well.",
+        "`processes` is the fastest or close to it in all cases but the last: for a large model with little work per client "
+        "two threads on one client at a time are faster.",
     ]
     return "\n".join(text).rstrip() + "\n"
 

@@ -33,6 +33,7 @@ CATALOGUE: dict[str, str] = {
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
     "ditto": "unskew.methods.ditto:Ditto",
+    "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
 }
 
