@@ -61,6 +61,9 @@ class Session:
         folder: Path | None,
         callbacks: Sequence[Callback],
     ):
+        spec = spec.to(device)
+        if device.type != "cpu":
+            federation = federation.to(device)
         self.config, self.federation, self.spec, self.method = config, federation, spec, chosen
         self.folder, self.callbacks = folder, callbacks
         task = TASKS[federation.task]
@@ -106,8 +109,8 @@ class Session:
         self.server.store.close()
         for callback in self.callbacks:
             callback.end(summary)
-        module = self.spec.load(self.server.evaluated, self.server.b)
-        return Result(self.recorder.history, summary, module, self.server.evaluated, self.folder)
+        module = self.spec.load(self.server.evaluated, self.server.b).cpu()
+        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder)
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""

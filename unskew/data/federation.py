@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -134,9 +134,17 @@ class Federation:
             return np.asarray(self.clients.splits - self.clients.offsets[:-1])
         return np.array([client.examples for client in self.clients])
 
+    def to(self, device: torch.device) -> Federation:
+        """The same federation with its arrays on ``device``, if they are arrays; else the clients stay where they are."""
+        x, y = self.test
+        clients = self.clients
+        if isinstance(clients, ArrayClients):
+            clients = ArrayClients(clients.x.to(device), clients.y.to(device), clients.offsets, clients.splits)
+        return replace(self, clients=clients, test=(x.to(device), y.to(device)))
+
     def class_counts(self) -> np.ndarray:
         """What each client holds to train on: counts ``[K, C]``."""
-        counts = [np.bincount(c.y.numpy(), minlength=self.classes) for c in self.clients]
+        counts = [np.bincount(c.y.cpu().numpy(), minlength=self.classes) for c in self.clients]
         return np.stack(counts)
 
     @staticmethod

@@ -37,7 +37,7 @@ class Plan:
         if self._augment is None or x.dim() != 4:
             return x
         offsets, flips = draw_crop_and_flip(len(x), PADDING, self._augment)
-        return crop_and_flip(x, offsets, flips, PADDING)
+        return crop_and_flip(x, offsets.to(x.device), flips.to(x.device), PADDING)
 
 
 class Normaliser:

@@ -29,7 +29,12 @@ def start_of(cast: Broadcast) -> Tensor:
     kept = cast.state.get("model", {}).get("v")
     if cast.down is None or kept is None:
         return cast.v
-    return torch.where(mask_of(cast.down, len(kept)).to(kept.device), cast.v, kept)
+    return torch.where(mask_of(cast.down, len(kept)).to(cast.v.device), cast.v, kept.to(cast.v.device))
+
+
+def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
+    """The same tensors on ``device``; on the CPU they are not copied."""
+    return {rule: {name: t.to(device) for name, t in tensors.items()} for rule, tensors in nested.items()}
 
 
 def client_key(seed: int, cast: Broadcast) -> Tensor:
@@ -98,8 +103,10 @@ class LocalTrainer:
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
         for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
-            x = self.normalise(take(client.x, cut))
-            batch = Batch(x, client.y[cut].to(x.device), client_key(self.setup.seed, cast), torch.tensor(0))
+            index = cut.to(client.y.device)
+            x = self.normalise(take(client.x, index))
+            key = client_key(self.setup.seed, cast).to(x.device)
+            batch = Batch(x, client.y[index].to(x.device), key, torch.tensor(0))
             total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)
         return total
 
@@ -109,7 +116,7 @@ class LocalTrainer:
         client = setup.federation.clients[cast.client]
         plan = Plan(training, client.examples, setup.seed, cast.round, cast.client)
         v_start = start_of(cast).to(device)
-        key = client_key(setup.seed, cast)
+        key = client_key(setup.seed, cast).to(device)
         shared: dict[str, object] = {
             "round": cast.round,
             "v_global": cast.v.to(device),
@@ -126,7 +133,8 @@ class LocalTrainer:
             "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
             "class_counts": self.class_counts(client) if self.needs_class_counts else None,
         }
-        ctxs = contexts(setup.rules, shared, cast.state, cast.download)
+        state, download = on_device(cast.state, device), on_device(cast.download, device)
+        ctxs = contexts(setup.rules, shared, state, download)
         pairs = list(zip(setup.rules, ctxs, strict=True))
         self.model.start(cast.b)
         carries = [rule.begin(ctx) for rule, ctx in pairs]
@@ -138,15 +146,16 @@ class LocalTrainer:
             grad_fn = rule.gradient(grad_fn, ctx, carry)
 
         v = v_start.clone()
-        state = optimizers.init(training, v)
+        moments = optimizers.init(training, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
-        for step, index in enumerate(plan.batches):
+        for step, cpu_index in enumerate(plan.batches):
+            index = cpu_index.to(client.y.device)
             x = self.normalise(plan.augment(take(client.x, index)))
             at = torch.tensor(step)
             batch = Batch(
                 x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at
             )
-            v, state = optimizers.step(training, v, grad_fn(v, batch), state, step)
+            v, moments = optimizers.step(training, v, grad_fn(v, batch), moments, step)
             total += self.model.loss
 
         for (rule, ctx), carry in zip(pairs, carries, strict=True):

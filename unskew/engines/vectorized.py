@@ -19,7 +19,7 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.local import LocalTrainer, base_loss, client_key, contexts, finish, start_of
+from unskew.engines.local import LocalTrainer, base_loss, client_key, contexts, finish, on_device, start_of
 from unskew.methods.rules import Broadcast, Context, Tensors, Update
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.seeding import derive, fold
@@ -119,8 +119,8 @@ class VectorizedEngine:
                     "weight": weights[k],
                     "full_gradient": full[k] if full is not None else None,
                     "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
-                    "state": cast.state,
-                    "download": cast.download,
+                    "state": on_device(cast.state, device),
+                    "download": on_device(cast.download, device),
                 }
                 for k, cast in enumerate(casts)
             ]
@@ -202,10 +202,11 @@ class VectorizedEngine:
         ]
 
     def _batch(self, clients: Sequence[ClientData], plans: Sequence[Plan], t: int, keys: Tensor) -> Batch:
-        xs = [plan.augment(take(client.x, plan.batches[t])) for client, plan in zip(clients, plans, strict=True)]
+        index = [plan.batches[t].to(client.y.device) for client, plan in zip(clients, plans, strict=True)]
+        xs = [p.augment(take(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
         # One transfer and one normalisation for the whole group.
         flat = self.single.normalise(torch.cat(xs))
         x = flat.view(len(clients), -1, *flat.shape[1:]) if flat.dim() != 4 else torch.stack(flat.chunk(len(clients)))
-        y = torch.stack([client.y[plan.batches[t]] for client, plan in zip(clients, plans, strict=True)])
+        y = torch.stack([client.y[i] for client, i in zip(clients, index, strict=True)])
         at = torch.tensor(t, device=keys.device)
         return Batch(x, y.to(keys.device), fold(keys, at) if self.single.model.stream else keys, at)

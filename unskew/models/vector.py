@@ -152,6 +152,12 @@ class ModelSpec:
             raise ConfigError(f"The head {self.head_name!r} has no trainable parameters.")
         return parts
 
+    def to(self, device: torch.device) -> ModelSpec:
+        """The same layout with its module, and so all that is made from it, on ``device``."""
+        self.module.to(device)
+        self.counters = {n: b.to(device) for n, b in self.counters.items()}
+        return self
+
     def flatten(self, module: nn.Module | None = None) -> Tensor:
         """The trainable parameters of ``module`` (default: the initial model) as a vector ``[d]``."""
         found = dict((module or self.module).named_parameters())
@@ -161,7 +167,7 @@ class ModelSpec:
         """The floating-point buffers of ``module`` as a vector ``[m]``; empty if it has none."""
         found = dict((module or self.module).named_buffers())
         flat = [found[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names]
-        return torch.cat(flat) if flat else torch.zeros(0, dtype=self.dtype)
+        return torch.cat(flat) if flat else self.flatten()[:0]
 
     def parameters(self, v: Tensor) -> dict[str, Tensor]:
         """Named parameters as views of ``v [d]``; differentiable."""

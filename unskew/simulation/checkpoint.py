@@ -175,7 +175,8 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
         raise CheckpointError(
             f"The checkpoint {path} was written by another version of unskew; resume it with that one."
         )
-    tensors = load((path / "server.safetensors").read_bytes())
+    device = server.b.device
+    tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
         raise CheckpointError(f"The checkpoint {path} was written for another model or method.")

@@ -136,7 +136,7 @@ class Evaluator:
         y = self.test[1].cpu()
         total = torch.bincount(y, minlength=classes).to(torch.float64)
         correct = torch.bincount(y, weights=right.cpu(), minlength=classes)
-        counts = torch.stack([torch.bincount(t, minlength=classes) for t in labels]).to(torch.float64)
+        counts = torch.stack([torch.bincount(t.cpu(), minlength=classes) for t in labels]).to(torch.float64)
         shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
         accuracies = (shares @ correct) / (shares @ total).clamp_min(1e-12)
         return np.asarray(accuracies.numpy())

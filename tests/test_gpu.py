@@ -1,0 +1,36 @@
+"""On a GPU the engines give the numbers of the CPU. Skipped where there is none."""
+
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+
+import unskew
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def train(method, engine, device, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.7, "precision": "fp64", **options}
+    return unskew.run(
+        blobs([5, 23, 8, 17]), model=SmallBatchNorm(), method=method, engine=engine, device=device, **given
+    )
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold+fedadam", "fedcog:start_round=1,g_steps=3,n=8", "moon", "fedpvr"]
+)
+def test_the_gpu_gives_the_numbers_of_the_cpu(method, engine):
+    reference = train(method, "inline", "cpu")
+    result = train(method, engine, "cuda")
+    assert result.vector.device.type == "cpu"
+    torch.testing.assert_close(result.vector, reference.vector, rtol=0, atol=1e-8)
+
+
+def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(tmp_path):
+    straight = train("scaffold", "vectorized", "cuda", rounds=4, checkpoint_every=2)
+    train("scaffold", "vectorized", "cuda", rounds=2, checkpoint_every=2, out=tmp_path / "run")
+    torch.manual_seed(0)
+    again = unskew.resume(tmp_path / "run", federation=blobs([5, 23, 8, 17]), model=SmallBatchNorm(), rounds=4)
+    torch.testing.assert_close(again.vector, straight.vector, rtol=0, atol=0)
