@@ -68,6 +68,8 @@ def measurements(found: dict[str, Any]) -> str:
         "",
         "`processes` is the fastest or close to it in all cases but the last: for a large model with little work per client "
         "two threads on one client at a time are faster.",
+        "",
+        "There are no figures for a GPU yet: `vectorized` is meant for one, but has been measured on a CPU only.",
     ]
     return "\n".join(text).rstrip() + "\n"
 
