@@ -119,7 +119,10 @@ def compare(
     """
     chosen = {m if isinstance(m, str) else method(m).spelling: m for m in methods}
     if not methods or len(chosen) < len(methods):
-        raise ConfigError("Name at least one method, and each only once.")
+        twice = ", ".join(sorted({str(m) for m in methods if list(methods).count(m) > 1}))
+        raise ConfigError(
+            f"Name each method only once: {twice} is there twice." if twice else "Name at least one method."
+        )
     which = seed_list(seeds)
     folder = None if out is None else Path(out)
     if folder is not None and occupied(folder) and not again:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
 from unskew.engines.base import Training
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, plain, unknown
 from unskew.methods.catalogue import method
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -188,7 +188,7 @@ def experiment(values: dict[str, Any]) -> Experiment:
         first = error.errors()[0]
         known = {*Experiment.model_fields, *NetworkConfig.model_fields}
         where = ".".join(str(piece) for piece in first["loc"] if piece in known)
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = plain(first["msg"])
         if first["type"] == "string_pattern_mismatch":
             reason = "Input should be auto, cpu, cuda or, for the second of several, cuda:1"
         raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error

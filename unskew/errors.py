@@ -40,3 +40,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."
+
+
+def plain(message: str) -> str:
+    """A validation library's message as part of a sentence.
+
+    >>> plain("Input should be greater than 0")
+    'it must be greater than 0'
+    """
+    return message.removeprefix("Value error, ").replace("Input should be", "it must be", 1)

@@ -25,7 +25,10 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"The device {name!r} is not available here: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"The device {name!r} is not available here: {reason}. Use device='cpu' or 'auto'."
+        ) from error
     return device
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pydantic
 
-from unskew.errors import ConfigError, MethodConflict, unknown
+from unskew.errors import ConfigError, MethodConflict, plain, unknown
 from unskew.methods.rules import ClientRule, DataRule, Method, Part, ServerRule, Sync
 
 CATALOGUE: dict[str, str] = {
@@ -73,7 +73,9 @@ def slots_of(cls: type[Part]) -> list[str]:
 
 
 def _parse_one(text: str) -> Method:
-    name, _, rest = text.strip().partition(":")
+    name, colon, rest = text.strip().partition(":")
+    if colon and not rest.strip():
+        raise ConfigError(f"{text.strip()!r} ends with a colon; write {name}:option=value, or {name} alone.")
     name = name.strip() if "." in name else name.strip().lower()
     cls = part_class(name)
     known = options_of(cls)
@@ -100,7 +102,7 @@ def make(cls: type[Part], **options: object) -> Part:
         try:
             checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
         except pydantic.ValidationError as error:
-            reason = error.errors()[0]["msg"]
+            reason = plain(error.errors()[0]["msg"])
             raise ConfigError(f"{cls.name}:{key}={value} is not valid: {reason}.") from error
     return cls(**checked)
 
