@@ -5,7 +5,7 @@ tuned by hand for one machine with two cores. Both run complete FedAvg rounds of
 images and share one interface: ``Loop(x, y, clients, per_client, cohort, steps, batch, lr, seed)``,
 ``round(t)`` and ``close()``. Client ``c`` owns the samples ``c * per_client`` to ``(c + 1) * per_client - 1``.
 
-Run ``python benchmarks/baselines.py [--data train.parquet]`` to measure them.
+Run ``python -m benchmarks.baselines [--data train.parquet]`` to measure them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import copy
 import multiprocessing as mp
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.timing import load_images, measure
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -261,67 +262,6 @@ class TunedLoop:
         for process in self.processes:
             process.join()
         self.pipes, self.processes = [], []
-
-
-def _serve(make_loop: Callable[[], Any], pipe: Connection) -> None:
-    """Hold one loop; run as many rounds as asked for and answer the seconds per round."""
-    loop = make_loop()
-    t = 0
-    while (rounds := pipe.recv()) is not None:
-        start = time.perf_counter()
-        for _ in range(rounds):
-            loop.round(t)
-            t += 1
-        pipe.send((time.perf_counter() - start) / rounds)
-    loop.close()
-
-
-def measure(
-    loops: dict[str, Callable[[], Any]], repetitions: int, rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """Seconds per round of each loop, measured in turn; each loop lives in a process of its own.
-
-    Args:
-        loops: By name, what makes the loop (inside its process).
-        repetitions: How many times the turn goes round.
-        rounds: FedAvg rounds of each loop per turn.
-        warm_up: Unmeasured rounds before.
-
-    Returns:
-        By name, one number for each repetition.
-    """
-    fork = mp.get_context("fork")
-    handles = []
-    for make_loop in loops.values():
-        here, there = fork.Pipe()
-        process = fork.Process(target=_serve, args=(make_loop, there))
-        process.start()
-        there.close()
-        handles.append((here, process))
-        here.send(warm_up)
-        here.recv()
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(repetitions):
-        for name, (pipe, _process) in zip(loops, handles, strict=True):
-            pipe.send(rounds)
-            seconds[name].append(pipe.recv())
-    for pipe, process in handles:
-        pipe.send(None)
-        process.join()
-    return seconds
-
-
-def load_images(path: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """CIFAR-10 from a parquet file with JPEG bytes, or noise of the same shape."""
-    if path is None:
-        rng = np.random.default_rng(0)
-        return rng.integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 50_000)
-    import pyarrow.parquet
-    import simplejpeg
-
-    table = pyarrow.parquet.read_table(path)
-    images = [simplejpeg.decode_jpeg(row["bytes"], colorspace="RGB") for row in table["img"].to_pylist()]
-    return np.stack(images), table["label"].to_numpy().astype(np.int64)
 
 
 def main() -> None:

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop, load_images, measure
+from benchmarks.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop
 from benchmarks.handmade import HandmadeTogether, HandmadeTrainer
+from benchmarks.timing import load_images, measure
 from unskew import ClientData, Federation, ModelSpec, Normalisation, method
 from unskew.data.federation import ArrayClients
 from unskew.engines.base import Setup, Training
