@@ -521,3 +521,36 @@ def test_loss_that_is_not_finite_is_null(tmp_path):
     assert result.history == metrics(tmp_path / "run", without=())
     assert result.summary == summary(tmp_path / "run", without=())
     summary_table(result.summary)
+
+
+def test_what_a_newcomer_gets_wrong_in_python():
+    x, y = np.random.default_rng(0).normal(size=(9, 4)).astype("float32"), np.arange(9) % 3
+    fed = unskew.Federation.from_arrays([(x, y), (x, y)], test=(x, y), classes=3, holdout=0)
+
+    class Rule(unskew.ClientRule):
+        name, summary, paper = "rule", "for tests", "none"
+
+    normalised = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    lonely = unskew.Federation.from_arrays([(x, y), (x[:1], y[:1])], test=(x, y), classes=3, holdout=0)
+    integers = unskew.Federation.from_arrays(
+        [((x * 9).astype("int64"), y)], test=((x * 9).astype("int64"), y), classes=3
+    )
+    given = {"model": "logistic", "rounds": 1}
+    for wrong, message in [
+        (lambda: unskew.Federation.from_arrays([(x, y)], test=None), r"test must be a pair"),
+        (lambda: unskew.Federation.from_arrays({0: (x, y)}, test=(x, y)), r"not a dictionary"),
+        (lambda: unskew.run(fed, clients=7, **given), r"clients=7 has no effect"),
+        (lambda: unskew.compare(fed, methods="fedavg", partition="iid", **given), r"partition='iid' has no effect"),
+        (lambda: unskew.run(fed, method=Rule, **given), r"Rule is not a method"),
+        (lambda: unskew.run(fed, method=[3], **given), r"3 is not a method"),
+        (lambda: unskew.run(fed, model=torch.nn.LazyLinear(3), rounds=1), r"lazy layers"),
+        (lambda: unskew.run(lonely, model=normalised, engine="inline", rounds=1), r"Client 1 trains on a batch of one"),
+        (
+            lambda: unskew.run(lonely, model=normalised, engine="processes", rounds=1),
+            r"Client 1 trains on a batch of one",
+        ),
+        (lambda: unskew.run(integers, model="mlp", rounds=1), r"give floats if they are features"),
+    ]:
+        with pytest.raises(unskew.UnskewError, match=message):
+            wrong()
+    assert list(unskew.compare(fed, methods="fedavg", seeds=1, **given).summaries) == ["fedavg"]

@@ -17,7 +17,7 @@ from unskew.methods.catalogue import MethodLike, method
 from unskew.records.plots import clients_by_class, convergence
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.runs import ModelLike, finished_rounds, load_data, resume, run_experiment
+from unskew.runs import ModelLike, check_given, finished_rounds, load_data, resume, run_experiment
 from unskew.session import RESUMABLE, check_same
 
 Spread = tuple[float, float]
@@ -117,6 +117,8 @@ def compare(
     Raises:
         ConfigError: An option is wrong, a method is named twice, or ``out`` is already there.
     """
+    if isinstance(methods, str):
+        methods = [methods]
     chosen = {m if isinstance(m, str) else method(m).spelling: m for m in methods}
     if not methods or len(chosen) < len(methods):
         twice = ", ".join(sorted({str(m) for m in methods if list(methods).count(m) > 1}))
@@ -133,6 +135,7 @@ def compare(
     experiment({**values, "target": target})  # checks them, also the target
     if federation is not None:
         given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        check_given(given, values)
         values = {**given, **values}
     if model is not None:
         values["model"] = model if isinstance(model, str) else str(getattr(model, "__name__", type(model).__name__))

@@ -62,6 +62,7 @@ def run(
     values = dict(options)
     if federation is not None:
         given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        check_given(given, values)
         values = {**given, **values}
     if model is not None:
         values["model"] = model if isinstance(model, str) else _name_of(model)
@@ -80,6 +81,17 @@ def run(
 
 def _name_of(model: object) -> str:
     return str(getattr(model, "__name__", type(model).__name__))
+
+
+def check_given(given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Options about data that are given already must not say something else.
+
+    Raises:
+        ConfigError: They do.
+    """
+    for name in ("data", "partition", "clients", "data_path", "holdout", "server", "label"):
+        if name in options and options[name] != given.get(name):
+            raise ConfigError(f"{name}={options[name]!r} has no effect on a federation that is given.")
 
 
 def load_data(config: Experiment) -> Federation:

@@ -29,7 +29,7 @@ def as_inputs(values: object, who: str) -> Tensor:
     if x.dim() < 2:
         raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
     if len(x) == 0:
-        raise DataError(f"The data of {who} is empty; every client needs at least one sample.")
+        raise DataError(f"The data of {who} is empty; at least one sample is needed.")
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16):
         x = x.float()
     if x.is_floating_point() and not bool(torch.isfinite(x).all()):

@@ -166,7 +166,7 @@ class Federation:
 
         Args:
             clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are
-                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``; tables are ``[n, f]``.
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``; tables are ``[n, f]``.
             test: ``(x, y)`` of the global test set.
             server: ``(x, y)`` held by the server.
             task: ``"classification"``.
@@ -192,6 +192,11 @@ class Federation:
             raise DataError(f"There is no task {task!r}. Known: classification.")
         if not clients:
             raise DataError("A federation needs at least one client; 'clients' is empty.")
+        for who, pair in (("test", test), ("server", server)):
+            if not (isinstance(pair, tuple | list) and len(pair) == 2) and not (who == "server" and pair is None):
+                raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
+        if isinstance(clients, dict):
+            raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
         xs, ys, splits = [], [], []
         for k, given in enumerate(clients):
             if not isinstance(given, tuple | list) or len(given) not in (2, 4):

@@ -9,6 +9,7 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
+from unskew.errors import DataError
 from unskew.methods.rules import Broadcast, ClientRule, Context, Tensors, Update, mask_of
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.seeding import derive, fold
@@ -35,6 +36,16 @@ def start_of(cast: Broadcast) -> Tensor:
 def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
     """The same tensors on ``device``; on the CPU they are not copied."""
     return {rule: {name: t.to(device) for name, t in tensors.items()} for rule, tensors in nested.items()}
+
+
+def lonely(error: ValueError, client: int) -> Exception:
+    """PyTorch's complaint about a batch of one sample as a sentence; any other error as it is."""
+    if "more than 1 value per channel" not in str(error):
+        return error
+    return DataError(
+        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
+        "set drop_last, or take a model with GroupNorm."
+    )
 
 
 def client_key(seed: int, cast: Broadcast) -> Tensor:
@@ -155,7 +166,11 @@ class LocalTrainer:
             batch = Batch(
                 x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at
             )
-            v, moments = optimizers.step(training, v, grad_fn(v, batch), moments, step)
+            try:
+                g = grad_fn(v, batch)
+            except ValueError as error:
+                raise lonely(error, cast.client) from error
+            v, moments = optimizers.step(training, v, g, moments, step)
             total += self.model.loss
 
         for (rule, ctx), carry in zip(pairs, carries, strict=True):

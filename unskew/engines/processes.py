@@ -65,9 +65,15 @@ def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection, inherited
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent is gone
         except UnskewError as error:
-            pipe.send((False, error))
+            _tell(pipe, error)
         except Exception:  # a bug in a rule must reach the user, not die with the worker
-            pipe.send((False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")))
+            _tell(pipe, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}"))
+
+
+def _tell(pipe: Connection, error: UnskewError) -> None:
+    """Report an error; the parent may have stopped already because of another worker's."""
+    with contextlib.suppress(OSError):
+        pipe.send((False, error))
 
 
 class ProcessesEngine:

@@ -131,6 +131,11 @@ def method(spec: MethodLike) -> Method:
         if not spec.strip() or not all(piece.strip() for piece in pieces):
             raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
         return dataclasses.replace(_add([_parse_one(piece) for piece in pieces]), spelling=spec.replace(" ", ""))
+    if isinstance(spec, type) or not isinstance(spec, Sequence):
+        what = spec.__name__ if isinstance(spec, type) else repr(spec)
+        raise ConfigError(
+            f"{what} is not a method: give a name such as 'fedavg', or an instance of your rule, or a list."
+        )
     parts = [method(item) for item in spec]
     if not parts:
         raise ConfigError("An empty list is not a method.")

@@ -68,10 +68,13 @@ class ModelSpec:
         Raises:
             ConfigError: The model does not accept inputs of this shape, or its output or head do not fit.
         """
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            raise ConfigError("The model has lazy layers without a shape; run it once on an example before giving it.")
         self.module = copy.deepcopy(module).to(dtype)
         self.stream = exchange_dropout(self.module)
         self.shape, self.classes, self.dtype = tuple(shape), classes, dtype
         self.input_dtype = input_dtype or dtype
+        self.integers = input_dtype == torch.int64
         self.autocast = autocast
         if autocast:
             for module in self.module.modules():
@@ -108,7 +111,8 @@ class ModelSpec:
                 out = self.module.eval()(torch.zeros(2, *self.shape, dtype=self.input_dtype))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"The model does not accept inputs of shape {self.shape}: {reason}") from error
+            hint = " Integers reach the model as they are; give floats if they are features." if self.integers else ""
+            raise ConfigError(f"The model does not accept inputs of shape {self.shape}: {reason}.{hint}") from error
         finally:
             for hook in hooks:
                 hook.remove()
