@@ -38,13 +38,11 @@ def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Ten
     return {rule: {name: t.to(device) for name, t in tensors.items()} for rule, tensors in nested.items()}
 
 
-def lonely(error: ValueError, client: int) -> Exception:
-    """PyTorch's complaint about a batch of one sample as a sentence; any other error as it is."""
-    if "more than 1 value per channel" not in str(error):
-        return error
+def lonely(client: int) -> DataError:
+    """What a batch of one sample means to BatchNorm, as a sentence."""
     return DataError(
         f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
-        "set drop_last, or take a model with GroupNorm."
+        "set drop_last if it is the rest of an epoch, or take a model with GroupNorm."
     )
 
 
@@ -169,7 +167,9 @@ class LocalTrainer:
             try:
                 g = grad_fn(v, batch)
             except ValueError as error:
-                raise lonely(error, cast.client) from error
+                if "more than 1 value per channel" in str(error):
+                    raise lonely(cast.client) from error
+                raise
             v, moments = optimizers.step(training, v, g, moments, step)
             total += self.model.loss
 
