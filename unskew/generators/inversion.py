@@ -45,6 +45,7 @@ def learn(
         The best point and what the objective kept there.
     """
     gradient = torch.func.grad(lambda x, t: _with_loss(objective(x, t)), has_aux=True)
+    start = channels_last(start)
     if steps == 0:
         return start, objective(start, 0)[1].detach()
     x, m, second = start, torch.zeros_like(start), torch.zeros_like(start)
@@ -63,6 +64,11 @@ def learn(
         x = x - lr / (1 - betas[0] ** (t + 1)) * m / root
     assert best_kept is not None
     return (x if last else best_x), best_kept
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Images with their channels last in memory, the shape unchanged: on a CPU, their gradients cost half as much."""
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
 def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
