@@ -167,6 +167,8 @@ def run_experiment(
     for rule in chosen.data:
         federation, traffic = rule.prepare(federation, config.seed)
         prepared += traffic.items()
+    for client_rule in chosen.client:
+        client_rule.check(federation)
     spec = initial_spec(config, federation, model, chosen)
     made = [] if folder is None else make_folder(folder)
     with locked(folder):

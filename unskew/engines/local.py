@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, take
+from unskew.data.pixels import Pixels
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
@@ -69,6 +70,12 @@ def contexts(
     ]
 
 
+def made_by(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
+    """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
+    found = [made for rule, carry in zip(rules, carries, strict=True) if (made := rule.samples(carry)) is not None]
+    return {"x": found[-1][0], "y": found[-1][1]} if found else {}
+
+
 def finish(
     setup: Setup,
     cast: Broadcast,
@@ -78,6 +85,7 @@ def finish(
     b: Tensor,
     ctxs: list[tuple[Tensors, Tensors]],
     metrics: dict[str, float],
+    made: Tensors,
 ) -> Update:
     """Pack what a client sends (``ctxs``: per rule, its state and its upload) and what stays with it."""
     state = {r.name: s for r, (s, _) in zip(setup.rules, ctxs, strict=True) if s}
@@ -86,7 +94,7 @@ def finish(
         state["model"] = {"v": v}
         delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
     upload = {r.name: u for r, (_, u) in zip(setup.rules, ctxs, strict=True) if u}
-    return Update(cast.client, cast.round, examples, cast.weight, delta, b, upload, state, metrics)
+    return Update(cast.client, cast.round, examples, cast.weight, delta, b, upload, state, metrics, made=made)
 
 
 class LocalTrainer:
@@ -97,6 +105,7 @@ class LocalTrainer:
         self.model = BoundModel(setup.spec, setup.device)
         federation, spec = setup.federation, setup.spec
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
+        self.pixels = Pixels.of(federation)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
         self.needs_class_counts = any(rule.needs_class_counts for rule in setup.rules)
 
@@ -141,12 +150,14 @@ class LocalTrainer:
             "weight": torch.tensor(cast.weight, dtype=v_start.dtype, device=device),
             "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
             "class_counts": self.class_counts(client) if self.needs_class_counts else None,
+            "pixels": self.pixels,
         }
         state, download = on_device(cast.state, device), on_device(cast.download, device)
         ctxs = contexts(setup.rules, shared, state, download)
         pairs = list(zip(setup.rules, ctxs, strict=True))
         self.model.start(cast.b)
         carries = [rule.begin(ctx) for rule, ctx in pairs]
+        made = made_by(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = rule.loss(loss_fn, ctx, carry)
@@ -177,4 +188,4 @@ class LocalTrainer:
             rule.end(ctx, carry, v)
         metrics = {"loss": float(total) / max(1, len(plan.batches)), "steps": float(len(plan.batches))}
         written = [(ctx.state, ctx.upload) for ctx in ctxs]
-        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics)
+        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics, made)

@@ -19,7 +19,7 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.local import LocalTrainer, base_loss, client_key, contexts, finish, on_device, start_of
+from unskew.engines.local import LocalTrainer, base_loss, client_key, contexts, finish, made_by, on_device, start_of
 from unskew.methods.rules import Broadcast, Context, Tensors, Update
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.seeding import derive, fold
@@ -39,7 +39,7 @@ def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
     return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
 
 
-def rows(tree: Tree, index: Tensor | None, dims: Tree | None = None) -> Tree:
+def rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
     """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None)."""
     if index is None:
         return tree
@@ -130,7 +130,7 @@ class VectorizedEngine:
             model = FunctionalModel(setup.spec, b)
             shared = {k: t for k, t in given.items() if k not in ("state", "download")}
             shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
-            shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd}
+            shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd, "pixels": self.single.pixels}
             return model, contexts(setup.rules, shared, given["state"], given["download"])
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
@@ -167,6 +167,7 @@ class VectorizedEngine:
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", casts[0].round, casts[0].client))
             carries = self._map(begin, (dims, 0), given, b)
+            made = [made_by(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
             for t in range(max(len(plan.batches) for plan in plans)):
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()
@@ -186,6 +187,7 @@ class VectorizedEngine:
                 setup, cast, clients[k].examples, starts[k], v[k], b[k].clone(),
                 pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
                 {"loss": losses[k], "steps": float(counts[k])},
+                made[k],
             )
             for k, cast in enumerate(casts)
         ]  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from unskew.data.augment import crop_and_flip, keyed_crop_and_flip
 from unskew.models.vector import ModelSpec, Output
 
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -69,6 +70,19 @@ def learn(
 def channels_last(x: Tensor) -> Tensor:
     """Images with their channels last in memory, the shape unchanged: on a CPU, their gradients cost half as much."""
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
+
+
+def augmented(x: Tensor, key: Tensor, black: Tensor, padding: int = 4) -> Tensor:
+    """Images cropped at random from a black frame around them and mirrored at random; differentiable.
+
+    Args:
+        x: Inputs ``[n, C, H, W]``.
+        key: Decides the crops and which images are mirrored.
+        black: What a black image is as an input, ``[1, C, H, W]``.
+        padding: Width of the frame.
+    """
+    offsets, flips = keyed_crop_and_flip(key, len(x), padding)
+    return crop_and_flip(x - black, offsets, flips, padding) + black
 
 
 def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:

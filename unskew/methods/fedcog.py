@@ -11,31 +11,40 @@ arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
 
 Nothing more is sent than without it, and the server needs only sums.
 
-Where paper and authors' code differ, this follows the paper; ``labels="complementary", coefficients="auto", g_steps=500`` are
-the code's (it floors label counts, keeps the last inputs with the best step's logits, clamps the divergence's distributions
-in reverse order, and takes a random network for a client that never trained; only ``js="reversed_clamped"`` and
-``alias=True`` reproduce the second and third). The optimizer of the inputs is not in the paper; it is the code's. A client
-that never trained learns its inputs without the disagreement. The synthetic pass leaves the normalisation statistics alone.
+With ``generator="network"`` a network that makes the inputs is learned instead (``unskew.generators.decoder``).
+
+Where paper and authors' code differ, this follows the paper; ``fedcog-authors`` has the settings of the code. The optimizer
+of the inputs is not in the paper; it is the code's. A client that never trained learns its inputs without the disagreement.
+The synthetic pass leaves the normalisation statistics alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.generators.inversion import allocate, labels_of, learn, statistics_distance
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError
+from unskew.generators import decoder
+from unskew.generators.inversion import allocate, augmented, labels_of, learn, statistics_distance
 from unskew.methods.rules import ClientRule, Context, Tensors
 from unskew.models.trainable import Batch, LossFn
 from unskew.seeding import fold, normal
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Labels = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    BeforeValidator(lambda given: [g for g in given.split(";") if g.strip()] if isinstance(given, str) else given),
+]
+"""Whole numbers; in a spelling they are separated by semicolons."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +60,16 @@ class FedCOG(ClientRule):
         coefficients: ``fixed`` (``w_real = 1, w_kd = lambda_kd``) or ``auto`` (from the client's class deficits).
         lambda_kd: Weight of the distillation for ``fixed``.
         t_js, t: Temperatures of the divergence and of the distillation.
-        labels: Target labels: ``uniform``, or ``complementary`` to what the client holds.
+        labels: Target labels: ``uniform``, ``complementary`` to what the client holds, or those of ``explicit``.
+        explicit: Labels in order, repeated until there are ``n``; written ``0;1;2``.
         source: ``both`` models make the data; ``global``: without the disagreement; ``noise``: no learning at all.
         supervision: ``soft``: distil the teacher's logits; ``hard``: cross-entropy to the target labels.
         js: The paper's divergence, or the authors' ``reversed_clamped`` one.
         alias: Keep the last inputs with the best logits, as the authors' code does by mistake.
         max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
         double: Make the inputs of the second half of local training anew.
+        generator: Learn the inputs themselves (``pixels``), or a ``network`` that makes images, with its input.
+        augment: Crop and mirror the images at random in every step of the synthesis.
     """
 
     name: ClassVar[str] = "fedcog"
@@ -76,13 +88,38 @@ class FedCOG(ClientRule):
     lambda_kd: NonNegative = 0.01
     t_js: Positive = 1.0
     t: Positive = 1.0
-    labels: Literal["uniform", "complementary"] = "uniform"
+    labels: Literal["uniform", "complementary", "explicit"] = "uniform"
+    explicit: Labels = ()
     source: Literal["both", "global", "noise"] = "both"
     supervision: Literal["soft", "hard"] = "soft"
     js: Literal["paper", "reversed_clamped"] = "paper"
     alias: bool = False
     max_prev_age: Annotated[int, Field(ge=0)] = 0
     double: bool = False
+    generator: Literal["pixels", "network"] = "pixels"
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        """Explicit labels and their list belong together."""
+        if (self.labels == "explicit") != bool(self.explicit):
+            raise ConfigError(
+                "fedcog:labels=explicit needs a list of labels, such as explicit=0;1;2, "
+                "and explicit needs labels=explicit."
+            )
+
+    def check(self, federation: Federation) -> None:
+        """Labels must be classes of the data; a network and augmentation need images."""
+        if self.explicit and max(self.explicit) >= federation.classes:
+            raise ConfigError(
+                f"fedcog:explicit has the label {max(self.explicit)}, but the classes of the data are 0 to "
+                f"{federation.classes - 1}."
+            )
+        wanted = {"generator=network": self.generator == "network", "augment=true": self.augment}
+        for option in (name for name, asked in wanted.items() if asked and len(federation.shape) != 3):
+            raise ConfigError(
+                f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
+                "leave the option out."
+            )
 
     def warning(self, rounds: int) -> str | None:
         """Without a round of generation the method is its host."""
@@ -105,6 +142,9 @@ class FedCOG(ClientRule):
 
     def targets(self, counts: Tensor) -> Tensor:
         """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
+        if self.labels == "explicit":
+            given = torch.tensor(self.explicit, device=counts.device)
+            return given.repeat(-(-self.n // len(given)))[: self.n]
         deficit = counts.max() - counts
         balanced = deficit.sum() == 0
         uniform = torch.ones_like(counts)
@@ -120,12 +160,15 @@ class FedCOG(ClientRule):
 
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
-        start = normal(key, (self.n, *ctx.spec.shape)).to(ctx.v_global.dtype)
+        start, make, betas = self.maker(ctx, key)
         weight = torch.as_tensor(self.lambda_dis if self.source == "both" and "v" in ctx.state else 0.0)
         if self.max_prev_age and "round" in ctx.state:
             weight = torch.where(ctx.round - ctx.state["round"] <= self.max_prev_age, weight, torch.zeros_like(weight))
 
-        def objective(x: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        def objective(point: Tensor, t: int) -> tuple[Tensor, Tensor]:
+            x = make(point)
+            if self.augment:
+                x = augmented(x, fold(fold(key, 3), t), ctx.pixels.inputs(torch.zeros_like(x[:1])))
             if self.lambda_bn:
                 teacher, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
             else:
@@ -139,7 +182,21 @@ class FedCOG(ClientRule):
             return loss, teacher.logits
 
         steps = 0 if self.source == "noise" else self.g_steps
-        return learn(start, objective, steps, self.g_lr, last=self.alias)
+        point, z = learn(start, objective, steps, self.g_lr, betas, last=self.alias)
+        x = make(point)
+        if self.augment and not self.alias:
+            # The images are kept whole, so the logits of their crops do not belong to them.
+            z = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
+        return x, z
+
+    def maker(self, ctx: Context, key: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]:
+        """What is learned at its start, how inputs ``[N, ...]`` are made of it, and Adam's decay rates."""
+        shape, dtype = ctx.spec.shape, ctx.v_global.dtype
+        if self.generator == "network":
+            image = (shape[0], shape[1], shape[2])
+            start = decoder.start(key, self.n, image, dtype)
+            return start, lambda point: ctx.pixels.inputs(decoder.decode(point, self.n, image)), decoder.BETAS
+        return normal(key, (self.n, *shape)).to(dtype), lambda point: point, (0.5, 0.9)
 
     def disagreement(self, teacher: Tensor, student: Tensor) -> Tensor:
         """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
@@ -173,6 +230,10 @@ class FedCOG(ClientRule):
         """The trained model, before aggregation, is what the next generation disagrees with."""
         ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
         ctx.state["round"] = torch.full_like(ctx.steps, float(ctx.round))
+
+    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+        """The learned inputs and their target labels."""
+        return (carry["x"], carry["y"]) if carry else None
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The four slots of a method, and what passes between server and client.
+"""The four slots of a method; what passes between server and client is in ``unskew.methods.messages``.
 
 A method decides one or two of four independent questions, one slot each: ``data`` (what a client holds before training),
 ``client`` (how it trains: a sequence of rules), ``sync`` (which slices of the model travel in which round) and ``server``
@@ -8,7 +8,6 @@ can run them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError
+from unskew.data.pixels import AS_THEY_ARE, Pixels
+from unskew.methods.messages import Aggregate as Aggregate
+from unskew.methods.messages import Broadcast as Broadcast
+from unskew.methods.messages import Tensors as Tensors
+from unskew.methods.messages import Update as Update
+from unskew.methods.messages import Updates as Updates
 from unskew.models.trainable import GradFn, LossFn, Model
 from unskew.models.vector import ModelSpec
 from unskew.tasks import Task
 
-Tensors = dict[str, Tensor]
 Weights = Literal["samples", "uniform"]
 
 
@@ -47,6 +50,7 @@ class Context:
         weight: The client's aggregation weight before normalisation, as a scalar tensor.
         full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
         class_counts: The client's samples per class, ``[C]``, if a rule needs them.
+        pixels: How intensities of images become the model's inputs.
     """
 
     round: int
@@ -66,102 +70,7 @@ class Context:
     weight: Tensor
     full_gradient: Tensor | None = None
     class_counts: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """What one client receives: the model ``v [d]``, its statistics ``b [m]`` and each rule's extra tensors."""
-
-    round: int
-    client: int
-    v: Tensor
-    b: Tensor
-    download: dict[str, Tensors]
-    state: dict[str, Tensors]
-    weight: float
-    down: tuple[slice, ...] | None = None
-    up: tuple[slice, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one client sends back.
-
-    Attributes:
-        client, born, arrived: Who, the round of its broadcast, the round of its arrival.
-        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalisation.
-        delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
-        buffers: The statistics after training, ``[m]``.
-        upload: Each rule's extra tensors.
-        state: What stays at the client (never counted as traffic).
-        metrics: Figures such as the mean training loss and the number of steps.
-    """
-
-    client: int
-    born: int
-    examples: int
-    weight: float
-    delta: Tensor
-    buffers: Tensor
-    upload: dict[str, Tensors]
-    state: dict[str, Tensors]
-    metrics: dict[str, float]
-    arrived: int = -1
-
-
-class Aggregate:
-    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
-
-    Updates are added in the order given, so the result does not depend on who finished first.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.weight, self.examples = 0, 0.0, 0
-        self._delta: Tensor | None = None
-        self._buffers: Tensor | None = None
-        self.upload: dict[str, Tensors] = {}
-
-    def add(self, update: Update) -> None:
-        """Add one client's update."""
-        self.count += 1
-        self.weight += update.weight
-        self.examples += update.examples
-        if self._delta is None or self._buffers is None:
-            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
-        else:
-            self._delta.add_(update.delta, alpha=update.weight)
-            self._buffers.add_(update.buffers, alpha=update.weight)
-        for rule, tensors in update.upload.items():
-            sums = self.upload.setdefault(rule, {})
-            for name, tensor in tensors.items():
-                sums[name] = sums[name] + tensor if name in sums else tensor.clone()
-
-    @property
-    def delta(self) -> Tensor:
-        """The weighted mean of the updates, ``[d]``."""
-        assert self._delta is not None, "an aggregate of no update has no mean"
-        return self._delta / self.weight
-
-    @property
-    def buffers(self) -> Tensor:
-        """The weighted mean of the clients' statistics, ``[m]``."""
-        assert self._buffers is not None, "an aggregate of no update has no mean"
-        return self._buffers / self.weight
-
-
-class Updates:
-    """The usable updates of a round: always their ``Aggregate``; one by one only for servers that need it."""
-
-    def __init__(self, round: int, aggregate: Aggregate, individual: Sequence[Update] | None = None):
-        self.round, self.aggregate, self._individual = round, aggregate, individual
-
-    def __len__(self) -> int:
-        return self.aggregate.count
-
-    def __iter__(self) -> Iterator[Update]:
-        if self._individual is None:
-            raise ConfigError("This server rule says it needs only sums, but reads single updates; set needs.")
-        return iter(self._individual)
+    pixels: Pixels = AS_THEY_ARE
 
 
 class Part:
@@ -199,6 +108,13 @@ class ClientRule(Part):
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""
 
+    def check(self, federation: Federation) -> None:
+        """Refuse data that the rule cannot use, before anything is trained.
+
+        Raises:
+            ConfigError: The rule, with its options, does not fit the data.
+        """
+
     def warning(self, rounds: int) -> str | None:
         """What a user should be told before a run of so many rounds, if anything."""
         return None
@@ -226,6 +142,10 @@ class ClientRule(Part):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
+
+    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+        """Inputs ``[n, ...]`` that the client made in ``begin``, and their targets ``[n]``, for a picture of them."""
+        return None
 
     def personal(self, state: Tensors) -> Tensor | None:
         """The model ``[d]`` that serves a client with this state, where that is not the global one."""
