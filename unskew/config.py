@@ -112,6 +112,8 @@ class Experiment(Section):
     network: NetworkConfig = NetworkConfig()
     """What lies between clients and server."""
 
+    start_from: str | None = None
+    """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides partition, initial model, cohorts, batches and drop-outs."""
     engine: Literal["auto", "inline", "processes", "vectorized"] = "auto"

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from unskew.branching import begin_where
 from unskew.config import Experiment
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.base import Setup
@@ -82,7 +83,7 @@ class Session:
 
     def go(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
-        start = self._restore() if resume else 0
+        start = self._restore() if resume else self._branch()
         # More workers than clients in a round would have nothing to do.
         workers = min(self.config.workers or cores(), self.sampler.size)
         engine = make_engine(self.engine_name, self.setup, workers)
@@ -175,7 +176,7 @@ class Session:
         found = checkpoint.newest(self.folder / "checkpoints")
         if found is None:
             self.recorder.resume(0, 0.0)
-            return 0
+            return self._branch()
         path, manifest, problems = found
         for problem in problems:
             self._warn(f"{problem} Going on from {path.name} instead.")
@@ -191,6 +192,14 @@ class Session:
         checkpoint.restore(path, manifest, self.server)
         self.recorder.resume(done, extra["seconds"])
         return done
+
+    def _branch(self) -> int:
+        """Begin where the run ``start_from`` ended; returns the number of rounds it had (0 without one)."""
+        if self.config.start_from is None:
+            return 0
+        return begin_where(
+            Path(self.config.start_from), self.config, self.server, self.recorder, _identity(self.federation)
+        )
 
     def _own_statistics(self, client: int) -> tuple[Tensor, Tensor]:
         """The global model with a client's own statistics, if it has any."""
