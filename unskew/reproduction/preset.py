@@ -69,13 +69,15 @@ class Cell:
 def names() -> list[str]:
     """All presets, as ``paper/table``."""
     root = files("unskew") / "presets"
-    return sorted(
+    found = [
         f"{folder.name}/{file.name.removesuffix('.yaml')}"
         for folder in root.iterdir()
         if folder.is_dir()
         for file in folder.iterdir()
         if file.name.endswith(".yaml") and not file.name.startswith("_")
-    )
+    ]
+    # table-3 comes before table-10.
+    return sorted(found, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
 
 
 def load_preset(name: str) -> Preset:
@@ -120,7 +122,7 @@ def filled(options: Options, values: Options) -> Options:
     >>> filled({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
     {'method': 'fedcog:n=8', 'rounds': 40}
     """
-    text = re.sub(r"\$([a-z_]+)", lambda found: str(values[found[1]]), json.dumps(options))
+    text = re.sub(r"\$([a-z][a-z0-9_]*)", lambda found: str(values[found[1]]), json.dumps(options))
     result: Options = json.loads(text)
     for name, value in result.items():
         if isinstance(value, str) and "$" in str(options[name]) and re.fullmatch(r"-?\d+(\.\d+)?", value):
