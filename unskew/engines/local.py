@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -156,7 +158,9 @@ class LocalTrainer:
         ctxs = contexts(setup.rules, shared, state, download)
         pairs = list(zip(setup.rules, ctxs, strict=True))
         self.model.start(cast.b)
+        began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
+        ready = time.perf_counter()
         made = made_by(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
@@ -186,6 +190,11 @@ class LocalTrainer:
 
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             rule.end(ctx, carry, v)
-        metrics = {"loss": float(total) / max(1, len(plan.batches)), "steps": float(len(plan.batches))}
+        metrics = {
+            "loss": float(total) / max(1, len(plan.batches)),
+            "steps": float(len(plan.batches)),
+            "begin_seconds": ready - began,
+            "train_seconds": time.perf_counter() - ready,
+        }
         written = [(ctx.state, ctx.upload) for ctx in ctxs]
         return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics, made)

@@ -105,6 +105,9 @@ class ClientRule(Part):
 
     weights: ClassVar[Weights | None] = None
 
+    needs: ClassVar[Literal["sum", "individual"]] = "sum"
+    """Whether the server half reads single updates; a sum works under secure aggregation."""
+
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""
 

@@ -73,6 +73,12 @@ class Recorder:
             raise CheckpointError(f"{self._path} lacks lines of the {rounds} rounds that the checkpoint has.")
         write_atomic(self._path, b"".join(line + b"\n" for line in lines))
 
+    def adopt(self, rows: list[Row], seconds: float) -> None:
+        """Begin with the history of another run, which this one goes on from."""
+        self.history, self._before = list(rows), seconds
+        if self._path is not None:
+            write_atomic(self._path, b"".join((json.dumps(row) + "\n").encode() for row in rows))
+
     def round(self, row: Row) -> None:
         """Note the figures of a round."""
         row = finite(row)

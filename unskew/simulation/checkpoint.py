@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load
+from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
@@ -171,6 +172,49 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
     """
+    state, rules, b = _server_part(path, manifest, server)
+    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
+        raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
+    server.state, server.b = state, b
+    server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
+    for client, held in _client_parts(path):
+        server.store.put(client, held)
+    _counters(manifest, server)
+
+
+def branch(path: Path, manifest: dict[str, Any], server: Server, same_rule: bool) -> None:
+    """Begin another method where a run ended: its model and traffic, and what both methods keep under the same names.
+
+    Args:
+        path: The checkpoint.
+        manifest: What it says of itself.
+        server: Freshly made.
+        same_rule: Whether both runs have the same kind of server rule; otherwise its state begins anew at the model.
+
+    Raises:
+        CheckpointError: It was written for another model, or by another version.
+    """
+    state, rules, b = _server_part(path, manifest, server)
+    if state["v"].shape != server.v.shape or b.shape != server.b.shape:
+        raise CheckpointError(f"The checkpoint {path} was written for another model.")
+    server.state, server.b = state if same_rule else server.rule.init(state["v"], server.federation), b
+    for rule in server.method.client:
+        fresh = rule.server_init(state["v"], server.federation)
+        kept = rules.get(rule.name, {})
+        alike = {n: t.shape for n, t in kept.items()} == {n: t.shape for n, t in fresh.items()}
+        server.rules[rule.name] = kept if alike else fresh
+    wanted = {
+        *server.rules,
+        *(["buffers"] if server.mode == "local" else []),
+        *(["model"] if server.method.sync else []),
+    }
+    for client, held in _client_parts(path):
+        server.store.put(client, {rule: tensors for rule, tensors in held.items() if rule in wanted})
+    _counters(manifest, server)
+
+
+def _server_part(path: Path, manifest: dict[str, Any], server: Server) -> tuple[Tensors, State, Tensor]:
+    """The server rule's state, the rules' server halves and the statistics of a checkpoint."""
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"The checkpoint {path} was written by another version of unskew; resume it with that one."
@@ -178,21 +222,27 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     device = server.b.device
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
-    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
-        raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
-    rules = nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")})
-    server.state, server.b = state, tensors["b"]
-    server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
+    return (
+        state,
+        nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")}),
+        tensors["b"],
+    )
+
+
+def _client_parts(path: Path) -> Iterator[tuple[int, State]]:
+    """What each client keeps."""
     clients: dict[int, State] = {}
     for file in sorted(path.glob("clients-*.safetensors")):
         for key, tensor in load(file.read_bytes()).items():
             client, rule, name = key.split("/", 2)
             clients.setdefault(int(client), {}).setdefault(rule, {})[name] = tensor
-    for number, held in clients.items():
-        server.store.put(number, held)
+    yield from clients.items()
     for file in path.glob("client-*.safetensors"):
-        server.store.put(int(file.stem.partition("-")[2]), nested(load(file.read_bytes())))
-    traffic = manifest["traffic"]
+        yield int(file.stem.partition("-")[2]), nested(load(file.read_bytes()))
+
+
+def _counters(manifest: dict[str, Any], server: Server) -> None:
+    traffic = dict(manifest["traffic"])
     per_client = {int(k): list(pair) for k, pair in traffic.pop("clients").items()}
     server.traffic = Traffic(**traffic, clients=per_client)
     server.skipped = manifest["skipped"]

@@ -113,7 +113,7 @@ class Evaluator:
         clients = [self.federation.clients[int(k)] for k in ids]
         held = [c for c in clients if len(c.y_test)]
         if own is not None:
-            scores = [self._one(*own(c.id), c) for c in (held or clients)]
+            scores = [self.one(*own(c.id), c) for c in (held or clients)]
             return ClientScores(np.array(scores), HELD_OUT if held else BY_CLASS)
         if not held:
             return ClientScores(self._by_class(v, b, [c.y for c in clients]), BY_CLASS)
@@ -123,7 +123,7 @@ class Evaluator:
         sizes = [len(c.y_test) for c in held]
         return ClientScores(np.array([float(part.mean()) for part in torch.split(right, sizes)]), HELD_OUT)
 
-    def _one(self, v: Tensor, b: Tensor, client: ClientData) -> float:
+    def one(self, v: Tensor, b: Tensor, client: ClientData) -> float:
         """A client's own model on its own data."""
         if len(client.y_test):
             return float(self._samples(v, b, client.x_test, client.y_test)[0].mean())

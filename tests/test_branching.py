@@ -1,0 +1,71 @@
+"""A run that begins where another ended."""
+
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+
+import unskew
+from unskew.errors import ConfigError
+
+SIZES = [12, 20, 16, 9]
+
+
+def train(out=None, method="fedavg", rounds=4, **options):
+    torch.manual_seed(0)
+    given = {"lr": 0.05, "batch_size": 8, "local_epochs": 1, "precision": "fp64", "engine": "inline", **options}
+    return unskew.run(blobs(SIZES), model=SmallBatchNorm(), method=method, rounds=rounds, out=out, **given)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedavgm:beta=0.9", "feddyn", "fedexp"])
+def test_the_same_method_goes_on_as_if_it_had_never_stopped(tmp_path, method):
+    whole = train(method=method, rounds=4)
+    train(tmp_path / "a", method=method, rounds=2)
+    rest = train(tmp_path / "b", method=method, rounds=4, start_from=str(tmp_path / "a"))
+    assert torch.equal(rest.vector, whole.vector)
+    assert rest.summary["bytes_up"] == whole.summary["bytes_up"]
+    assert [r["accuracy"] for r in rest.history] == [r["accuracy"] for r in whole.history]
+
+
+def test_what_both_methods_keep_stays_and_the_rest_begins_anew(tmp_path):
+    """FedCOG's previous models come from the common rounds; without them its first round would make other data."""
+    fedcog = "fedcog:start_round={},n=6,g_steps=3,lambda_kd=1,lambda_dis=10"
+    whole = train(method=fedcog.format(2))
+    train(tmp_path / "with", method=fedcog.format(99), rounds=2)
+    train(tmp_path / "without", rounds=2)
+    rest = train(tmp_path / "c", method=fedcog.format(2), start_from=str(tmp_path / "with"))
+    forgot = train(tmp_path / "d", method=fedcog.format(2), start_from=str(tmp_path / "without"))
+    assert torch.equal(rest.vector, whole.vector)
+    assert not torch.allclose(forgot.vector, whole.vector)
+
+
+def test_a_server_rule_of_another_kind_begins_at_the_model(tmp_path):
+    """FedExP evaluates the mean of its last two models: had it begun at the initial weights, it would mix those in."""
+    parent = train(tmp_path / "a", rounds=2)
+    child = train(tmp_path / "b", method="fedexp", rounds=3, start_from=str(tmp_path / "a"), lr=1e-12)
+    torch.testing.assert_close(child.vector, parent.vector, rtol=0, atol=1e-9)
+
+
+def test_an_interrupted_branch_resumes(tmp_path):
+    train(tmp_path / "a", rounds=2)
+    whole = train(tmp_path / "b", rounds=6, start_from=str(tmp_path / "a"))
+    train(tmp_path / "c", rounds=4, start_from=str(tmp_path / "a"))
+    torch.manual_seed(0)
+    rest = unskew.resume(tmp_path / "c", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=6)
+    assert torch.equal(rest.vector, whole.vector)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"rounds": 2}, "needs more"), ({"start_from": "nowhere"}, "no run folder"), ({"seed": 0}, None)],
+)
+def test_a_branch_that_cannot_be_is_refused_in_a_sentence(tmp_path, change, words):
+    train(tmp_path / "a", rounds=2)
+    given = {"rounds": 3, "start_from": str(tmp_path / "a"), **change}
+    if words is None:
+        torch.manual_seed(0)
+        with pytest.raises(ConfigError, match="other data"):
+            unskew.run(blobs([9, 9]), model=SmallBatchNorm(), out=tmp_path / "b", **given)
+        return
+    with pytest.raises(ConfigError, match=words):
+        train(tmp_path / "b", **given)
+    assert not (tmp_path / "b").exists()
