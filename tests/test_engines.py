@@ -15,6 +15,8 @@ SUMS = [
     "scaffold:variate=mean",
     "scaffold:eta_g=0.5",
     "fedprox+fedadam",
+    "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1,generator=network",
+    "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1,augment=true,labels=explicit,explicit=0;2",
 ]
 SIZES = [5, 23, 8, 17, 31, 12]
 
