@@ -79,7 +79,9 @@ def test_local_models_are_measured_as_by_hand():
         fed, model="logistic", rounds=1, engine="inline", lr=0.05, diagnose="local_models", precision="fp64", seed=4
     )
     row = result.history[0]
-    again = unskew.run(fed, model="logistic", method=Spy(), rounds=1, engine="inline", lr=0.05, precision="fp64", seed=4)
+    again = unskew.run(
+        fed, model="logistic", method=Spy(), rounds=1, engine="inline", lr=0.05, precision="fp64", seed=4
+    )
     locals_ = Spy.seen[-1]
     distances = [float((local - again.vector).norm()) for local in locals_]
     assert row["local_distance"] == pytest.approx(sum(distances) / len(distances), abs=1e-12)

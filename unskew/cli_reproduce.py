@@ -61,7 +61,16 @@ def reproduce(
                 raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {', '.join(known)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with stoppable(runs, again), make_progress(console) as progress:
-        sweep = Sweep(chosen, scale, runs, results, extra, rows, columns, lambda title: [ProgressLine(progress, title)])
+        sweep = Sweep(
+            chosen,
+            scale,
+            runs,
+            results,
+            extra,
+            rows,
+            columns,
+            lambda title, common: [ProgressLine(progress, title, warnings=not common)],
+        )
         missing = sweep.settle()
         if missing:
             console.print(f"{missing} This scale goes on with {sweep.cells(0)[0].config.data} instead.", style="yellow")

@@ -148,6 +148,8 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
     chosen = preset.scales.get(scale, Scale())
     values = {**preset.with_, **chosen.with_}
     base = {**preset.settings, **chosen.settings, **(chosen.otherwise if otherwise else {})}
+    if otherwise:
+        extra = {k: v for k, v in extra.items() if k != "data_path"}
     found = []
     for column, its in (chosen.columns or preset.columns).items():
         for row, mine in preset.rows.items():
