@@ -46,6 +46,8 @@ class Preset(BaseModel):
     reference: str
     text: str = ""
     values: list[str] = ["accuracy"]
+    curves: bool = False
+    """Whether the paper shows curves over rounds."""
     settings: Options
     with_: Options = Field(default_factory=dict, alias="with")
     seeds: int = 3
