@@ -39,7 +39,7 @@ class ModelSpec:
         size: ``d``, the number of trainable parameters.
         buffer_names, buffer_shapes, buffer_sizes: Floating-point buffers (BatchNorm statistics), flat ``[m]``.
         parts: ``{"body": slices, "head": slices}`` of the vector.
-        layers: Names of the layers that hold parameters, in order of first use in a forward pass.
+        layers: Names of the layers that hold parameters, in order of first use in a forward pass; ``used``: of all modules.
         shape, classes: Shape of one input and number of classes.
     """
 
@@ -93,8 +93,8 @@ class ModelSpec:
         self.buffer_shapes = [tuple(b.shape) for b in floats.values()]
         self.buffer_sizes = [b.numel() for b in floats.values()]
         self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
-        self.layers, used = self._trace()
-        self.head_name = self._find_head(head, used)
+        self.layers, self.used = self._trace()
+        self.head_name = self._find_head(head, self.used)
         self.parts = self._split()
 
     def _trace(self) -> tuple[list[str], list[str]]:
