@@ -136,18 +136,15 @@ class FedGen(ClientRule):
         present = (total > 0).to(v.dtype)
         if not state:
             g = G.init(fold(key, 0)).to(v.dtype)
-            zero = torch.zeros_like(g)
-            state = {"g": g, "m": zero, "s": zero, "t": zero.new_zeros(())}
+            state = {"g": g, "m": torch.zeros_like(g), "s": torch.zeros_like(g), "t": g.new_zeros(())}
         g, m, s, t = (state[name] for name in ("g", "m", "s", "t"))
-
-        def objective(g: Tensor, y: Tensor, eps: Tensor) -> Tensor:
-            return self.server_objective(spec, G(g, y, eps), y, eps, heads, student, alpha)
-
         for i in range(self.gen_steps):
             now = fold(fold(key, 1), i)
             y = choose(fold(now, 1), present, self.batch)
             eps = normal(fold(now, 2), (self.batch, self.noise)).to(v.dtype)
-            slope = torch.func.grad(objective)(g, y, eps)
+            leaf = g.detach().requires_grad_()
+            value = self.server_objective(spec, G(leaf, y, eps), y, eps, heads, student, alpha)
+            (slope,) = torch.autograd.grad(value, leaf)
             t, m, s = t + 1, 0.9 * m + 0.1 * slope, 0.999 * s + 0.001 * slope.square()
             g = g - self.gen_lr * m / (1 - 0.9**t) / ((s / (1 - 0.999**t)).sqrt() + 1e-8)
         return {"g": g, "m": m, "s": s, "t": t}
