@@ -17,6 +17,7 @@ from unskew.cli import app
 from unskew.config import Experiment, NetworkConfig, experiment, load_yaml
 from unskew.data.partition import OPTIONS, PARTITIONS
 from unskew.data.sources import SOURCES
+from unskew.generators.latent import LatentGenerator
 from unskew.methods.catalogue import CATALOGUE, describe, method
 from unskew.models.registry import MODELS, build_model
 from unskew.reproduction.preset import load_preset
@@ -152,7 +153,8 @@ def test_the_costs_of_methods_are_those_counted():
         name, (down, up) = row[0].strip("`"), row[-1].split(", ")
         result = unskew.run(method=name, **options)
         size = result.summary["parameters"]
-        numbers = {"d": size, "2d": 2 * size, "dc": size, "1": 1}
+        g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
+        numbers = {"d": size, "2d": 2 * size, "dc": size, "1": 1, "g": g, "C": 10}
         first, second = result.history
         counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
         assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in (down, up)], name

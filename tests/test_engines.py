@@ -15,6 +15,8 @@ SUMS = [
     "scaffold:variate=mean",
     "scaffold:eta_g=0.5",
     "fedprox+fedadam",
+    "vhl:source=style,per_class=9,virtual_batch=10,align_epochs=1+moon",
+    "fedgen:beta_s=0.1,labels=all+fedavgm",
 ]
 SIZES = [5, 23, 8, 17, 31, 12]
 

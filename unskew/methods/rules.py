@@ -47,6 +47,8 @@ class Context:
         weight: The client's aggregation weight before normalisation, as a scalar tensor.
         full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
         class_counts: The client's samples per class, ``[C]``, if a rule needs them.
+        epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
+        common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
     """
 
     round: int
@@ -66,6 +68,8 @@ class Context:
     weight: Tensor
     full_gradient: Tensor | None = None
     class_counts: Tensor | None = None
+    epoch_steps: Tensor | None = None
+    common: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,17 +154,34 @@ class Aggregate:
 
 
 class Updates:
-    """The usable updates of a round: always their ``Aggregate``; one by one only for servers that need it."""
+    """The usable updates of a round: always their ``Aggregate``; one by one only where a rule says it needs them.
 
-    def __init__(self, round: int, aggregate: Aggregate, individual: Sequence[Update] | None = None):
+    Attributes:
+        round: Number of the round, from 0.
+        aggregate: Their sums.
+        v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
+        spec: The model's layout.
+        key: A random 64-bit key of the server and round.
+    """
+
+    def __init__(
+        self,
+        round: int,
+        aggregate: Aggregate,
+        individual: Sequence[Update] | None = None,
+        v_global: Tensor | None = None,
+        spec: ModelSpec | None = None,
+        key: Tensor | None = None,
+    ):
         self.round, self.aggregate, self._individual = round, aggregate, individual
+        self.v_global, self.spec, self.key = v_global, spec, key
 
     def __len__(self) -> int:
         return self.aggregate.count
 
     def __iter__(self) -> Iterator[Update]:
         if self._individual is None:
-            raise ConfigError("This server rule says it needs only sums, but reads single updates; set needs.")
+            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
         return iter(self._individual)
 
 
@@ -197,7 +218,7 @@ class ClientRule(Part):
     weights: ClassVar[Weights | None] = None
 
     needs: ClassVar[Literal["sum", "individual"]] = "sum"
-    """Whether the server half reads single updates; a sum works under secure aggregation."""
+    """Whether the server half (``collect``) reads single updates; sums work under secure aggregation."""
 
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""

@@ -7,8 +7,10 @@ and how to run the model for any ``v`` (so a model can be evaluated at a sum of 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -210,6 +212,34 @@ class ModelSpec:
         finally:
             hook.remove()
         return Output(logits.to(v.dtype), captured[-1])
+
+    @cached_property
+    def feature_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's features, the input of the head."""
+        v = self.flatten()
+        x = torch.zeros(2, *self.shape, dtype=self.input_dtype, device=v.device)
+        with torch.no_grad():
+            return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
+
+    def head_of(self, v: Tensor) -> Tensor:
+        """The slices of ``v [d]`` that are the head, joined."""
+        return torch.cat([v[piece] for piece in self.parts["head"]])
+
+    def head(self, v: Tensor, features: Tensor) -> Tensor:
+        """Logits ``[B, C]`` of the head alone, in eval mode.
+
+        Args:
+            v: The model, ``[d]``, or only its head as ``head_of`` joins it; differentiable.
+            features: Inputs of the head, ``[B, f]``; differentiable.
+        """
+        prefix = self.head_name + "." if self.head_name else ""
+        own = [(n, s) for n, s in zip(self.names, self.shapes, strict=True) if n.startswith(prefix)]
+        sizes = [math.prod(shape) for _, shape in own]
+        pieces = torch.split(v if len(v) == sum(sizes) else self.head_of(v), sizes)
+        tensors = {n.removeprefix(prefix): p.view(s) for (n, s), p in zip(own, pieces, strict=True)}
+        with self.precision(v.device):
+            logits: Tensor = functional_call(self.module.get_submodule(self.head_name).eval(), tensors, (features,))
+        return logits.to(v.dtype)
 
     def load(self, v: Tensor, b: Tensor) -> nn.Module:
         """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode."""
