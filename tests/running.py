@@ -39,17 +39,20 @@ def call(capsys, *args) -> Outcome:
     return Outcome(code, *capsys.readouterr())
 
 
-def metrics(folder, without=("seconds",)):
+TIMES = ("seconds", "begin_seconds", "train_seconds")
+
+
+def metrics(folder, without=TIMES):
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in without} for row in rows]
 
 
-def summary(folder, without=("seconds",)):
+def summary(folder, without=TIMES):
     found = json.loads((Path(folder) / "summary.json").read_text())
     return {k: v for k, v in found.items() if k not in without}
 
 
-def assert_same_run(a, b, without=("seconds",)):
+def assert_same_run(a, b, without=TIMES):
     """Bit for bit the same model, the same figures."""
     assert (Path(a) / "model.safetensors").read_bytes() == (Path(b) / "model.safetensors").read_bytes()
     assert metrics(a) == metrics(b)

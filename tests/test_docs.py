@@ -12,12 +12,15 @@ import pytest
 import typer
 
 import unskew
+from benchmarks import results
 from unskew.cli import app
 from unskew.config import Experiment, NetworkConfig, experiment, load_yaml
 from unskew.data.partition import OPTIONS, PARTITIONS
 from unskew.data.sources import SOURCES
+from unskew.generators.latent import LatentGenerator
 from unskew.methods.catalogue import CATALOGUE, describe, method
 from unskew.models.registry import MODELS, build_model
+from unskew.reproduction.preset import load_preset
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,6 +87,8 @@ def test_commands_shown_exist_and_are_valid(line):
     for name in given.get("methods") or [given.get("method")]:
         if name and "examples." not in name:
             method(name)
+    if words[0] == "reproduce" and given["preset"]:
+        load_preset(given["preset"])
     config = given.get("config")
     if config and str(config).startswith("examples/"):
         fields = {**load_yaml(ROOT / config), **fields}
@@ -148,7 +153,8 @@ def test_the_costs_of_methods_are_those_counted():
         name, (down, up) = row[0].strip("`"), row[-1].split(", ")
         result = unskew.run(method=name, **options)
         size = result.summary["parameters"]
-        numbers = {"d": size, "2d": 2 * size, "dc": size, "1": 1}
+        g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
+        numbers = {"d": size, "2d": 2 * size, "dc": size, "1": 1, "g": g, "C": 10}
         first, second = result.history
         counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
         assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in (down, up)], name
@@ -182,6 +188,12 @@ def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
             assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda page: page.stem)
+def test_tables_of_results_are_those_of_the_kept_outcomes(page):
+    text = page.read_text(encoding="utf-8")
+    assert results.filled(text) == text, "run: python -m benchmarks.results"
 
 
 def test_the_licence_is_whole():

@@ -187,6 +187,7 @@ def resume(
 
 
 app.command()(cli_info.methods)
+app.command()(cli_info.models)
 app.command()(cli_info.partition)
 app.command()(reproduce)
 

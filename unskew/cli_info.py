@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli_options import AsJson, DataPath, console_for, print_json
+from unskew.cli_options import AsJson, DataPath, Sets, console_for, print_json
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -20,6 +20,31 @@ def methods(as_json: AsJson = False) -> None:
         print_json(rows)
     else:
         console_for().print(methods_table(rows))
+
+
+def models(
+    model: Annotated[
+        str | None, typer.Argument(help="A name, or package.module:factory; without it, all are listed.")
+    ] = None,
+    shape: Annotated[str, typer.Option("--shape", help="Shape of one input, channels first.")] = "3,32,32",
+    classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes.")] = 10,
+    split: Annotated[
+        int | None, typer.Option("--split", help="Layers in the body; all but the head by default.")
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
+    from unskew.models.registry import MODELS
+    from unskew.records.tables import layers_table, models_table
+    from unskew.runs import layers_of
+
+    if model is None:
+        rows = [{"name": m.name, "description": m.description, "reference": m.reference} for m in MODELS.values()]
+        print_json(rows) if as_json else console_for().print(models_table(rows))
+        return
+    layers = layers_of(model, shape, classes, split, sets or [])
+    print_json(layers) if as_json else console_for().print(layers_table(model, layers))
 
 
 def partition(

@@ -30,6 +30,7 @@ def reproduce(
         "results/runs"
     ),
     show: Annotated[bool, typer.Option("--show", help="Show the table of what is there; run nothing.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the table into this image file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
@@ -37,6 +38,7 @@ def reproduce(
 
     from unskew.records.progress import ProgressLine, make_progress
     from unskew.reproduction import report
+    from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
     from unskew.reproduction.sweep import Sweep
 
@@ -61,12 +63,27 @@ def reproduce(
                 raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {', '.join(known)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with stoppable(runs, again), make_progress(console) as progress:
-        sweep = Sweep(chosen, scale, runs, results, extra, rows, columns, lambda title: [ProgressLine(progress, title)])
+        sweep = Sweep(
+            chosen,
+            scale,
+            runs,
+            results,
+            extra,
+            rows,
+            columns,
+            lambda title, common: [ProgressLine(progress, title, warnings=not common)],
+        )
         missing = sweep.settle()
         if missing:
-            console.print(f"{missing} This scale goes on with {sweep.cells(0)[0].config.data} instead.", style="yellow")
+            console.print(
+                f"{missing} This scale goes on with {sweep.cells(0)[0].config.data} instead.",
+                style="yellow",
+                soft_wrap=True,
+            )
         made = list(sweep.found(which) if show else sweep.carry_out(which))
     entries = report.entries(chosen, made)
+    if plot is not None and made:
+        (draw_curves(chosen, made, plot) if chosen.curves else draw_points(chosen, entries, plot))
     if as_json:
         print_json({"preset": preset, "scale": scale, "entries": report.as_json(entries)})
         return

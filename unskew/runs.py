@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unskew.config import Experiment, experiment, load_yaml
+from unskew.config import Experiment, experiment, load_yaml, set_field
 from unskew.data.federation import Federation
 from unskew.data.load import load_federation
 from unskew.engines.choose import pick_device
@@ -18,6 +18,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, make_folder, occupied, unmake_folder
 from unskew.methods.catalogue import MethodLike, method
 from unskew.methods.rules import Method
+from unskew.models.groups import layer_groups, split_at
 from unskew.models.registry import resolve_model
 from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback
@@ -139,6 +140,43 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             if adapted is not module:
                 module, spec = adapted, spec_of(adapted, head)
     return spec
+
+
+def layers_of(model: str, shape: str, classes: int, split: int | None, sets: Sequence[str]) -> list[dict[str, Any]]:
+    """What ``unskew models MODEL`` shows: a row per layer, in order of depth.
+
+    Args:
+        model: A name or an import path.
+        shape: Shape of one input, as ``3,32,32``.
+        classes: Number of classes.
+        split: Layers in the body; by default all before the head.
+        sets: ``model_options.NAME=VALUE`` and ``head=NAME``.
+
+    Raises:
+        ConfigError: There is no such model, or it does not take such inputs.
+    """
+    values: dict[str, Any] = {"model": model}
+    for assignment in sets:
+        set_field(values, assignment)
+    config = experiment(values)
+    try:
+        sides = tuple(int(side) for side in shape.split(","))
+    except ValueError:
+        raise ConfigError(f"--shape {shape!r} is not a shape such as 3,32,32.") from None
+    module = resolve_model(config.model, sides, classes, config.model_options)
+    groups = layer_groups(ModelSpec(module, sides, classes, config.head))
+    body, _ = split_at(groups, len(groups) - 1 if split is None else split)
+    return [
+        {
+            "layer": number,
+            "name": group.name,
+            "with": list(group.layers[1:]),
+            "parameters": group.size,
+            "buffers": sum(s.stop - s.start for s in group.buffers),
+            "part": "body" if number <= len(body) else "head",
+        }
+        for number, group in enumerate(groups, start=1)
+    ]
 
 
 def run_experiment(

@@ -73,7 +73,7 @@ class Session:
         auto = chosen.weights or rule.weights or "samples"
         self.weights = auto if config.weights == "auto" else config.weights
         store = ClientStore(None if folder is None else folder / "clients")
-        self.server = Server(chosen, rule, spec, federation, self.weights, config.buffers, store)
+        self.server = Server(chosen, rule, spec, federation, self.weights, config.buffers, store, config.seed)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
         self.network = Network(config.network.drop, config.seed)
         self.evaluator = Evaluator(spec, federation, task, device)

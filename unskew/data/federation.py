@@ -108,6 +108,7 @@ class Federation:
         class_names: Names of the classes, in order.
         name: The data set and partition, for tables.
         fingerprint: Hash of the partition (which sample sits where); every run records it.
+        common: What a data rule sent to every client alike, by the rule's name.
     """
 
     clients: Sequence[ClientData]
@@ -121,6 +122,7 @@ class Federation:
     partition: str = "given"
     fingerprint: str = ""
     info: dict[str, object] = field(default_factory=dict)
+    common: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,7 +142,8 @@ class Federation:
         clients = self.clients
         if isinstance(clients, ArrayClients):
             clients = ArrayClients(clients.x.to(device), clients.y.to(device), clients.offsets, clients.splits)
-        return replace(self, clients=clients, test=(x.to(device), y.to(device)))
+        common = {rule: {name: t.to(device) for name, t in held.items()} for rule, held in self.common.items()}
+        return replace(self, clients=clients, test=(x.to(device), y.to(device)), common=common)
 
     def class_counts(self) -> np.ndarray:
         """What each client holds to train on: counts ``[K, C]``."""

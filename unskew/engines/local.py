@@ -59,13 +59,15 @@ def contexts(
     shared: dict[str, object],
     state: dict[str, Tensors],
     download: dict[str, Tensors],
+    common: dict[str, Tensors],
 ) -> list[Context]:
-    """One context per rule: its own state, download and upload, all else shared."""
+    """One context per rule: its own state, download, upload and common tensors, all else shared."""
     return [
         Context(
             state=dict(state.get(rule.name, {})),
             download=download.get(rule.name, {}),
             upload={},
+            common=common.get(rule.name, {}),
             **shared,  # type: ignore[arg-type]
         )
         for rule in rules
@@ -108,6 +110,7 @@ class LocalTrainer:
         federation, spec = setup.federation, setup.spec
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
         self.pixels = Pixels.of(federation)
+        self.common = on_device(federation.common, setup.device)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
         self.needs_class_counts = any(rule.needs_class_counts for rule in setup.rules)
 
@@ -153,9 +156,10 @@ class LocalTrainer:
             "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
             "class_counts": self.class_counts(client) if self.needs_class_counts else None,
             "pixels": self.pixels,
+            "epoch_steps": torch.tensor(float(len(training.cuts(client.examples))), dtype=v_start.dtype, device=device),
         }
         state, download = on_device(cast.state, device), on_device(cast.download, device)
-        ctxs = contexts(setup.rules, shared, state, download)
+        ctxs = contexts(setup.rules, shared, state, download, self.common)
         pairs = list(zip(setup.rules, ctxs, strict=True))
         self.model.start(cast.b)
         began = time.perf_counter()

@@ -103,6 +103,9 @@ class VectorizedEngine:
         plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
         starts = [start_of(cast).to(device) for cast in casts]
         counts = torch.tensor([float(len(p.batches)) for p in plans], dtype=starts[0].dtype, device=device)
+        epochs = torch.tensor(
+            [float(len(training.cuts(c.examples))) for c in clients], dtype=starts[0].dtype, device=device
+        )
         weights = torch.tensor([cast.weight for cast in casts], dtype=starts[0].dtype, device=device)
         full = (
             [self.single.full_gradient(cast, s) for cast, s in zip(casts, starts, strict=True)]
@@ -120,6 +123,7 @@ class VectorizedEngine:
                     "weight": weights[k],
                     "full_gradient": full[k] if full is not None else None,
                     "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
+                    "epoch_steps": epochs[k],
                     "state": on_device(cast.state, device),
                     "download": on_device(cast.download, device),
                 }
@@ -132,7 +136,7 @@ class VectorizedEngine:
             shared = {k: t for k, t in given.items() if k not in ("state", "download")}
             shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
             shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd, "pixels": self.single.pixels}
-            return model, contexts(setup.rules, shared, given["state"], given["download"])
+            return model, contexts(setup.rules, shared, given["state"], given["download"], self.single.common)
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
             _, ctxs = ctxs_of(given, b)

@@ -36,6 +36,8 @@ CATALOGUE: dict[str, str] = {
     "ditto": "unskew.methods.ditto:Ditto",
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
+    "vhl": "unskew.methods.vhl:VHL",
+    "fedgen": "unskew.methods.fedgen:FedGen",
 }
 
 MethodLike = str | Part | Method | Sequence["str | Part | Method"]
@@ -160,8 +162,8 @@ def _add(parts: Sequence[Method]) -> Method:
             client=total.client + other.client,
             **filled,  # type: ignore[arg-type]
         )
-    names = [rule.name for rule in (*total.data, *total.client)]
-    twice = next((n for n in names if names.count(n) > 1), None)
+    slots = ([rule.name for rule in slot] for slot in (total.data, total.client))
+    twice = next((n for names in slots for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MethodConflict(f"{twice} appears twice in {total.name}; write it once with the options you want.")
     return total

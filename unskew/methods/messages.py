@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.models.vector import ModelSpec
 
 Tensors = dict[str, Tensor]
 
@@ -100,15 +101,32 @@ class Aggregate:
 
 
 class Updates:
-    """The usable updates of a round: always their ``Aggregate``; one by one only for servers that need it."""
+    """The usable updates of a round: always their ``Aggregate``; one by one only where a rule says it needs them.
 
-    def __init__(self, round: int, aggregate: Aggregate, individual: Sequence[Update] | None = None):
+    Attributes:
+        round: Number of the round, from 0.
+        aggregate: Their sums.
+        v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
+        spec: The model's layout.
+        key: A random 64-bit key of the server and round.
+    """
+
+    def __init__(
+        self,
+        round: int,
+        aggregate: Aggregate,
+        individual: Sequence[Update] | None = None,
+        v_global: Tensor | None = None,
+        spec: ModelSpec | None = None,
+        key: Tensor | None = None,
+    ):
         self.round, self.aggregate, self._individual = round, aggregate, individual
+        self.v_global, self.spec, self.key = v_global, spec, key
 
     def __len__(self) -> int:
         return self.aggregate.count
 
     def __iter__(self) -> Iterator[Update]:
         if self._individual is None:
-            raise ConfigError("This server rule says it needs only sums, but reads single updates; set needs.")
+            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
         return iter(self._individual)

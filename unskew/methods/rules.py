@@ -50,6 +50,8 @@ class Context:
         weight: The client's aggregation weight before normalisation, as a scalar tensor.
         full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
         class_counts: The client's samples per class, ``[C]``, if a rule needs them.
+        epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
+        common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
         pixels: How intensities of images become the model's inputs.
     """
 
@@ -70,6 +72,8 @@ class Context:
     weight: Tensor
     full_gradient: Tensor | None = None
     class_counts: Tensor | None = None
+    epoch_steps: Tensor | None = None
+    common: Tensors = field(default_factory=dict)
     pixels: Pixels = AS_THEY_ARE
 
 
@@ -106,7 +110,7 @@ class ClientRule(Part):
     weights: ClassVar[Weights | None] = None
 
     needs: ClassVar[Literal["sum", "individual"]] = "sum"
-    """Whether the server half reads single updates; a sum works under secure aggregation."""
+    """Whether the server half (``collect``) reads single updates; sums work under secure aggregation."""
 
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""

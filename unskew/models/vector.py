@@ -7,8 +7,10 @@ and how to run the model for any ``v`` (so a model can be evaluated at a sum of 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -39,7 +41,7 @@ class ModelSpec:
         size: ``d``, the number of trainable parameters.
         buffer_names, buffer_shapes, buffer_sizes: Floating-point buffers (BatchNorm statistics), flat ``[m]``.
         parts: ``{"body": slices, "head": slices}`` of the vector.
-        layers: Names of the layers that hold parameters, in order of first use in a forward pass.
+        layers: Names of the layers that hold parameters, in order of first use in a forward pass; ``used``: of all modules.
         shape, classes: Shape of one input and number of classes.
     """
 
@@ -93,8 +95,8 @@ class ModelSpec:
         self.buffer_shapes = [tuple(b.shape) for b in floats.values()]
         self.buffer_sizes = [b.numel() for b in floats.values()]
         self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
-        self.layers, used = self._trace()
-        self.head_name = self._find_head(head, used)
+        self.layers, self.used = self._trace()
+        self.head_name = self._find_head(head, self.used)
         self.parts = self._split()
 
     def _trace(self) -> tuple[list[str], list[str]]:
@@ -210,6 +212,34 @@ class ModelSpec:
         finally:
             hook.remove()
         return Output(logits.to(v.dtype), captured[-1])
+
+    @cached_property
+    def feature_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's features, the input of the head."""
+        v = self.flatten()
+        x = torch.zeros(2, *self.shape, dtype=self.input_dtype, device=v.device)
+        with torch.no_grad():
+            return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
+
+    def head_of(self, v: Tensor) -> Tensor:
+        """The slices of ``v [d]`` that are the head, joined."""
+        return torch.cat([v[piece] for piece in self.parts["head"]])
+
+    def head(self, v: Tensor, features: Tensor) -> Tensor:
+        """Logits ``[B, C]`` of the head alone, in eval mode.
+
+        Args:
+            v: The model, ``[d]``, or only its head as ``head_of`` joins it; differentiable.
+            features: Inputs of the head, ``[B, f]``; differentiable.
+        """
+        prefix = self.head_name + "." if self.head_name else ""
+        own = [(n, s) for n, s in zip(self.names, self.shapes, strict=True) if n.startswith(prefix)]
+        sizes = [math.prod(shape) for _, shape in own]
+        pieces = torch.split(v if len(v) == sum(sizes) else self.head_of(v), sizes)
+        tensors = {n.removeprefix(prefix): p.view(s) for (n, s), p in zip(own, pieces, strict=True)}
+        with self.precision(v.device):
+            logits: Tensor = functional_call(self.module.get_submodule(self.head_name).eval(), tensors, (features,))
+        return logits.to(v.dtype)
 
     def load(self, v: Tensor, b: Tensor) -> nn.Module:
         """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode."""

@@ -117,3 +117,29 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
         table.add_row(row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, row["paper"])
     return table
+
+
+def models_table(models: Sequence[dict[str, Any]]) -> Table:
+    """What ``unskew models`` prints."""
+    table = Table()
+    for name in ("model", "what it is", "reference"):
+        table.add_column(name)
+    for row in models:
+        table.add_row(row["name"], row["description"], row["reference"])
+    return table
+
+
+def layers_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:
+    """What ``unskew models MODEL`` prints."""
+    table = Table(title=f"{model}: layers in order of depth", title_justify="left", show_footer=True)
+    total = sum(row["parameters"] for row in layers)
+    body = sum(row["parameters"] for row in layers if row["part"] == "body")
+    statistics = f"{sum(row['buffers'] for row in layers):,}"
+    sizes = {"parameters": f"{total:,}", "statistics": statistics, "part": f"body {body:,}, head {total - body:,}"}
+    for name in ("", "layer", "with it", "parameters", "statistics", "part"):
+        right = name in ("", "parameters", "statistics")
+        table.add_column(name, footer=sizes.get(name, ""), justify="right" if right else "left")
+    for row in layers:
+        figures = (f"{row['parameters']:,}", f"{row['buffers']:,}")
+        table.add_row(str(row["layer"]), row["name"], ", ".join(row["with"]), *figures, row["part"])
+    return table

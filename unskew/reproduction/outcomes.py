@@ -17,6 +17,7 @@ from unskew.files import write_atomic
 
 ELSEWHERE = ("engine", "workers", "device", "trackers", "checkpoint_every", "target", "data_path", "start_from")
 """Fields that say how a run is carried out, not what it is."""
+CURVES = ("accuracy", "local_distance", "local_accuracy", "local_personal_accuracy")
 Outcome = dict[str, Any]
 
 
@@ -42,13 +43,19 @@ def keep(
     outcome = {
         "run": identity(config, parent),
         "summary": summary,
-        "curve": {"round": [row["round"] for row in scored], "accuracy": [round(row["accuracy"], 5) for row in scored]},
+        "curve": {"round": [row["round"] for row in scored], **_curves(scored)},
         "made_with": {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()},
     }
     path = folder / f"{key_of(config, parent)}.json"
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(outcome, indent=1) + "\n").encode())
     return path
+
+
+def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """What figures show over rounds; rounds before a branch may lack what only the branch measured."""
+    names = [name for name in CURVES if any(row.get(name) is not None for row in scored)]
+    return {n: [None if row.get(n) is None else round(row[n], 5) for row in scored] for n in names}
 
 
 def kept(folder: Path, config: Experiment, parent: Experiment | None = None) -> Outcome | None:

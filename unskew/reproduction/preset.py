@@ -46,6 +46,8 @@ class Preset(BaseModel):
     reference: str
     text: str = ""
     values: list[str] = ["accuracy"]
+    curves: bool = False
+    """Whether the paper shows curves over rounds."""
     settings: Options
     with_: Options = Field(default_factory=dict, alias="with")
     seeds: int = 3
@@ -148,6 +150,8 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
     chosen = preset.scales.get(scale, Scale())
     values = {**preset.with_, **chosen.with_}
     base = {**preset.settings, **chosen.settings, **(chosen.otherwise if otherwise else {})}
+    if otherwise:
+        extra = {k: v for k, v in extra.items() if k != "data_path"}
     found = []
     for column, its in (chosen.columns or preset.columns).items():
         for row, mine in preset.rows.items():

@@ -9,14 +9,15 @@ from typing import Any
 
 from unskew.config import Experiment
 from unskew.data.federation import Federation
-from unskew.errors import DataError
+from unskew.errors import ConfigError, DataError
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of
 from unskew.reproduction.preset import Cell, Preset, cells
 from unskew.runs import finished_rounds, load_data, resume, run_experiment
 
-Follow = Callable[[str], Sequence[Callback]]
+Follow = Callable[[str, bool], Sequence[Callback]]
+"""From the title of a run, and whether it is only the common part of others, to its callbacks."""
 
 
 class Sweep:
@@ -29,7 +30,7 @@ class Sweep:
         results: Where outcomes are kept.
         extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``).
         rows, columns: Only these; all if None.
-        follow: Gives the callbacks of a run from its title.
+        follow: Gives the callbacks of a run.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Sweep:
         extra: dict[str, Any],
         rows: Sequence[str] | None = None,
         columns: Sequence[str] | None = None,
-        follow: Follow = lambda title: (),
+        follow: Follow = lambda title, common: (),
     ):
         self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
         self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
@@ -62,7 +63,7 @@ class Sweep:
             return None
         try:
             self.federation(self.cells(0)[0].config)
-        except DataError as error:
+        except (DataError, ConfigError) as error:
             self.otherwise = True
             return str(error)
         return None
@@ -97,7 +98,9 @@ class Sweep:
             return known
         config = cell.config
         if cell.parent is not None:
-            start = self._run(cell.parent, None, f"{self.preset.name}, common rounds, {cell.column}")
+            start = self._run(
+                cell.parent, None, f"{self.preset.name}, common rounds, {cell.column}, seed {config.seed}", common=True
+            )
             config = config.model_copy(update={"start_from": str(start)})
         title = f"{cell.row}, {cell.column}, seed {config.seed}"
         folder = self._run(config, cell.parent, title)
@@ -105,13 +108,13 @@ class Sweep:
         assert outcome is not None, f"the run in {folder} was not kept"
         return outcome
 
-    def _run(self, config: Experiment, parent: Experiment | None, title: str) -> Path:
+    def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
         """Carry out a run in its folder unless it is finished; gives the folder."""
         folder = self.runs / key_of(config, parent)
         if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
             history, summary = read_history(folder), json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         else:
-            federation, callbacks = self.federation(config), list(self.follow(title))
+            federation, callbacks = self.federation(config), list(self.follow(title, common))
             if (folder / "config.yaml").is_file():
                 given = {k: getattr(config, k) for k in ("engine", "workers", "device")}
                 result = resume(folder, federation=federation, callbacks=callbacks, **given)

@@ -11,7 +11,7 @@ from unskew.data.pixels import Pixels
 from unskew.engines.base import Engine
 from unskew.files import make_folder
 from unskew.methods.rules import Broadcast, ClientRule, Tensors, Update
-from unskew.records.plots import images_by_class
+from unskew.records.pictures import images_by_class
 
 
 class Samples:

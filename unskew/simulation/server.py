@@ -13,6 +13,7 @@ from torch import Tensor
 from unskew.data.federation import Federation
 from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Tensors, Update, Updates
 from unskew.models.vector import ModelSpec
+from unskew.seeding import derive
 from unskew.simulation.store import ClientStore, flat
 
 Buffers = Literal["average", "local", "reset"]
@@ -73,9 +74,11 @@ class Server:
         weights: Literal["samples", "uniform"],
         buffers: Buffers = "average",
         store: ClientStore | None = None,
+        seed: int = 0,
     ):
         self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
-        self.federation = federation
+        self.federation, self.seed = federation, seed
+        self.individual = "individual" in (rule.needs, *(part.needs for part in method.client))
         self.store = ClientStore() if store is None else store  # an empty one is false
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
@@ -128,7 +131,7 @@ class Server:
         An update that is not finite is left out and counted; with no usable update the model stays as it was.
         """
         aggregate = Aggregate()
-        individual: list[Update] | None = [] if self.rule.needs == "individual" else None
+        individual: list[Update] | None = [] if self.individual else None
         self.left_out = []
         sums = dict.fromkeys(("loss", "begin_seconds", "train_seconds"), 0.0)
         taken: list[Update] = []
@@ -149,7 +152,9 @@ class Server:
                 individual.append(update)
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
             taken.append(replace(update, delta=torch.empty(0), upload={}))
-        if taken and not self._take_in(Updates(round, aggregate, individual)):
+        key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
+        updates = Updates(round, aggregate, individual, self.v, self.spec, key)
+        if taken and not self._take_in(updates):
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
         for update in taken:
             self._keep(update)

@@ -1,0 +1,43 @@
+"""Virtual inputs: noise with one cluster per class, which anyone can make and nobody's data went into.
+
+Both sources give numbers of mean 0 and deviation 1 per channel (or feature) over the whole set. All draws are functions of a
+key.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.seeding import fold, normal
+
+COARSE = 8
+"""Side of the grid on which noise images are drawn: what varies from pixel to pixel, pooling would average away."""
+
+
+def around_centres(key: Tensor, y: Tensor, shape: tuple[int, ...], spread: float) -> Tensor:
+    """Float64 samples ``[n, *shape]``: for each label in ``y [n]`` a point near the centre of its class.
+
+    Centres are standard normal, and so is the noise around them times ``spread``.
+    """
+    centres = normal(fold(key, 1), (int(y.max()) + 1, *shape))
+    return centres[y] + spread * normal(fold(key, 2), (len(y), *shape))
+
+
+def standardised(x: Tensor) -> Tensor:
+    """``x [n, c, ...]`` with mean 0 and deviation 1 for each entry of its second axis."""
+    axes = [0, *range(2, x.dim())]
+    return (x - x.mean(axes, keepdim=True)) / x.std(axes, keepdim=True, correction=0).clamp_min(1e-6)
+
+
+def gaussian(key: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Gaussian noise of ``shape``, one cluster per class: float32 ``[n, *shape]``.
+
+    The deviation within a class is half of that between the centres. Images are drawn on a coarse grid and enlarged, other
+    inputs directly. Both are as in the code of VHL's authors (arXiv:2206.02465).
+    """
+    if len(shape) != 3:
+        return standardised(around_centres(key, y, shape, 0.5)).float()
+    channels, height, width = shape
+    coarse = around_centres(key, y, (channels, min(COARSE, height), min(COARSE, width)), 0.5).float()
+    return standardised(F.interpolate(coarse, size=(height, width), mode="bilinear"))

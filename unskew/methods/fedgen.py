@@ -1,0 +1,179 @@
+"""FedGen: the server learns what the clients' classifiers take for each class, and clients train on that too.
+
+Zhu, Hong, Zhou, "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", 2021, arXiv:2105.10056,
+Algorithm 1. After each round the server trains a generator ``G(y, eps)`` of features on the models that came back, with
+``alpha_k(y)`` client ``k``'s share of the cohort's samples of class ``y``::
+
+    mean_{y, eps} [ sum_k alpha_k(y) CE(head_k(G), y) - beta_s KL(teacher || head_global(G)) ] + eta_div diversity(eps, G)
+    teacher = softmax(sum_k alpha_k(y) head_k(G))
+
+The model itself is averaged as without this rule. In later rounds a client adds to its loss, with labels ``y~`` drawn evenly
+from its classes and ``decay`` per round::
+
+    a decay^t CE(head(G(y~, eps)), y~) + b decay^t KL(head(G(y, eps')) || f(x))
+
+``head(G(y, eps'))`` is a teacher without gradient. In the first round clients train without these terms, as in the authors'
+code; so the generator, untrained until then, is made after it and not sent before. Differences from the code: noise is
+Gaussian, as in the paper (there uniform); the generator has no BatchNorm, weight decay or decaying rate; both batches of
+generated features have the same size; the terms act in every local epoch. Adam's moments are kept between rounds, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.generators.latent import LatentGenerator, choose, diversity
+from unskew.methods.rules import ClientRule, Context, Tensors, Updates
+from unskew.models.trainable import Batch, LossFn
+from unskew.models.vector import ModelSpec
+from unskew.seeding import derive, fold, normal
+
+NonNegative = Annotated[float, Field(ge=0)]
+Whole = Annotated[int, Field(ge=1)]
+PURPOSE = derive(0, "fedgen client")
+
+
+@dataclass(frozen=True)
+class FedGen(ClientRule):
+    """Data-free distillation through a generator of features.
+
+    Attributes:
+        a, b: Weights of the two client terms in round 0; with both 0 this is FedAvg.
+        decay: Factor of ``a`` and ``b`` per round.
+        labels: Whether ``y~`` is drawn from the client's ``own`` classes or from ``all``.
+        gen_steps: Steps on the generator after each round; the authors' code takes 40.
+        gen_lr: Adam's step there.
+        batch: Generated features per step, at the server and at clients.
+        beta_s, eta_div: Weights of the adversarial and of the diversity term.
+        hidden, noise: Widths of the generator; the authors' for MNIST (they use 512 and 64 for CIFAR).
+    """
+
+    name: ClassVar[str] = "fedgen"
+    summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
+    paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    needs: ClassVar[Literal["sum", "individual"]] = "individual"
+    needs_class_counts: ClassVar[bool] = True
+
+    a: NonNegative = 10.0
+    b: NonNegative = 10.0
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.98
+    labels: Literal["own", "all"] = "own"
+    gen_steps: Annotated[int, Field(ge=0)] = 40
+    gen_lr: Annotated[float, Field(gt=0)] = 3e-4
+    batch: Annotated[int, Field(ge=2)] = 32
+    beta_s: NonNegative = 0.0
+    eta_div: NonNegative = 1.0
+    hidden: Whole = 256
+    noise: Whole = 32
+
+    def generator(self, spec: ModelSpec) -> LatentGenerator:
+        """The generator for a model.
+
+        Raises:
+            ConfigError: The model's features are not vectors.
+        """
+        if len(spec.feature_shape) != 1:
+            raise ConfigError(
+                f"fedgen generates vectors, but the head {spec.head_name!r} takes inputs of shape {spec.feature_shape}; "
+                "name another head."
+            )
+        return LatentGenerator(spec.classes, self.noise, self.hidden, spec.feature_shape[0])
+
+    def begin(self, ctx: Context) -> Tensors:
+        """The classes that ``y~`` is drawn from, marked ``[C]``."""
+        assert ctx.class_counts is not None
+        self.generator(ctx.spec)  # a model that does not fit is refused before anything is trained
+        held = ctx.class_counts > 0
+        return {"present": (held if self.labels == "own" else torch.ones_like(held)).to(ctx.v_global.dtype)}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """``loss + a decay^t CE + b decay^t KL``."""
+        if "g" not in ctx.download or not (self.a or self.b):
+            return loss_fn
+        G, g, spec, fade = self.generator(ctx.spec), ctx.download["g"], ctx.spec, self.decay**ctx.round
+
+        def distilled(v: Tensor, batch: Batch) -> Tensor:
+            loss = loss_fn(v, batch)
+            key = fold(fold(ctx.key, PURPOSE), batch.step)
+            y = choose(fold(key, 1), carry["present"], self.batch)
+            made = G(g, y, normal(fold(key, 2), (self.batch, self.noise)).to(v.dtype))
+            loss = loss + self.a * fade * F.cross_entropy(spec.head(v, made), y)
+            same = G(g, batch.y, normal(fold(key, 3), (len(batch.y), self.noise)).to(v.dtype))
+            teacher = spec.head(v, same).detach()
+            student = ctx.model(v, batch.x, batch.track).logits
+            return loss + self.b * fade * divergence(teacher, student)
+
+        return distilled
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """The server weighs the clients by what they hold."""
+        assert ctx.class_counts is not None
+        ctx.upload["counts"] = ctx.class_counts
+
+    def extras(self, state: Tensors, client: int) -> Tensors:
+        """The generator, once there is one."""
+        return {"g": state["g"]} if "g" in state else {}
+
+    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+        """Train the generator; state holds ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``."""
+        v, spec, key = updates.v_global, updates.spec, updates.key
+        assert v is not None
+        assert spec is not None
+        assert key is not None
+        G, student = self.generator(spec), spec.head_of(v)
+        heads = torch.stack([spec.head_of(v + update.delta) for update in updates])
+        counts = torch.stack([update.upload[self.name]["counts"] for update in updates])
+        total = counts.sum(0)
+        alpha = counts / total.clamp_min(1)
+        present = (total > 0).to(v.dtype)
+        if not state:
+            g = G.init(fold(key, 0)).to(v.dtype)
+            state = {"g": g, "m": torch.zeros_like(g), "s": torch.zeros_like(g), "t": g.new_zeros(())}
+        g, m, s, t = (state[name] for name in ("g", "m", "s", "t"))
+        for i in range(self.gen_steps):
+            now = fold(fold(key, 1), i)
+            y = choose(fold(now, 1), present, self.batch)
+            eps = normal(fold(now, 2), (self.batch, self.noise)).to(v.dtype)
+            leaf = g.detach().requires_grad_()
+            value = self.server_objective(spec, G(leaf, y, eps), y, eps, heads, student, alpha)
+            (slope,) = torch.autograd.grad(value, leaf)
+            t, m, s = t + 1, 0.9 * m + 0.1 * slope, 0.999 * s + 0.001 * slope.square()
+            g = g - self.gen_lr * m / (1 - 0.9**t) / ((s / (1 - 0.999**t)).sqrt() + 1e-8)
+        return {"g": g, "m": m, "s": s, "t": t}
+
+    def server_objective(
+        self, spec: ModelSpec, z: Tensor, y: Tensor, eps: Tensor, heads: Tensor, student: Tensor, alpha: Tensor
+    ) -> Tensor:
+        """What the generator minimises.
+
+        Args:
+            spec: The model's layout.
+            z: Generated features, ``[B, f]``.
+            y: Their labels, ``[B]``.
+            eps: Their noise, ``[B, k]``.
+            heads: The clients' heads, ``[K, d_h]``.
+            student: The head that was broadcast, ``[d_h]``.
+            alpha: Weights ``[K, C]``; each class sums to 1, or to 0 where no client holds it.
+        """
+        logits = torch.func.vmap(spec.head, in_dims=(0, None))(heads, z)
+        weight = alpha[:, y]
+        losses = -F.log_softmax(logits, dim=-1)[:, torch.arange(len(y), device=y.device), y]
+        value = (weight * losses).sum(0).mean() + self.eta_div * diversity(eps, z)
+        if self.beta_s:
+            teacher = (weight[:, :, None] * logits).sum(0)
+            value = value - self.beta_s * divergence(teacher, spec.head(student, z))
+        return value
+
+
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """Mean over the batch of ``KL(softmax(teacher) || softmax(student))`` for logits ``[B, C]``."""
+    log_p, log_q = F.log_softmax(teacher, dim=-1), F.log_softmax(student, dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()

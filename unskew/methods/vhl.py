@@ -1,0 +1,166 @@
+"""VHL: all clients also learn the same virtual set of noise, and bring their own features near it.
+
+Tang, Zhang, Shi, He, Han, Chu, "Virtual Homogeneity Learning: Defending against Data Heterogeneity in Federated Learning",
+2022, arXiv:2206.02465. Before the first round the server sends a set of noise with labels, one cluster per class. A client
+minimises, on its own batch ``(x, y)`` and a virtual one ``(x~, y~)``::
+
+    CE(f(x), y) + virtual CE(f(x~), y~) + lam align(h(x), y, h(x~), y~)
+
+with ``h`` the features. The distance is the supervised contrastive loss (Khosla et al. 2020, arXiv:2004.11362) with natural
+features as anchors and virtual features, which carry no gradient, as positives (same class) and negatives (the others)::
+
+    align = mean_i mean_{p: y~_p = y_i} -log( exp(cos(h_i, h_p)/T) / sum_j exp(cos(h_i, h_j)/T) )
+
+It acts in the first ``align_epochs`` local epochs of each round. Virtual and natural batches pass the model one after the
+other, and the virtual pass leaves the normalisation statistics alone. The classes of the virtual set take turns, so a virtual
+batch at least as large as the number of classes holds every class; an anchor without a positive does not count.
+
+Where the data are 8-bit, the virtual set is sent as 8-bit pixels, else as 32-bit floats; labels take the fewest whole bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.data.federation import Federation, Normalisation, take
+from unskew.errors import ConfigError, DataError
+from unskew.generators.clusters import gaussian
+from unskew.generators.style import style_images
+from unskew.methods.rules import ClientRule, Context, DataRule, Tensors
+from unskew.models.trainable import Batch, LossFn
+from unskew.seeding import derive, fold, uniform
+
+NonNegative = Annotated[float, Field(ge=0)]
+Whole = Annotated[int, Field(ge=1)]
+PURPOSE = derive(0, "vhl client")
+
+
+@dataclass(frozen=True)
+class VHL(DataRule, ClientRule):
+    """Virtual homogeneity learning.
+
+    Attributes:
+        source: ``gaussian`` noise for inputs of any shape, or images of an untrained ``style``-based generator.
+        per_class: Virtual samples of each class. The authors' scripts make 200 or 5000.
+        lam: Strength of the alignment.
+        virtual: Weight of the cross-entropy on the virtual set; 1 in the paper. With ``lam=0`` too, this is FedAvg.
+        align_epochs: Local epochs of each round, from its beginning, in which features are aligned.
+        virtual_batch: Virtual samples per step, but no more than there are.
+        temperature: ``T`` of the alignment.
+    """
+
+    name: ClassVar[str] = "vhl"
+    summary: ClassVar[str] = "features near those of a shared set of noise"
+    paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+
+    source: Literal["gaussian", "style"] = "gaussian"
+    per_class: Whole = 200
+    lam: NonNegative = 1.0
+    virtual: NonNegative = 1.0
+    align_epochs: Annotated[int, Field(ge=0)] = 5
+    virtual_batch: Whole = 128
+    temperature: Annotated[float, Field(gt=0)] = 0.07
+
+    def prepare(self, federation: Federation, seed: int) -> tuple[Federation, dict[int, tuple[int, int]]]:
+        """Make the virtual set and send it to every client.
+
+        Raises:
+            DataError: The inputs are whole numbers, such as token ids.
+            ConfigError: The generator of images is asked for inputs of another shape.
+        """
+        shape, classes = federation.shape, federation.classes
+        if federation.test[0].dtype == torch.int64:
+            raise DataError(
+                "vhl makes virtual inputs of noise, but the data are whole numbers such as token ids; "
+                "if they are features, give them as floats."
+            )
+        y = torch.arange(self.per_class * classes) % classes
+        key = torch.tensor(derive(seed, "virtual set"))
+        if self.source == "gaussian":
+            x = gaussian(key, y, shape)
+        elif len(shape) == 3:
+            x = style_images(key, y, (shape[0], shape[1], shape[2]))
+        else:
+            raise ConfigError(
+                f"vhl:source=style makes images, but an input has the shape {shape}; use source=gaussian."
+            )
+        sent = as_sent(x, federation.normalisation, federation.test[0].dtype)
+        factor, offset = normaliser(federation.normalisation, len(shape))
+        common = {**federation.common, self.name: {"x": sent, "y": y, "factor": factor, "offset": offset}}
+        cost = sent.numel() * sent.element_size() + len(y) * max(1, ((classes - 1).bit_length() + 7) // 8)
+        return replace(federation, common=common), dict.fromkeys(range(len(federation.clients)), (0, cost))
+
+    def begin(self, ctx: Context) -> Tensors:
+        """Where in the virtual set the client begins."""
+        chance = uniform(fold(ctx.key, PURPOSE), ()).to(torch.float64)
+        return {"start": (chance * len(ctx.common["y"])).to(torch.int64)}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """``loss + virtual CE + lam align``."""
+        lam = self.lam if self.align_epochs else 0.0
+        if not lam and not self.virtual:
+            return loss_fn
+        total = len(ctx.common["y"])
+        steps = torch.arange(min(self.virtual_batch, total), device=ctx.common["y"].device)
+        assert ctx.epoch_steps is not None
+        aligned_steps = self.align_epochs * ctx.epoch_steps
+
+        def homogenised(v: Tensor, batch: Batch) -> Tensor:
+            at = (carry["start"] + batch.step * len(steps) + steps) % total
+            x = take(ctx.common["x"], at).to(v.dtype)
+            x = x * ctx.common["factor"].to(v.dtype) + ctx.common["offset"].to(v.dtype)
+            y = ctx.common["y"][at]
+            # The natural pass comes last: the model remembers one pass, for the rules around this one.
+            seen = ctx.model(v, x, False)
+            loss = loss_fn(v, batch)
+            if self.virtual:
+                loss = loss + self.virtual * F.cross_entropy(seen.logits, y)
+            if lam:
+                z, anchor = ctx.model(v, batch.x, batch.track).features, seen.features.detach()
+                z, anchor = z.flatten(1).to(v.dtype), anchor.flatten(1).to(v.dtype)
+                distance = align(z, batch.y, anchor, y, self.temperature)
+                loss = loss + lam * (batch.step < aligned_steps).to(v.dtype) * distance
+            return loss
+
+        return homogenised
+
+
+def align(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Supervised contrastive loss of anchors ``z [B, f]`` against the virtual features ``[V, f]``; a scalar."""
+    cosines = F.normalize(z, dim=-1) @ F.normalize(virtual, dim=-1).T / temperature
+    same = (y[:, None] == labels[None, :]).to(z.dtype)
+    positives = same.sum(1)
+    terms = -(same * F.log_softmax(cosines, dim=-1)).sum(1) / positives.clamp_min(1)
+    return terms.sum() / (positives > 0).sum().clamp_min(1)
+
+
+def as_sent(x: Tensor, normalisation: Normalisation | None, dtype: torch.dtype) -> Tensor:
+    """Standardised inputs ``x [n, c, ...]`` on the scale of the data: pixels where these are 8-bit, else floats.
+
+    Pixels that nothing normalises get the mean 1/2 and the deviation 1/4 of their range; other such data keep 0 and 1.
+    """
+    pixels = dtype == torch.uint8
+    if normalisation is None and pixels:
+        normalisation = Normalisation((0.5,), (0.25,), 1 / 255)
+    if normalisation is not None:
+        factor, offset = normaliser(normalisation, x.dim() - 1)
+        x = (x - offset) / factor
+    x = x.round().clamp(0, 255).to(torch.uint8) if pixels else x.float()
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
+
+
+def normaliser(normalisation: Normalisation | None, dims: int) -> tuple[Tensor, Tensor]:
+    """``factor`` and ``offset`` that standardise inputs with so many axes: ``x * factor + offset``, as engines do."""
+    if normalisation is None:
+        return torch.ones(()), torch.zeros(())
+    mean, std = (torch.tensor(t, dtype=torch.float64) for t in (normalisation.mean, normalisation.std))
+    shape = (-1,) + (1,) * (dims - 1)
+    return (normalisation.scale / std).view(shape), (-mean / std).view(shape)
