@@ -94,6 +94,21 @@ def check_given(given: dict[str, Any], options: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={options[name]!r} has no effect on a federation that is given.")
 
 
+def check_task(chosen: Method, federation: Federation) -> None:
+    """Refuse a task that a part of the method cannot be trained for.
+
+    Raises:
+        ConfigError: There is such a part.
+    """
+    task = federation.task
+    for part in (*chosen.data, *chosen.client, chosen.sync, chosen.server):
+        if part is not None and task not in part.tasks:
+            reason = f", because {part.tasks_reason}" if part.tasks_reason else ""
+            raise ConfigError(
+                f"{part.name} cannot be trained for the task {task!r}{reason}. It is for: {', '.join(part.tasks)}."
+            )
+
+
 def load_data(config: Experiment) -> Federation:
     """The federation that a configuration describes."""
     return load_federation(
@@ -163,6 +178,7 @@ def run_experiment(
     if folder is not None and not resume and occupied(folder):
         raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
     federation = load_data(config) if federation is None else federation
+    check_task(chosen, federation)
     prepared: list[tuple[int, tuple[int, int]]] = []
     for rule in chosen.data:
         federation, traffic = rule.prepare(federation, config.seed)

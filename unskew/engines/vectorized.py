@@ -119,6 +119,7 @@ class VectorizedEngine:
                     "weight": weights[k],
                     "full_gradient": full[k] if full is not None else None,
                     "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
+                    "label_pairs": self.single.label_pairs(clients[k]) if self.single.needs_label_pairs else None,
                     "state": on_device(cast.state, device),
                     "download": on_device(cast.download, device),
                 }

@@ -46,7 +46,9 @@ class Context:
         steps: Number of local steps, as a scalar tensor.
         weight: The client's aggregation weight before normalisation, as a scalar tensor.
         full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
-        class_counts: The client's samples per class, ``[C]``, if a rule needs them.
+        class_counts: The client's samples per class (per label, where a sample may have several), ``[C]``, if a rule
+            needs them.
+        label_pairs: The client's samples that have both of two labels, ``[C, C]``, if a rule needs them.
     """
 
     round: int
@@ -66,6 +68,7 @@ class Context:
     weight: Tensor
     full_gradient: Tensor | None = None
     class_counts: Tensor | None = None
+    label_pairs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,12 @@ class Part:
     summary: ClassVar[str]
     paper: ClassVar[str]
 
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
+    """The tasks it can be trained for."""
+
+    tasks_reason: ClassVar[str] = ""
+    """Why no other: the end of a sentence that begins with "because"."""
+
     def build(self) -> Method:
         """The method made of this part alone; a part that fills several slots fills them all."""
         return Method(
@@ -226,6 +235,11 @@ class ClientRule(Part):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
+
+    @property
+    def needs_label_pairs(self) -> bool:
+        """Whether ``ctx.label_pairs`` must be there."""
+        return False
 
     def personal(self, state: Tensors) -> Tensor | None:
         """The model ``[d]`` that serves a client with this state, where that is not the global one."""
