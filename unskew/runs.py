@@ -89,7 +89,7 @@ def check_given(given: dict[str, Any], options: dict[str, Any]) -> None:
     Raises:
         ConfigError: They do.
     """
-    for name in ("data", "partition", "clients", "data_path", "holdout", "server", "label"):
+    for name in ("data", "partition", "clients", "data_path", "holdout", "server", "label", "label_separator"):
         if name in options and options[name] != given.get(name):
             raise ConfigError(f"{name}={options[name]!r} has no effect on a federation that is given.")
 
@@ -119,6 +119,7 @@ def load_data(config: Experiment) -> Federation:
         path=config.data_path,
         label=config.label,
         image=config.image,
+        label_separator=config.label_separator,
         holdout=config.holdout,
         server=config.server,
         server_path=config.server_path,
