@@ -11,6 +11,10 @@ arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
 
 Nothing more is sent than without it, and the server needs only sums.
 
+With several labels a sample, ``CE`` is the binary cross-entropy and ``KL`` and ``JS`` are those of one Bernoulli variable per
+label, all averaged over labels. The paper and its code do not define them; these definitions are ours. ``y`` is one-hot, or
+with ``cooccurrence`` also holds each other label with the share of the client's samples of ``y``'s label that have it.
+
 Where paper and authors' code differ, this follows the paper; ``labels="complementary", coefficients="auto", g_steps=500`` are
 the code's (it floors label counts, keeps the last inputs with the best step's logits, clamps the divergence's distributions
 in reverse order, and takes a random network for a client that never trained; only ``js="reversed_clamped"`` and
@@ -20,19 +24,19 @@ that never trained learns its inputs without the disagreement. The synthetic pas
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.errors import ConfigError
 from unskew.generators.inversion import allocate, labels_of, learn, statistics_distance
 from unskew.methods.rules import ClientRule, Context, Tensors
 from unskew.models.trainable import Batch, LossFn
-from unskew.seeding import fold, normal
+from unskew.seeding import fold, normal, uniform
+from unskew.tasks import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -58,6 +62,7 @@ class FedCOG(ClientRule):
         alias: Keep the last inputs with the best logits, as the authors' code does by mistake.
         max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
         double: Make the inputs of the second half of local training anew.
+        cooccurrence: Multi-label targets get further labels as often as these occur together at the client.
     """
 
     name: ClassVar[str] = "fedcog"
@@ -83,6 +88,12 @@ class FedCOG(ClientRule):
     alias: bool = False
     max_prev_age: Annotated[int, Field(ge=0)] = 0
     double: bool = False
+    cooccurrence: bool = False
+
+    @property
+    def needs_label_pairs(self) -> bool:
+        """Only for the rates of co-occurrence."""
+        return self.cooccurrence
 
     def warning(self, rounds: int) -> str | None:
         """Without a round of generation the method is its host."""
@@ -92,10 +103,12 @@ class FedCOG(ClientRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
+        if self.cooccurrence and ctx.task.name != "multilabel":
+            raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
         if ctx.round < self.start_round:
             return {}
         assert ctx.class_counts is not None
-        y = self.targets(ctx.class_counts)
+        y = self.labelled(ctx, self.targets(ctx.class_counts))
         x, z = self.synthesise(ctx, y, ctx.key)
         if self.double:
             second = self.synthesise(ctx, y, fold(ctx.key, 7))
@@ -111,12 +124,24 @@ class FedCOG(ClientRule):
         shares = uniform if self.labels == "uniform" else torch.where(balanced, uniform, deficit)
         return labels_of(allocate(shares, self.n), self.n)
 
+    def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
+        """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
+        assert ctx.class_counts is not None
+        y = ctx.task.targets(primary, len(ctx.class_counts))
+        if ctx.label_pairs is None:
+            return y
+        # Row by row, the shares of the samples of one label that have each other label; a label without samples has none.
+        rates = ctx.label_pairs / ctx.class_counts.clamp_min(1)[:, None]
+        further = uniform(fold(ctx.key, 8), y.shape) < rates[primary]
+        return torch.maximum(y, further.to(y.dtype))
+
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """``w_real`` and ``w_kd``; ``auto`` weighs by real samples and the deficit of classes, and they sum to 1."""
         if self.coefficients == "fixed":
             return torch.ones_like(counts[0]), torch.full_like(counts[0], self.lambda_kd)
         real, missing = counts.sum(), (counts.max() - counts).sum()
-        return real / (real + missing), missing / (real + missing)
+        w_kd = missing / (real + missing).clamp_min(1)  # a client whose samples have no label at all misses none
+        return 1 - w_kd, w_kd
 
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
@@ -130,10 +155,10 @@ class FedCOG(ClientRule):
                 teacher, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
             else:
                 teacher, distance = ctx.spec.forward(ctx.v_global, ctx.b_global, x), None
-            loss = self.lambda_ce * F.cross_entropy(teacher.logits, y)
+            loss = self.lambda_ce * ctx.task.loss(teacher.logits, y)
             if self.source == "both" and "v" in ctx.state:
                 student = ctx.spec.forward(ctx.state["v"], ctx.state["b"], x)
-                loss = loss + weight * self.disagreement(teacher.logits, student.logits)
+                loss = loss + weight * self.disagreement(ctx.task, teacher.logits, student.logits)
             if distance is not None:
                 loss = loss + self.lambda_bn * distance
             return loss, teacher.logits
@@ -141,12 +166,11 @@ class FedCOG(ClientRule):
         steps = 0 if self.source == "noise" else self.g_steps
         return learn(start, objective, steps, self.g_lr, last=self.alias)
 
-    def disagreement(self, teacher: Tensor, student: Tensor) -> Tensor:
+    def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
         """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
-        p, q = (F.softmax(logits / self.t_js, dim=-1) for logits in (teacher, student))
         if self.js == "paper":
-            mean = (p + q) / 2
-            return 1 - 0.5 * (kl(p, mean) + kl(q, mean))
+            return task.disagreement(teacher, student, self.t_js)
+        p, q = (task.beliefs(logits / self.t_js).exp() for logits in (teacher, student))
         p, q, mean = (d.clamp(0.01, 0.99) for d in (p, q, (p + q) / 2))
         return 1 - (0.5 * (kl(mean, q) + kl(mean, p))).clamp(0, 1)
 
@@ -162,9 +186,9 @@ class FedCOG(ClientRule):
                 at = at + torch.where(batch.step * 2 >= ctx.steps, self.n, 0)
             logits = ctx.model(v, carry["x"][at], False).logits
             if self.supervision == "hard":
-                term = F.cross_entropy(logits, carry["y"][at])
+                term = ctx.task.loss(logits, carry["y"][at])
             else:
-                term = self.t**2 * kl_logits(carry["z"][at] / self.t, logits / self.t)
+                term = self.t**2 * ctx.task.divergence(carry["z"][at], logits, self.t)
             return carry["w_real"] * loss_fn(v, batch) + carry["w_kd"] * term
 
         return distilled
@@ -176,12 +200,5 @@ class FedCOG(ClientRule):
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Mean over the batch of ``sum_c p log(p / q)``; 0 log 0 is 0."""
-    floor = math.ulp(0.0) if p.dtype == torch.float64 else torch.finfo(p.dtype).tiny
-    return (p * (torch.log(p.clamp_min(floor)) - torch.log(q.clamp_min(floor)))).sum(-1).mean()
-
-
-def kl_logits(teacher: Tensor, student: Tensor) -> Tensor:
-    """Mean over the batch of ``KL(softmax(teacher) || softmax(student))``; the teacher is the first argument."""
-    log_p, log_q = F.log_softmax(teacher, dim=-1), F.log_softmax(student, dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    """Mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``."""
+    return (p * (p / q).log()).sum(-1).mean()
