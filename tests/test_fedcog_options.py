@@ -155,9 +155,9 @@ def test_explicit_labels_are_repeated_in_order(spec):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("labels=explicit", "needs a list of labels"),
-        ("labels=explicit,explicit=", "needs a list of labels"),
-        ("explicit=0;1", "explicit needs labels=explicit"),
+        ("labels=explicit", "belong together"),
+        ("labels=explicit,explicit=", "belong together"),
+        ("explicit=0;1", "belong together"),
         ("labels=explicit,explicit=0;x", "must be a valid integer"),
         ("labels=explicit,explicit=0;-1", "must be greater than or equal to 0"),
         ("labels=explicit,explicit=0;3", "has the label 3, but the classes of the data are 0 to 2"),

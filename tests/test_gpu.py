@@ -3,18 +3,18 @@
 import pytest
 import torch
 from conftest import SmallBatchNorm, blobs
+from test_multilabel import federation
 
 import unskew
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def train(method, engine, device, **options):
+def train(method, engine, device, data=None, **options):
     torch.manual_seed(0)
     given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.7, "precision": "fp64", **options}
-    return unskew.run(
-        blobs([5, 23, 8, 17]), model=SmallBatchNorm(), method=method, engine=engine, device=device, **given
-    )
+    data = data or blobs([5, 23, 8, 17])
+    return unskew.run(data, model=SmallBatchNorm(), method=method, engine=engine, device=device, **given)
 
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
@@ -26,6 +26,15 @@ def test_the_gpu_gives_the_numbers_of_the_cpu(method, engine):
     result = train(method, engine, "cuda")
     assert result.vector.device.type == "cpu"
     torch.testing.assert_close(result.vector, reference.vector, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+def test_several_labels_on_the_gpu(engine):
+    method = "fedcog:start_round=1,g_steps=3,n=8,cooccurrence=true,coefficients=auto"
+    reference = train(method, "inline", "cpu", federation())
+    result = train(method, engine, "cuda", federation())
+    torch.testing.assert_close(result.vector, reference.vector, rtol=0, atol=1e-8)
+    assert result.summary["o_f1"] == pytest.approx(reference.summary["o_f1"], abs=1e-12)
 
 
 def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(tmp_path):

@@ -402,7 +402,7 @@ def test_table_errors(tmp_path):
     with pytest.raises(ConfigError, match=r"no data set 'cifar'. Did you mean 'cifar10'"):
         load_source("cifar")
     (tmp_path / "t.txt").write_text("x")
-    with pytest.raises(DataError, match=r"neither a .csv nor a .parquet"):
+    with pytest.raises(DataError, match=r"neither a .csv nor a .jsonl nor a .parquet"):
         load_source(f"table:{tmp_path / 't.txt'}", label="y")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"holds no train\*"):

@@ -54,6 +54,9 @@ def partition(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")] = 0,
     data_path: DataPath = None,
     label: Annotated[str | None, typer.Option("--label", help="Label column of a table.")] = None,
+    label_separator: Annotated[
+        str | None, typer.Option("--label-separator", help="What stands between the labels of a row, in text.")
+    ] = None,
     image: Annotated[str | None, typer.Option("--image", help="Image column of a table.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Image file for the plot; clients.png by default, none with --json.")
@@ -68,14 +71,16 @@ def partition(
     from unskew.runs import load_data
 
     values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
-    values |= {"image": image, "holdout": 0.0} | ({} if clients is None else {"clients": clients})
+    values |= {"label_separator": label_separator, "image": image, "holdout": 0.0} | (
+        {} if clients is None else {"clients": clients}
+    )
     fed = load_data(experiment(values))
     counts, names = fed.class_counts(), fed.class_names or range_names(fed)
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:
         clients_by_class(counts, names, plot, f"{fed.name}, {fed.partition}, seed {seed}")
     if as_json:
-        sizes = counts.sum(1)
+        sizes = fed.sizes
         print_json(
             {
                 "data": fed.name,
@@ -91,7 +96,7 @@ def partition(
         )
         return
     console = console_for()
-    console.print(partition_table(counts, names))
+    console.print(partition_table(counts, names, sizes=fed.sizes))
     console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -18,10 +18,12 @@ from unskew.methods.catalogue import MethodLike, method
 from unskew.records.plots import clients_by_class, convergence
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.runs import ModelLike, check_given, finished_rounds, load_data, resume, run_experiment
+from unskew.runs import ModelLike, check_given, check_task, finished_rounds, load_data, resume, run_experiment
+from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
 MOST_SEEDS = 1000
+FIGURES = {figure for task in TASKS.values() for figure in task.figures}
 
 
 def mean_std(values: Sequence[float]) -> Spread:
@@ -56,7 +58,8 @@ class Comparison:
             reached = [rounds_to(history, self.target) for history in self.histories[name]]
             known = [r for r in reached if r is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
-            for key in ("accuracy", "best_accuracy", "client_accuracy_mean", "client_accuracy_worst"):
+            figures = [key for key in summaries[0] if key.removeprefix("best_") in FIGURES]
+            for key in ("accuracy", "best_accuracy", "client_accuracy_mean", "client_accuracy_worst", *figures):
                 values = [s[key] for s in summaries if s[key] is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
@@ -150,6 +153,9 @@ def compare(
     try:
         for seed in which:
             data = federation or load_data(configs[next(iter(chosen)), seed])
+            if seed == which[0]:
+                for m in chosen.values():
+                    check_task(method(m), data)  # all of them before the first is trained
             if folder is not None and seed == which[0]:
                 names, title = data.class_names or range_names(data), f"{data.name}, {data.partition}, seed {seed}"
                 clients_by_class(data.class_counts(), names, folder / "clients.png", title)

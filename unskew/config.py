@@ -54,7 +54,9 @@ class Experiment(Section):
     data_path: str | None = None
     """Folder that holds the source's files, for use without a network."""
     label: str | None = None
-    """Label column of a table."""
+    """Label column of a table; where it holds lists, a sample may have several labels."""
+    label_separator: Annotated[str, Field(min_length=1)] | None = None
+    """What stands between the labels of a sample, in a label column of text."""
     image: str | None = None
     """Image column of a table."""
     partition: str = "dirichlet:0.1"

@@ -90,9 +90,24 @@ def check_given(given: dict[str, Any], options: dict[str, Any]) -> None:
     Raises:
         ConfigError: They do.
     """
-    for name in ("data", "partition", "clients", "data_path", "holdout", "server", "label"):
+    for name in ("data", "partition", "clients", "data_path", "holdout", "server", "label", "label_separator"):
         if name in options and options[name] != given.get(name):
             raise ConfigError(f"{name}={options[name]!r} has no effect on a federation that is given.")
+
+
+def check_task(chosen: Method, federation: Federation) -> None:
+    """Refuse a task that a part of the method cannot be trained for.
+
+    Raises:
+        ConfigError: There is such a part.
+    """
+    task = federation.task
+    for part in (*chosen.data, *chosen.client, chosen.sync, chosen.server):
+        if part is not None and task not in part.tasks:
+            reason = f", because {part.tasks_reason}" if part.tasks_reason else ""
+            raise ConfigError(
+                f"{part.name} cannot be trained for the task {task!r}{reason}. It is for: {', '.join(part.tasks)}."
+            )
 
 
 def load_data(config: Experiment) -> Federation:
@@ -105,6 +120,7 @@ def load_data(config: Experiment) -> Federation:
         path=config.data_path,
         label=config.label,
         image=config.image,
+        label_separator=config.label_separator,
         holdout=config.holdout,
         server=config.server,
         server_path=config.server_path,
@@ -203,6 +219,7 @@ def run_experiment(
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     federation = load_data(config) if federation is None else federation
+    check_task(chosen, federation)
     prepared: list[tuple[int, tuple[int, int]]] = []
     for rule in chosen.data:
         federation, traffic = rule.prepare(federation, config.seed)

@@ -76,6 +76,7 @@ class Session:
         self.server = Server(chosen, rule, spec, federation, self.weights, config.buffers, store, config.seed)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
         self.network = Network(config.network.drop, config.seed)
+        self.task = task
         self.evaluator = Evaluator(spec, federation, task, device)
         self.setup = Setup(spec, federation, chosen.client, task, config.training, config.seed, device)
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
@@ -158,6 +159,7 @@ class Session:
                 "round": done,
                 "accuracy": score and score.accuracy,
                 "loss": score and score.loss,
+                **(score.figures if score else dict.fromkeys(self.task.figures)),
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,
                 "seconds": round(self.recorder.seconds, 4),
@@ -271,6 +273,8 @@ class Session:
             "best_accuracy": best,
             "best_round": best_round,
             "loss": final["loss"],
+            **{name: final[name] for name in self.task.figures},
+            **{f"best_{name}": self.recorder.best(name)[0] for name in self.task.figures if name.endswith("f1")},
             "client_accuracy_mean": clients.mean,
             "client_accuracy_worst": clients.worst,
             "client_accuracy_worst_decile": clients.worst_decile,

@@ -1,45 +1,174 @@
-"""What a model is trained for: the loss, the probabilities and the figures that a task reports."""
+"""What a model is trained for: the loss, the beliefs that a model's logits express, and the figures that a task reports."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class Task(Protocol):
-    """Loss and metrics of one kind of target."""
+class Task:
+    """One kind of target. ``C`` is the number of classes or labels, ``B`` that of the samples of a batch.
 
-    name: str
+    A task says which choices a model makes for a sample (one among all classes; or yes or no for each label) and how likely
+    it holds each of them. Divergences between two models are then the same for every task.
+    """
+
+    name: ClassVar[str]
+
+    figures: ClassVar[tuple[str, ...]] = ()
+    """Names of the figures that ``measure`` gives beside accuracy and loss."""
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean loss of a batch, a scalar."""
+        raise NotImplementedError
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What the model believes, ``[B, C]``."""
+        raise NotImplementedError
+
+    def beliefs(self, logits: Tensor) -> Tensor:
+        """Logarithms of the probabilities of each choice: ``[..., options]``, where the last axis sums to 1."""
+        raise NotImplementedError
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """1 where a prediction is right, else 0: ``[B]``."""
+        """Share of each sample's predictions that are right, 0 to 1: ``[B]``."""
+        raise NotImplementedError
+
+    def counts(self, y: Tensor, classes: int) -> Tensor:
+        """Samples of each class or label, ``[C]``."""
+        raise NotImplementedError
+
+    def pairs(self, y: Tensor, classes: int) -> Tensor:
+        """Samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``."""
+        raise NotImplementedError
+
+    def targets(self, labels: Tensor, classes: int) -> Tensor:
+        """Targets of samples that have one label each, ``labels [B]``."""
+        raise NotImplementedError
+
+    def tally(self, logits: Tensor, y: Tensor) -> Tensor:
+        """What ``measure`` needs of a batch; the tallies of several batches add up."""
+        return logits.new_zeros(0)
+
+    def measure(self, tally: Tensor) -> dict[str, float]:
+        """The task's ``figures`` from a tally."""
+        return {}
+
+    def divergence(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
+        """Mean over samples (and labels) of ``KL(teacher || student)`` at temperature ``t``, from logits ``[B, C]``."""
+        log_p, log_q = self.beliefs(teacher / t), self.beliefs(student / t)
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+    def disagreement(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
+        """``1 - JS`` with the Jensen-Shannon divergence averaged over samples (and labels), from logits ``[B, C]``.
+
+        1 where the models agree, at least ``1 - ln 2``. With ``m`` the mean of ``p`` and ``q``,
+        ``log(p / m) = ln 2 - softplus(log q - log p)``, which no logit can make infinite or anything but 0 for ``p = q``.
+        """
+        log_p, log_q = self.beliefs(teacher / t), self.beliefs(student / t)
+        p_term = log_p.exp() * (math.log(2) - F.softplus(log_q - log_p))
+        q_term = log_q.exp() * (math.log(2) - F.softplus(log_p - log_q))
+        return 1 - 0.5 * (p_term + q_term).sum(-1).mean()
 
 
-class Classification:
-    """One class per sample: mean cross-entropy, softmax, accuracy."""
+class Classification(Task):
+    """One class per sample, ``y [B]``: mean cross-entropy, softmax, accuracy."""
 
-    name = "classification"
+    name: ClassVar[str] = "classification"
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean cross-entropy of ``logits [B, C]`` and labels ``y [B]``."""
+        """Mean cross-entropy of ``logits [B, C]`` and labels ``y [B]`` (or class probabilities ``[B, C]``)."""
         return F.cross_entropy(logits, y)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax over classes."""
         return torch.softmax(logits, dim=-1)
 
+    def beliefs(self, logits: Tensor) -> Tensor:
+        """Log-softmax over classes, ``[B, C]``."""
+        return F.log_softmax(logits, dim=-1)
+
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
         """1.0 where the largest logit is the label's."""
         return (logits.argmax(dim=-1) == y).to(torch.float64)
 
+    def counts(self, y: Tensor, classes: int) -> Tensor:
+        """Samples per class."""
+        return torch.bincount(y, minlength=classes)
 
-TASKS: dict[str, Task] = {"classification": Classification()}
+    def pairs(self, y: Tensor, classes: int) -> Tensor:
+        """No sample has two classes: a diagonal."""
+        return torch.diag(self.counts(y, classes))
+
+    def targets(self, labels: Tensor, classes: int) -> Tensor:
+        """The labels themselves."""
+        return labels
+
+
+class MultiLabel(Task):
+    """Any number of labels per sample, ``y [B, L]`` of 0 and 1: binary cross-entropy and sigmoid for each label.
+
+    A label is predicted where its probability is above 0.5. The figures are those of multi-label papers: precision, recall
+    and F1 per label, averaged over all ``L`` labels (``c_``; ``c_f1`` is the mean of the labels' F1), and over all decisions
+    together (``o_``). A quotient without a denominator counts as 0, as in scikit-learn.
+    """
+
+    name: ClassVar[str] = "multilabel"
+    figures: ClassVar[tuple[str, ...]] = ("c_precision", "c_recall", "c_f1", "o_precision", "o_recall", "o_f1")
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Mean over samples and labels of the binary cross-entropy of ``logits [B, L]`` and ``y [B, L]``."""
+        return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Sigmoid of each label."""
+        return torch.sigmoid(logits)
+
+    def beliefs(self, logits: Tensor) -> Tensor:
+        """Logarithms of yes and no for each label, ``[B, L, 2]``."""
+        return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
+
+    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Share of the labels that are predicted rightly, absent ones included: ``[B]``."""
+        return ((logits > 0) == (y > 0)).to(torch.float64).mean(dim=-1)
+
+    def counts(self, y: Tensor, classes: int) -> Tensor:
+        """Samples that have each label."""
+        return y.sum(0, dtype=torch.int64)
+
+    def pairs(self, y: Tensor, classes: int) -> Tensor:
+        """Samples that have both of two labels."""
+        y = y.to(torch.float64)
+        return (y.T @ y).to(torch.int64)
+
+    def targets(self, labels: Tensor, classes: int) -> Tensor:
+        """One-hot rows, ``[B, L]``."""
+        return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.uint8)
+
+    def tally(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Per label: predicted rightly, predicted, there; ``[3, L]``."""
+        predicted, there = logits > 0, y > 0
+        return torch.stack([(predicted & there).sum(0), predicted.sum(0), there.sum(0)]).to(torch.float64)
+
+    def measure(self, tally: Tensor) -> dict[str, float]:
+        """Precision, recall and F1: of each label, then averaged; and of all labels together."""
+        by_label = [float(values.mean()) for values in precision_recall_f1(tally)]
+        overall = [float(value) for value in precision_recall_f1(tally.sum(1))]
+        return dict(zip(self.figures, by_label + overall, strict=True))
+
+
+def precision_recall_f1(tally: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Precision, recall and F1 ``[...]`` from ``tally [3, ...]``; 0 where there is nothing to divide by.
+
+    >>> precision_recall_f1(torch.tensor([[3.0, 0.0], [4.0, 0.0], [6.0, 0.0]]))
+    (tensor([0.7500, 0.0000]), tensor([0.5000, 0.0000]), tensor([0.6000, 0.0000]))
+    """
+    right, predicted, there = tally
+    return right / predicted.clamp_min(1), right / there.clamp_min(1), 2 * right / (predicted + there).clamp_min(1)
+
+
+TASKS: dict[str, Task] = {task.name: task for task in (Classification(), MultiLabel())}

@@ -53,28 +53,40 @@ def images(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def as_targets(values: object, who: str) -> Tensor:
-    """Class labels ``[n]`` as int64.
+def as_targets(values: object, who: str, task: str = "classification") -> Tensor:
+    """Class labels ``[n]`` as int64; for the task ``multilabel``, ``[n, L]`` of 0 and 1 as uint8.
 
     Raises:
-        DataError: Not integers, or not one label per sample.
+        DataError: Not integers, not one label per sample, or (multi-label) not a matrix of 0 and 1.
     """
     try:
         y = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
     except TypeError as error:
         raise DataError(f"The labels of {who} are not numeric: {error}.") from error
     y = y.detach().cpu()
+    if task == "multilabel":
+        if y.dim() != 2 or y.shape[1] < 1:
+            raise DataError(f"The labels of {who} have shape {tuple(y.shape)}; multi-label data need [n, labels].")
+        if not bool(((y == 0) | (y == 1)).all()):
+            raise DataError(f"The labels of {who} must be 0 or 1: whether a sample has the label or not.")
+        return y.to(torch.uint8).contiguous()
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.dim() != 1:
-        raise DataError(f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample.")
+        raise DataError(
+            f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample. "
+            'For several labels a sample, set task="multilabel".'
+        )
     if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
         raise DataError(f"The labels of {who} are not whole numbers; classification needs class indices.")
     return y.to(torch.int64).contiguous()
 
 
 def check_targets(y: Tensor, classes: int, who: str) -> None:
-    """Labels must lie in ``0 .. classes - 1``."""
-    if len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
+    """Labels must lie in ``0 .. classes - 1``; a matrix of labels must have ``classes`` columns."""
+    if y.dim() == 2:
+        if y.shape[1] != classes:
+            raise DataError(f"The labels of {who} have {y.shape[1]} columns, but there are {classes} labels.")
+    elif len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
         bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
         raise DataError(f"The labels of {who} hold {bad}; with {classes} classes they must be 0 to {classes - 1}.")

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from unskew.data.checks import as_inputs, as_targets, check_targets
-from unskew.errors import DataError
+from unskew.errors import DataError, unknown
+from unskew.tasks import TASKS
 
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client holds: ``x [n, ...]`` and ``y [n]`` to train on, and its own held-out ``x_test, y_test``."""
+    """What one client holds: ``x [n, ...]`` and ``y [n]`` to train on, and its own held-out ``x_test, y_test``.
+
+    With several labels a sample, ``y`` is ``[n, L]`` of 0 and 1.
+    """
 
     id: int
     x: Tensor
@@ -100,12 +104,12 @@ class Federation:
 
     Attributes:
         clients: A sequence of ``ClientData``; it may load a client only when it is drawn.
-        test: Inputs ``[n, ...]`` and targets ``[n]`` on which the global model is evaluated.
+        test: Inputs ``[n, ...]`` and targets ``[n]`` (multi-label: ``[n, L]``) on which the global model is evaluated.
         server: Data at the server, or None.
-        task: ``"classification"``.
-        classes: Number of classes ``C``.
+        task: ``"classification"`` or ``"multilabel"``.
+        classes: Number of classes ``C``, or of labels ``L``.
         normalisation: Applied to every batch, on the device; None leaves inputs as they are.
-        class_names: Names of the classes, in order.
+        class_names: Names of the classes or labels, in order.
         name: The data set and partition, for tables.
         fingerprint: Hash of the partition (which sample sits where); every run records it.
         common: What a data rule sent to every client alike, by the rule's name.
@@ -146,9 +150,9 @@ class Federation:
         return replace(self, clients=clients, test=(x.to(device), y.to(device)), common=common)
 
     def class_counts(self) -> np.ndarray:
-        """What each client holds to train on: counts ``[K, C]``."""
-        counts = [np.bincount(c.y.cpu().numpy(), minlength=self.classes) for c in self.clients]
-        return np.stack(counts)
+        """What each client holds to train on: counts ``[K, C]``. A sample counts once for each of its labels."""
+        task = TASKS[self.task]
+        return np.stack([task.counts(c.y.cpu(), self.classes).numpy() for c in self.clients])
 
     @staticmethod
     def from_arrays(
@@ -172,7 +176,8 @@ class Federation:
                 ``[n, H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``; tables are ``[n, f]``.
             test: ``(x, y)`` of the global test set.
             server: ``(x, y)`` held by the server.
-            task: ``"classification"``.
+            task: ``"classification"``, where ``y`` is one class index per sample, or ``"multilabel"``, where ``y`` is
+                ``[n, L]`` of 0 and 1.
             classes: Number of classes; found from the labels if None.
             holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
             seed: Decides which samples are held out.
@@ -183,7 +188,8 @@ class Federation:
             name: Name shown in tables.
 
         Raises:
-            DataError: A client is empty, shapes differ, a label is out of range, or an input is not finite.
+            DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, or there is no
+                such task.
 
         >>> import numpy as np
         >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 0, 1])
@@ -191,8 +197,8 @@ class Federation:
         >>> len(fed.clients), fed.classes, fed.sizes.tolist()
         (2, 2, [3, 3])
         """
-        if task != "classification":
-            raise DataError(f"There is no task {task!r}. Known: classification.")
+        if task not in TASKS:
+            raise DataError(unknown("task", task, TASKS))
         if not clients:
             raise DataError("A federation needs at least one client; 'clients' is empty.")
         for who, pair in (("test", test), ("server", server)):
@@ -204,13 +210,15 @@ class Federation:
         for k, given in enumerate(clients):
             if not isinstance(given, tuple | list) or len(given) not in (2, 4):
                 raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-            x, y = as_inputs(given[0], f"client {k}"), as_targets(given[1], f"client {k}")
+            x, y = as_inputs(given[0], f"client {k}"), as_targets(given[1], f"client {k}", task)
             if len(x) != len(y):
                 raise DataError(f"Client {k} has {len(x)} inputs but {len(y)} labels.")
             if len(given) == 4:
-                xt, yt = as_inputs(given[2], f"client {k} (test)"), as_targets(given[3], f"client {k} (test)")
+                xt, yt = as_inputs(given[2], f"client {k} (test)"), as_targets(given[3], f"client {k} (test)", task)
                 if len(xt) != len(yt):
                     raise DataError(f"Client {k} has {len(xt)} test inputs but {len(yt)} test labels.")
+                if y.shape[1:] != yt.shape[1:]:
+                    raise DataError(f"Client {k} has {y.shape[1]} labels to train on but {yt.shape[1]} to test on.")
                 splits.append(len(x))
                 x, y = torch.cat([x, xt]), torch.cat([y, yt])
             else:
@@ -220,16 +228,18 @@ class Federation:
             xs.append(x)
             ys.append(y)
         named = {f"client {k}": x for k, x in enumerate(xs)}
-        pairs = {"the test set": (as_inputs(test[0], "the test set"), as_targets(test[1], "the test set"))}
+        pairs = {"the test set": (as_inputs(test[0], "the test set"), as_targets(test[1], "the test set", task))}
         if server is not None:
-            pairs["the server"] = (as_inputs(server[0], "the server"), as_targets(server[1], "the server"))
+            pairs["the server"] = (as_inputs(server[0], "the server"), as_targets(server[1], "the server", task))
         named |= {who: pair[0] for who, pair in pairs.items()}
         shape = tuple(xs[0].shape[1:])
         for who, inputs in named.items():
             if tuple(inputs.shape[1:]) != shape:
                 raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, client 0 of {shape}.")
         if classes is None:
-            classes = int(max(int(y.max()) for y in [*ys, *(p[1] for p in pairs.values())] if len(y))) + 1
+            given_y = [*ys, *(p[1] for p in pairs.values())]
+            matrix = ys[0].dim() == 2
+            classes = ys[0].shape[1] if matrix else max(int(y.max()) for y in given_y if len(y)) + 1
         for who, pair in [*((f"client {k}", (xs[k], ys[k])) for k in range(len(xs))), *pairs.items()]:
             check_targets(pair[1], classes, who)
             if len(pair[0]) != len(pair[1]):

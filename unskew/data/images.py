@@ -19,21 +19,23 @@ from unskew.errors import DataError
 JPEG = b"\xff\xd8"
 
 
-def decode_column(column: Any, who: str) -> Tensor:
+def decode_column(column: Any, who: str, folder: Path | None = None) -> Tensor:
     """Decode a column of images to uint8 ``[n, C, H, W]`` over channels-last memory.
 
     The result has one channel if every image is grey, otherwise three.
 
     Args:
-        column: A pyarrow column of encoded images: binary, or the hub's struct of ``bytes`` and ``path``.
+        column: A pyarrow column of encoded images: binary, the hub's struct of ``bytes`` and ``path``, or text that names
+            image files.
         who: Whose images these are, for errors.
+        folder: Where relative paths start; the current folder if None.
 
     Raises:
         DataError: An image is missing, damaged, of more than 8 bits, or of another size than the first.
     """
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
-    for i, data in enumerate(encoded(column, who)):
+    for i, data in enumerate(encoded(column, who, folder)):
         colour = out.shape[-1] == 3
         try:
             image = decode(data, colour, simplejpeg)
@@ -77,25 +79,30 @@ def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def encoded(column: Any, who: str) -> Iterator[bytes]:
+def encoded(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:
     """The bytes of each image, from the column itself or from the file that it names."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     struct = pa.types.is_struct(column.type)
     fields = [column.type.field(j).name for j in range(column.type.num_fields)] if struct else []
-    if not (struct and "bytes" in fields) and not is_binary(column.type):
-        raise DataError(f"The image column of {who} has type {column.type}; it must hold encoded images (PNG or JPEG).")
+    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if not (struct and "bytes" in fields) and not is_binary(column.type) and not text:
+        raise DataError(
+            f"The image column of {who} has type {column.type}; it must hold encoded images (PNG or JPEG) or name files."
+        )
     for chunk in column.chunks:
+        nothing = [None] * len(chunk)
         blobs = pc.struct_field(chunk, "bytes") if struct else chunk
-        paths = pc.struct_field(chunk, "path") if "path" in fields else [None] * len(chunk)
-        for blob, path in zip(blobs, paths, strict=True):
-            data = blob.as_py()
+        paths = pc.struct_field(chunk, "path") if "path" in fields else chunk if text else nothing
+        for blob, path in zip(nothing if text else blobs, paths, strict=True):
+            data = None if blob is None else blob.as_py()
             if data is None:
                 name = None if path is None else path.as_py()
-                if name is None or not Path(name).is_file():
-                    raise DataError(f"An image of {who} is missing: it has no bytes and no file ({name}).")
-                data = Path(name).read_bytes()
+                file = None if name is None else (folder or Path()) / name
+                if file is None or not file.is_file():
+                    raise DataError(f"An image of {who} is missing: it has no bytes and no file ({file}).")
+                data = file.read_bytes()
             yield data
 
 

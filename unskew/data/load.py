@@ -25,6 +25,7 @@ def load_federation(
     path: str | Path | None = None,
     label: str | None = None,
     image: str | None = None,
+    label_separator: str | None = None,
     holdout: float = 0.1,
     server: int | str | None = None,
     server_path: str | Path | None = None,
@@ -37,8 +38,9 @@ def load_federation(
         clients: Number of clients; None for ``natural:COLUMN`` with all of its values.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.
         path: Local files of the data set.
-        label: The label column.
+        label: The label column; where it holds lists, the task is multi-label.
         image: The column of encoded images.
+        label_separator: What stands between the labels of a row, in a table's label column of text.
         holdout: Share of each client's samples kept for its own evaluation.
         server: A number: that many test samples move to the server and are no longer used for evaluation. A data set:
             the server gets its training images, brought to the clients' channels and size; they are out of domain.
@@ -52,7 +54,7 @@ def load_federation(
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
-    source = load_source(name, path=path, label=label, image=image)
+    source = load_source(name, path=path, label=label, image=image, label_separator=label_separator)
     train, test = source.train, source.test
     parts = make_partition(partition, train.y.numpy(), clients, seed, classes=source.classes, columns=train.columns)
     # Client by client, shuffled inside each client, so that the part held out is a random one.
@@ -66,6 +68,7 @@ def load_federation(
         clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + kept),
         test=(test.x, test.y),
         server=data,
+        task=source.task,
         classes=source.classes,
         normalisation=source.normalisation if len(y) == len(train) else Normalisation.fit(x),
         class_names=source.class_names,

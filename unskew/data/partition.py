@@ -98,7 +98,8 @@ def make_partition(
     Args:
         spec: One of the forms below, a partitioner of ``flwr_datasets``, or a function
             ``(labels, clients, rng) -> [ids of client 0, ids of client 1, ...]``.
-        labels: Class of each sample, ``[n]``.
+        labels: Class of each sample, ``[n]``; or ``[n, L]`` of 0 and 1 where a sample may have several labels. Then only
+            partitions that do not divide by label are possible.
         clients: Number of clients; None only for ``natural`` and for a Flower partitioner, which know it.
         seed: Decides every draw; equal seeds give equal partitions. (A Flower partitioner keeps its own seed.)
         classes: Number of classes.
@@ -152,8 +153,10 @@ def make_partition(
 
 
 def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Labels as int64, refused unless they are one class index per sample."""
+    """Labels as int64, refused unless they are one class index per sample, or one column of 0 and 1 per class."""
     labels = np.asarray(labels)
+    if labels.ndim == 2 and len(labels) and labels.shape[1] == classes:
+        return labels
     if labels.ndim != 1 or not len(labels) or labels.dtype.kind not in "iu":
         raise DataError(
             f"A partition needs one whole-number label per sample; these have shape {labels.shape} and type {labels.dtype}."
@@ -181,6 +184,11 @@ def from_text(
     if clients is None:
         raise ConfigError(
             f"The partition {spec!r} needs the number of clients; only natural:COLUMN finds it by itself."
+        )
+    if labels.ndim > 1 and (name in ("dirichlet", "classes") or (name == "sorted" and not value)):
+        raise ConfigError(
+            f"The partition {spec!r} divides samples by their one label, but here a sample may have several; use iid, "
+            "quantity:ALPHA, natural:COLUMN or sorted:COLUMN."
         )
     if name == "iid":
         return partitioners.iid(labels, clients, rng)

@@ -1,4 +1,4 @@
-"""Where data comes from: built-in digits, the Hugging Face hub, a folder of images, a CSV or parquet table.
+"""Where data comes from: built-in digits, the Hugging Face hub, a folder of images, a table in a file.
 
 >>> source = load_source("digits")
 >>> source.train.x.shape, source.classes
@@ -32,8 +32,9 @@ SOURCES: dict[str, str] = {
     "fashion_mnist": "Fashion-MNIST, 28 x 28 grey, 10 classes (zalando-datasets/fashion_mnist)",
     "svhn": "Street View House Numbers, 32 x 32 colour, 10 classes (ufldl-stanford/svhn, cropped_digits)",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
-    "table": "table:PATH, a .csv or .parquet file, or a folder with train and test files; needs the label column",
+    "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; needs the label column",
 }
+TABLES = (".parquet", ".csv", ".jsonl")
 
 
 class Hub(NamedTuple):
@@ -60,18 +61,21 @@ def load_source(
     path: str | Path | None = None,
     label: str | None = None,
     image: str | None = None,
+    label_separator: str | None = None,
     test_share: float = 0.2,
 ) -> Source:
     """Load a data set; the last few are kept in memory until their files change.
 
     Args:
         name: One of :data:`SOURCES`, a full hub name such as ``uoft-cs/cifar10``, ``folder:PATH``, ``table:PATH``, or a
-            file that ends in .csv or .parquet.
+            file that ends in .csv, .jsonl or .parquet.
         path: For a hub data set, a folder that holds its parquet files (no network is then used); for ``folder`` and
             ``table``, the folder or file.
-        label: The label column; needed for tables, known for the rest.
-        image: The column of encoded images; without it, a table's numeric columns are its features.
-        test_share: Share of the rows to test on where the data brings no test part (stratified, always the same rows).
+        label: The label column; needed for tables, known for the rest. Where it holds lists, the task is multi-label.
+        image: The column of encoded images or of their files; without it, a table's numeric columns are its features.
+        label_separator: What stands between the labels of a row, in a table's label column of text.
+        test_share: Share of the rows to test on where the data brings no test part (stratified by class, always the same
+            rows).
 
     Raises:
         ConfigError: There is no such data set, or arguments do not fit together.
@@ -86,7 +90,7 @@ def load_source(
                     f"{name!r} names a path already; leave out path={str(path)!r} or use the name {prefix!r}."
                 )
             kind, path = prefix, name.removeprefix(prefix + ":")
-    if name.endswith((".csv", ".parquet")) and kind == name:
+    if name.endswith(TABLES) and kind == name:
         kind, path = "table", Path(path or "") / name
     if kind not in SOURCES:
         raise ConfigError(unknown("data set", name, SOURCES))
@@ -96,10 +100,12 @@ def load_source(
         raise ConfigError("The data set 'digits' comes with scikit-learn; it takes no path, label or image column.")
     if kind == "folder" and (label is not None or image is not None):
         raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
+    if label_separator is not None and kind != "table":
+        raise ConfigError(f"label_separator belongs to tables; the labels of {kind!r} are known.")
     where = None if path is None else Path(path).expanduser().absolute()
     if where is not None and not where.exists():
         raise DataError(f"There is no file or folder {where}.")
-    return cached(kind, where, stamp(where), label, image, test_share)
+    return cached(kind, where, stamp(where), label, image, label_separator, test_share)
 
 
 def stamp(path: Path | None) -> tuple[int, int, int]:
@@ -114,7 +120,13 @@ def stamp(path: Path | None) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4)
 def cached(
-    kind: str, path: Path | None, stamp: tuple[int, int, int], label: str | None, image: str | None, test_share: float
+    kind: str,
+    path: Path | None,
+    stamp: tuple[int, int, int],
+    label: str | None,
+    image: str | None,
+    separator: str | None,
+    test_share: float,
 ) -> Source:
     """Load and decode; ``stamp`` is only part of the key."""
     if kind == "digits":
@@ -129,7 +141,9 @@ def cached(
         return source_from_tables(path.name, train, test, label="label", image="image", test_share=test_share)
     train, test = file_tables(path)
     name = path.stem if path.stem != "train" else path.parent.name
-    return source_from_tables(name, train, test, label=label, image=image, test_share=test_share)
+    folder = path if path.is_dir() else path.parent
+    columns: dict[str, Any] = {"label": label, "image": image, "label_separator": separator}
+    return source_from_tables(name, train, test, **columns, folder=folder, test_share=test_share)
 
 
 def digits() -> Source:
@@ -205,15 +219,15 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
 
 
 def file_tables(path: Path) -> tuple[Any, Any | None]:
-    """Rows of a CSV or parquet file, or of a folder of them; the test part is None where there is none."""
+    """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
     if path.is_dir():
-        for suffix in (".parquet", ".csv"):
+        for suffix in TABLES:
             train, test = (split_files(path, split, suffix) for split in ("train", "test"))
             if train:
                 return joined(train), joined(test) if test else None
-        raise DataError(f"{path} holds no train*.parquet and no train*.csv.")
-    if path.suffix not in (".csv", ".parquet"):
-        raise DataError(f"{path} is neither a .csv nor a .parquet file.")
+        raise DataError(f"{path} holds no train*.parquet, no train*.csv and no train*.jsonl.")
+    if path.suffix not in TABLES:
+        raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
     sibling = path.with_stem("test")
     return read_file(path), read_file(sibling) if path.stem == "train" and sibling.is_file() else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor
 from unskew.data.checks import as_inputs, as_targets, check_targets
 from unskew.data.federation import Normalisation, take
 from unskew.data.images import decode_column, is_binary, with_channels
+from unskew.data.labels import class_names_of, read_labels
 from unskew.errors import DataError, unknown
 
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
@@ -27,7 +27,7 @@ class Table:
 
     Attributes:
         x: uint8 images ``[n, C, H, W]`` over channels-last memory, or float32 features ``[n, f]``.
-        y: Class of each sample, ``[n]``.
+        y: Class of each sample, ``[n]``; or, with several labels a sample, ``[n, L]`` of 0 and 1.
         columns: Further columns by name, each ``[n]``: users, writers, domains.
     """
 
@@ -53,6 +53,7 @@ class Source:
     test: Table
     class_names: tuple[str, ...]
     classes: int
+    task: str = "classification"
 
     @cached_property
     def normalisation(self) -> Normalisation:
@@ -61,16 +62,26 @@ class Source:
 
 
 def source_from_tables(
-    name: str, train: Any, test: Any | None, *, label: str | None, image: str | None = None, test_share: float = 0.2
+    name: str,
+    train: Any,
+    test: Any | None,
+    *,
+    label: str | None,
+    image: str | None = None,
+    label_separator: str | None = None,
+    folder: Path | None = None,
+    test_share: float = 0.2,
 ) -> Source:
     """Turn pyarrow tables into a source.
 
     Args:
         name: Name of the source.
         train: Training rows.
-        test: Test rows; None splits ``test_share`` off the training rows, stratified by class.
-        label: Name of the label column.
+        test: Test rows; None splits ``test_share`` off the training rows, stratified by class where there is one each.
+        label: Name of the label column; where it holds lists, the task is multi-label.
         image: Name of the column of encoded images; None takes every numeric column as a feature.
+        label_separator: What stands between the labels of a row, in a column of text; then the task is multi-label.
+        folder: Where relative paths in the image column start.
         test_share: Share of the rows to test on when there is no test part.
 
     Raises:
@@ -85,14 +96,13 @@ def source_from_tables(
             raise DataError(f"{name}: {where} are empty.")
     if label is None:
         raise DataError(f"Say which column of {name} holds the labels (label=): {', '.join(train.column_names)}.")
-    given = class_names_of(train, label)
-    raw = [label_values(part.column(label), label, f"{name}, {where}") for where, part in parts.items()]
-    names, ys = encode(raw, given)
+    columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
+    names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
     if image is None:
         numeric = feature_names(train, label, name)
         xs = [features(part, numeric, f"{name}, {where}") for where, part in parts.items()]
     else:
-        xs = [decode_column(part.column(image), f"{name}, {where}") for where, part in parts.items()]
+        xs = [decode_column(part.column(image), f"{name}, {where}", folder) for where, part in parts.items()]
         channels = max(x.shape[1] for x in xs)
         xs = [with_channels(x, channels) for x in xs]
     if xs[0].shape[1:] != xs[-1].shape[1:]:
@@ -101,13 +111,14 @@ def source_from_tables(
         )
     tables = []
     for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
-        y = as_targets(values, f"{name}, {where}")
+        y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
         tables.append(Table(x, y, further_columns(part, {label, image})))
     if test is None:
-        keep, held = split_rows(tables[0].y.numpy(), test_share)
+        y = tables[0].y
+        keep, held = split_rows((y if y.dim() == 1 else y.new_zeros(len(y))).numpy(), test_share)
         tables = [tables[0].rows(keep), tables[0].rows(held)]
-    return Source(name, tables[0], tables[1], names, len(names))
+    return Source(name, tables[0], tables[1], names, len(names), task)
 
 
 def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -131,40 +142,6 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
     taken = np.diff(np.arange(len(spare) + 1) * count // len(spare)) == 1
     held = np.sort(spare[taken])
     return np.setdiff1d(np.arange(len(labels)), held), held
-
-
-def class_names_of(table: Any, label: str) -> tuple[str, ...]:
-    """Class names that the hub's metadata gives to a column; empty if it gives none."""
-    metadata = (table.schema.metadata or {}).get(b"huggingface")
-    if metadata is None:
-        return ()
-    feature = json.loads(metadata).get("info", {}).get("features", {}).get(label)
-    return tuple(feature.get("names", ())) if isinstance(feature, dict) else ()
-
-
-def label_values(column: Any, label: str, where: str) -> np.ndarray:
-    """A label column as an array of whole numbers or strings."""
-    import pyarrow as pa
-
-    if column.null_count:
-        raise DataError(f"The label column {label!r} of {where} has {column.null_count} missing values.")
-    kind = column.type
-    if pa.types.is_nested(kind) or is_binary(kind):
-        raise DataError(f"The label column {label!r} of {where} has type {kind}; it must hold one class per row.")
-    values = column.to_numpy()
-    if values.dtype.kind == "f":
-        if not (np.isfinite(values) & (values == np.round(values))).all():
-            raise DataError(f"The label column {label!r} of {where} holds fractions or NaN; labels must be classes.")
-        return np.asarray(values.astype(np.int64))
-    return np.asarray(values if values.dtype.kind in "iu" else values.astype(str))
-
-
-def encode(raw: Sequence[np.ndarray], given: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Class names and class indices; without given names, the sorted values found in any part are the classes."""
-    if given and all(values.dtype.kind in "iu" for values in raw):
-        return given, [values.astype(np.int64) for values in raw]
-    values, index = np.unique(np.concatenate(raw), return_inverse=True)
-    return tuple(str(value) for value in values), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])
 
 
 def is_numeric(kind: Any) -> bool:
@@ -222,10 +199,11 @@ def further_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
 
 
 def read_file(path: Path) -> Any:
-    """A CSV or parquet file as a pyarrow table."""
+    """A CSV, parquet or JSON lines file as a pyarrow table."""
     try:
         import pyarrow as pa
         from pyarrow import csv, parquet
+        from pyarrow import json as lines
     except ImportError as error:
         raise DataError("Reading tables needs the package pyarrow: pip install 'unskew[hub]'.") from error
     try:
@@ -233,8 +211,12 @@ def read_file(path: Path) -> Any:
             table = parquet.read_table(path)
         else:
             # One block, so that a column's type is found from all of its rows; empty and NA cells are missing values.
-            block = csv.ReadOptions(block_size=min(max(path.stat().st_size + 1, 2**20), 2**30))
-            table = csv.read_csv(path, read_options=block, convert_options=csv.ConvertOptions(strings_can_be_null=True))
+            block = min(max(path.stat().st_size + 1, 2**20), 2**30)
+            if path.suffix == ".jsonl":
+                table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
+            else:
+                empty = csv.ConvertOptions(strings_can_be_null=True)
+                table = csv.read_csv(path, read_options=csv.ReadOptions(block_size=block), convert_options=empty)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
     twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})

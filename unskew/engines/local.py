@@ -113,11 +113,17 @@ class LocalTrainer:
         self.common = on_device(federation.common, setup.device)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
         self.needs_class_counts = any(rule.needs_class_counts for rule in setup.rules)
+        self.needs_label_pairs = any(rule.needs_label_pairs for rule in setup.rules)
 
     def class_counts(self, client: ClientData) -> Tensor:
-        """The client's samples per class, ``[C]``, in the model's precision."""
-        counts = torch.bincount(client.y, minlength=self.setup.federation.classes)
+        """The client's samples per class or label, ``[C]``, in the model's precision."""
+        counts = self.setup.task.counts(client.y, self.setup.federation.classes)
         return counts.to(self.setup.spec.dtype).to(self.setup.device)
+
+    def label_pairs(self, client: ClientData) -> Tensor:
+        """The client's samples with both of two labels, ``[C, C]``, in the model's precision."""
+        pairs = self.setup.task.pairs(client.y, self.setup.federation.classes)
+        return pairs.to(self.setup.spec.dtype).to(self.setup.device)
 
     def full_gradient(self, cast: Broadcast, v: Tensor) -> Tensor:
         """Gradient of the client's mean loss over all its samples at ``v``, batch by batch; statistics stay."""
@@ -157,6 +163,7 @@ class LocalTrainer:
             "class_counts": self.class_counts(client) if self.needs_class_counts else None,
             "pixels": self.pixels,
             "epoch_steps": torch.tensor(float(len(training.cuts(client.examples))), dtype=v_start.dtype, device=device),
+            "label_pairs": self.label_pairs(client) if self.needs_label_pairs else None,
         }
         state, download = on_device(cast.state, device), on_device(cast.download, device)
         ctxs = contexts(setup.rules, shared, state, download, self.common)

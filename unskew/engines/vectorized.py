@@ -124,6 +124,7 @@ class VectorizedEngine:
                     "full_gradient": full[k] if full is not None else None,
                     "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
                     "epoch_steps": epochs[k],
+                    "label_pairs": self.single.label_pairs(clients[k]) if self.single.needs_label_pairs else None,
                     "state": on_device(cast.state, device),
                     "download": on_device(cast.download, device),
                 }

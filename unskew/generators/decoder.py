@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.generators.inversion import channels_last
+from unskew.data.pixels import Pixels
+from unskew.generators.inversion import Maker, channels_last
 from unskew.seeding import normal
 
 LATENT, WIDE, NARROW = 256, 128, 64
@@ -71,6 +72,12 @@ def start(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32)
 
     draws = normal(key, (total,)) * spread([std for _, _, std in known]) + spread([mean for _, mean, _ in known])
     return draws.to(dtype)
+
+
+def maker(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: Pixels) -> Maker:
+    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates; see ``start``."""
+    image = (shape[0], shape[1], shape[2])
+    return start(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
 
 
 def pieces(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:

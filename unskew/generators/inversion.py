@@ -17,6 +17,9 @@ from unskew.models.vector import ModelSpec, Output
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""
 
+Maker = tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]
+"""What is learned, at its start; how inputs are made of it; and Adam's decay rates."""
+
 
 def learn(
     start: Tensor,
@@ -119,29 +122,3 @@ def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tup
         for hook in hooks:
             hook.remove()
     return output, torch.stack(terms).sum() if terms else output.logits.new_zeros(())
-
-
-def allocate(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
-
-    >>> allocate(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
-    [0, 500, 100, 300, 100]
-    >>> allocate(torch.ones(3), 10).tolist()
-    [4, 3, 3]
-    """
-    exact = total * shares.to(torch.float64) / shares.sum()
-    # Shares that are whole but for rounding must count as whole.
-    floor = torch.floor(exact + 1e-9)
-    rest = total - floor.sum()
-    order = torch.argsort(torch.argsort(exact - floor, descending=True, stable=True), stable=True)
-    return (floor + (order < rest)).to(torch.int64)
-
-
-def labels_of(counts: Tensor, total: int) -> Tensor:
-    """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
-
-    >>> labels_of(torch.tensor([1, 0, 2]), 3).tolist()
-    [0, 2, 2]
-    """
-    ends = torch.cumsum(counts, 0)
-    return (torch.arange(total, device=counts.device)[:, None] >= ends[None, :]).sum(1)

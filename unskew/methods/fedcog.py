@@ -11,6 +11,10 @@ arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
 
 Nothing more is sent than without it, and the server needs only sums.
 
+With several labels a sample, ``CE`` is the binary cross-entropy and ``KL`` and ``JS`` are those of one Bernoulli variable per
+label, all averaged over labels. The paper and its code do not define them; these definitions are ours. ``y`` is one-hot, or
+with ``cooccurrence`` also holds each other label with the share of the client's samples of ``y``'s label that have it.
+
 With ``generator="network"`` a network that makes the inputs is learned instead (``unskew.generators.decoder``).
 
 Where paper and authors' code differ, this follows the paper; ``fedcog-authors`` has the settings of the code. The optimizer
@@ -20,31 +24,25 @@ The synthetic pass leaves the normalisation statistics alone.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.generators import decoder
-from unskew.generators.inversion import allocate, augmented, labels_of, learn, statistics_distance
+from unskew.generators.inversion import Maker, augmented, learn, statistics_distance
+from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
 from unskew.methods.rules import ClientRule, Context, Tensors
 from unskew.models.trainable import Batch, LossFn
 from unskew.seeding import fold, normal
+from unskew.tasks import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Labels = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...],
-    BeforeValidator(lambda given: [g for g in given.split(";") if g.strip()] if isinstance(given, str) else given),
-]
-"""Whole numbers; in a spelling they are separated by semicolons."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class FedCOG(ClientRule):
         alias: Keep the last inputs with the best logits, as the authors' code does by mistake.
         max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
         double: Make the inputs of the second half of local training anew.
+        cooccurrence: Multi-label targets get further labels as often as these occur together at the client.
         generator: Learn the inputs themselves (``pixels``), or a ``network`` that makes images, with its input.
         augment: Crop and mirror the images at random in every step of the synthesis.
     """
@@ -89,13 +88,14 @@ class FedCOG(ClientRule):
     t_js: Positive = 1.0
     t: Positive = 1.0
     labels: Literal["uniform", "complementary", "explicit"] = "uniform"
-    explicit: Labels = ()
+    explicit: LabelList = ()
     source: Literal["both", "global", "noise"] = "both"
     supervision: Literal["soft", "hard"] = "soft"
     js: Literal["paper", "reversed_clamped"] = "paper"
     alias: bool = False
     max_prev_age: Annotated[int, Field(ge=0)] = 0
     double: bool = False
+    cooccurrence: bool = False
     generator: Literal["pixels", "network"] = "pixels"
     augment: bool = False
 
@@ -103,23 +103,27 @@ class FedCOG(ClientRule):
         """Explicit labels and their list belong together."""
         if (self.labels == "explicit") != bool(self.explicit):
             raise ConfigError(
-                "fedcog:labels=explicit needs a list of labels, such as explicit=0;1;2, "
-                "and explicit needs labels=explicit."
+                "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
             )
 
     def check(self, federation: Federation) -> None:
-        """Labels must be classes of the data; a network and augmentation need images."""
+        """Labels must be classes of the data; a network and augmentation need images, further labels several ones."""
+        if self.cooccurrence and federation.task != "multilabel":
+            raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
         if self.explicit and max(self.explicit) >= federation.classes:
-            raise ConfigError(
-                f"fedcog:explicit has the label {max(self.explicit)}, but the classes of the data are 0 to "
-                f"{federation.classes - 1}."
-            )
+            wrong, last = max(self.explicit), federation.classes - 1
+            raise ConfigError(f"fedcog:explicit has the label {wrong}, but the classes of the data are 0 to {last}.")
         wanted = {"generator=network": self.generator == "network", "augment=true": self.augment}
         for option in (name for name, asked in wanted.items() if asked and len(federation.shape) != 3):
             raise ConfigError(
                 f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
                 "leave the option out."
             )
+
+    @property
+    def needs_label_pairs(self) -> bool:
+        """Only for the rates of co-occurrence."""
+        return self.cooccurrence
 
     def warning(self, rounds: int) -> str | None:
         """Without a round of generation the method is its host."""
@@ -132,7 +136,7 @@ class FedCOG(ClientRule):
         if ctx.round < self.start_round:
             return {}
         assert ctx.class_counts is not None
-        y = self.targets(ctx.class_counts)
+        y = self.labelled(ctx, self.targets(ctx.class_counts))
         x, z = self.synthesise(ctx, y, ctx.key)
         if self.double:
             second = self.synthesise(ctx, y, fold(ctx.key, 7))
@@ -143,20 +147,28 @@ class FedCOG(ClientRule):
     def targets(self, counts: Tensor) -> Tensor:
         """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
         if self.labels == "explicit":
-            given = torch.tensor(self.explicit, device=counts.device)
-            return given.repeat(-(-self.n // len(given)))[: self.n]
+            return repeated(self.explicit, self.n).to(counts.device)
         deficit = counts.max() - counts
-        balanced = deficit.sum() == 0
-        uniform = torch.ones_like(counts)
-        shares = uniform if self.labels == "uniform" else torch.where(balanced, uniform, deficit)
+        even = torch.ones_like(counts)
+        shares = even if self.labels == "uniform" else torch.where(deficit.sum() == 0, even, deficit)
         return labels_of(allocate(shares, self.n), self.n)
+
+    def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
+        """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
+        assert ctx.class_counts is not None
+        y = ctx.task.targets(primary, len(ctx.class_counts))
+        if ctx.label_pairs is None:
+            return y
+        further = cooccurring(fold(ctx.key, 8), primary, ctx.label_pairs, ctx.class_counts)
+        return torch.maximum(y, further.to(y.dtype))
 
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """``w_real`` and ``w_kd``; ``auto`` weighs by real samples and the deficit of classes, and they sum to 1."""
         if self.coefficients == "fixed":
             return torch.ones_like(counts[0]), torch.full_like(counts[0], self.lambda_kd)
         real, missing = counts.sum(), (counts.max() - counts).sum()
-        return real / (real + missing), missing / (real + missing)
+        w_kd = missing / (real + missing).clamp_min(1)  # a client whose samples have no label at all misses none
+        return 1 - w_kd, w_kd
 
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
@@ -173,10 +185,10 @@ class FedCOG(ClientRule):
                 teacher, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
             else:
                 teacher, distance = ctx.spec.forward(ctx.v_global, ctx.b_global, x), None
-            loss = self.lambda_ce * F.cross_entropy(teacher.logits, y)
+            loss = self.lambda_ce * ctx.task.loss(teacher.logits, y)
             if self.source == "both" and "v" in ctx.state:
                 student = ctx.spec.forward(ctx.state["v"], ctx.state["b"], x)
-                loss = loss + weight * self.disagreement(teacher.logits, student.logits)
+                loss = loss + weight * self.disagreement(ctx.task, teacher.logits, student.logits)
             if distance is not None:
                 loss = loss + self.lambda_bn * distance
             return loss, teacher.logits
@@ -189,21 +201,17 @@ class FedCOG(ClientRule):
             z = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
         return x, z
 
-    def maker(self, ctx: Context, key: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]:
-        """What is learned at its start, how inputs ``[N, ...]`` are made of it, and Adam's decay rates."""
-        shape, dtype = ctx.spec.shape, ctx.v_global.dtype
+    def maker(self, ctx: Context, key: Tensor) -> Maker:
+        """What is learned, at its start; how inputs ``[N, ...]`` are made of it; and Adam's decay rates."""
         if self.generator == "network":
-            image = (shape[0], shape[1], shape[2])
-            start = decoder.start(key, self.n, image, dtype)
-            return start, lambda point: ctx.pixels.inputs(decoder.decode(point, self.n, image)), decoder.BETAS
-        return normal(key, (self.n, *shape)).to(dtype), lambda point: point, (0.5, 0.9)
+            return decoder.maker(key, self.n, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
+        return normal(key, (self.n, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
 
-    def disagreement(self, teacher: Tensor, student: Tensor) -> Tensor:
+    def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
         """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
-        p, q = (F.softmax(logits / self.t_js, dim=-1) for logits in (teacher, student))
         if self.js == "paper":
-            mean = (p + q) / 2
-            return 1 - 0.5 * (kl(p, mean) + kl(q, mean))
+            return task.disagreement(teacher, student, self.t_js)
+        p, q = (task.beliefs(logits / self.t_js).exp() for logits in (teacher, student))
         p, q, mean = (d.clamp(0.01, 0.99) for d in (p, q, (p + q) / 2))
         return 1 - (0.5 * (kl(mean, q) + kl(mean, p))).clamp(0, 1)
 
@@ -219,9 +227,9 @@ class FedCOG(ClientRule):
                 at = at + torch.where(batch.step * 2 >= ctx.steps, self.n, 0)
             logits = ctx.model(v, carry["x"][at], False).logits
             if self.supervision == "hard":
-                term = F.cross_entropy(logits, carry["y"][at])
+                term = ctx.task.loss(logits, carry["y"][at])
             else:
-                term = self.t**2 * kl_logits(carry["z"][at] / self.t, logits / self.t)
+                term = self.t**2 * ctx.task.divergence(carry["z"][at], logits, self.t)
             return carry["w_real"] * loss_fn(v, batch) + carry["w_kd"] * term
 
         return distilled
@@ -237,12 +245,5 @@ class FedCOG(ClientRule):
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Mean over the batch of ``sum_c p log(p / q)``; 0 log 0 is 0."""
-    floor = math.ulp(0.0) if p.dtype == torch.float64 else torch.finfo(p.dtype).tiny
-    return (p * (torch.log(p.clamp_min(floor)) - torch.log(q.clamp_min(floor)))).sum(-1).mean()
-
-
-def kl_logits(teacher: Tensor, student: Tensor) -> Tensor:
-    """Mean over the batch of ``KL(softmax(teacher) || softmax(student))``; the teacher is the first argument."""
-    log_p, log_q = F.log_softmax(teacher, dim=-1), F.log_softmax(student, dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    """Mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``."""
+    return (p * (p / q).log()).sum(-1).mean()

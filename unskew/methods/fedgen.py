@@ -59,6 +59,7 @@ class FedGen(ClientRule):
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = "its generator makes features for one class at a time"
     needs: ClassVar[Literal["sum", "individual"]] = "individual"
     needs_class_counts: ClassVar[bool] = True
 

@@ -45,6 +45,10 @@ class FedReg(ClientRule):
     summary: ClassVar[str] = "local steps that do not forget the global model"
     paper: ClassVar[str] = "Xu et al. 2022, arXiv:2203.02645"
     weights: ClassVar[Weights | None] = "uniform"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = (
+        "its pseudo data are labelled with a softmax over classes of which each sample has one"
+    )
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1

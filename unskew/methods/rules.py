@@ -49,7 +49,9 @@ class Context:
         steps: Number of local steps, as a scalar tensor.
         weight: The client's aggregation weight before normalisation, as a scalar tensor.
         full_gradient: Gradient of the client's whole objective at ``v_start``, if a rule needs it.
-        class_counts: The client's samples per class, ``[C]``, if a rule needs them.
+        class_counts: The client's samples per class (per label, where a sample may have several), ``[C]``, if a rule
+            needs them.
+        label_pairs: The client's samples that have both of two labels, ``[C, C]``, if a rule needs them.
         epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
         common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
         pixels: How intensities of images become the model's inputs.
@@ -74,6 +76,7 @@ class Context:
     class_counts: Tensor | None = None
     epoch_steps: Tensor | None = None
     common: Tensors = field(default_factory=dict)
+    label_pairs: Tensor | None = None
     pixels: Pixels = AS_THEY_ARE
 
 
@@ -83,6 +86,12 @@ class Part:
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
+
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
+    """The tasks it can be trained for."""
+
+    tasks_reason: ClassVar[str] = ""
+    """Why no other: the end of a sentence that begins with "because"."""
 
     def build(self) -> Method:
         """The method made of this part alone; a part that fills several slots fills them all."""
@@ -153,6 +162,11 @@ class ClientRule(Part):
     def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """Inputs ``[n, ...]`` that the client made in ``begin``, and their targets ``[n]``, for a picture of them."""
         return None
+
+    @property
+    def needs_label_pairs(self) -> bool:
+        """Whether ``ctx.label_pairs`` must be there."""
+        return False
 
     def personal(self, state: Tensors) -> Tensor | None:
         """The model ``[d]`` that serves a client with this state, where that is not the global one."""

@@ -23,7 +23,7 @@ def images_by_class(
 
     Args:
         images: ``[n, c, h, w]`` from 0 to 1.
-        labels: Classes ``[n]``.
+        labels: Classes ``[n]``, or 0 and 1 for each label ``[n, classes]``.
         classes: Number of classes.
         class_names: Their names; numbers if there are none.
         path: Image file to write.
@@ -47,7 +47,7 @@ def images_by_class(
 def grid_by_class(images: np.ndarray, labels: np.ndarray, classes: int, columns: int) -> np.ndarray:
     """A row of images per class, the first ones of each, as one image ``[rows, columns, 3]``; what is left is white.
 
-    Three channels are colours; of any other number the mean is shown as grey.
+    Three channels are colours; of any other number the mean is shown as grey. Images with several labels are in several rows.
 
     >>> images, labels = np.arange(3.0).reshape(3, 1, 1, 1) / 4, np.array([1, 0, 1])
     >>> grid_by_class(images, labels, classes=2, columns=2)[:, :, 0]
@@ -62,7 +62,8 @@ def grid_by_class(images: np.ndarray, labels: np.ndarray, classes: int, columns:
     gap = max(1, height // 16)
     canvas = np.ones((classes * (height + gap), columns * (width + gap), 3))
     for label in range(classes):
-        for column, image in enumerate(images[labels == label][:columns]):
+        members = labels == label if labels.ndim == 1 else labels[:, label] > 0
+        for column, image in enumerate(images[members][:columns]):
             top, left = label * (height + gap), column * (width + gap)
             canvas[top : top + height, left : left + width] = image.transpose(1, 2, 0)
     return canvas

@@ -105,9 +105,9 @@ class Recorder:
             os.close(self._file)
             self._file = None
 
-    def best(self) -> tuple[float | None, int]:
-        """Best accuracy so far and the (first) round it was reached in, counted from 1."""
-        scored = [(row["accuracy"], -row["round"]) for row in self.history if row["accuracy"] is not None]
+    def best(self, figure: str = "accuracy") -> tuple[float | None, int]:
+        """Best accuracy (or another figure) so far and the (first) round it was reached in, counted from 1."""
+        scored = [(row[figure], -row["round"]) for row in self.history if row[figure] is not None]
         if not scored:
             return None, 0
         accuracy, negative = max(scored)

@@ -9,6 +9,9 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
+"""Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
+
 
 def percent(value: float | None, spread: float | None = None) -> str:
     """A share as per cent.
@@ -40,7 +43,8 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     table.add_column("method", no_wrap=True)
     for name in ("last round", "best round", "clients, mean", "worst client", f"rounds to {percent(target)}%"):
         table.add_column(name, justify="right")
-    for name in ("MB up", "MB down", "seconds"):
+    several = rows[0].get("o_f1") is not None
+    for name in (*(F1 if several else ()), "MB up", "MB down", "seconds"):
         table.add_column(name, justify="right")
     for row in rows:
         reached = row["rounds_to_target"]
@@ -52,6 +56,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             percent(row["client_accuracy_mean"], row["client_accuracy_mean_std"]),
             percent(row["client_accuracy_worst"], row["client_accuracy_worst_std"]),
             rounds,
+            *(percent(row[name], row[f"{name}_std"]) for name in (F1.values() if several else ())),
             megabytes(row["bytes_up"]),
             megabytes(row["bytes_down"]),
             f"{row['seconds']:.1f}",
@@ -80,6 +85,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("traffic", f"{megabytes(summary['bytes_up'])} MB up, {megabytes(summary['bytes_down'])} MB down"),
         ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}"),
     ]
+    if summary.get("o_f1") is not None:
+        lines[2:2] = [
+            (when, ", ".join(f"{title} {percent(summary[best + name])}%" for title, name in F1.items()))
+            for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
+        ]
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
         lines.insert(
@@ -92,8 +102,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def partition_table(counts: np.ndarray, class_names: Sequence[str], most: int = 20) -> Table:
-    """What each client holds: counts ``[K, C]``; the first ``most`` clients."""
+def partition_table(
+    counts: np.ndarray, class_names: Sequence[str], most: int = 20, sizes: np.ndarray | None = None
+) -> Table:
+    """What each client holds: counts ``[K, C]`` and (without several labels a sample, their sums) samples ``[K]``."""
+    sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
     table = Table(title="Training samples per client and class", title_justify="left")
     for name in ("client", "total", *classes[:20]):
@@ -102,7 +115,7 @@ def partition_table(counts: np.ndarray, class_names: Sequence[str], most: int = 
         table.add_column("...")
     for client, row in enumerate(counts[:most]):
         cells = [str(int(n)) if n else "·" for n in row[:20]]
-        table.add_row(str(client), str(int(row.sum())), *cells)
+        table.add_row(str(client), str(int(sizes[client])), *cells)
     if len(counts) > most:
         table.caption = f"{most} of {len(counts)} clients"
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,15 +20,17 @@ from unskew.tasks import Task
 BATCH = 500
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
+NOTHING = "nothing"
 Own = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy and mean loss over a set of samples."""
+    """Accuracy, mean loss and the task's own figures over a set of samples."""
 
     accuracy: float
     loss: float
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Evaluator:
         self.test = (x.to(device), y.to(device))
         self.threads = torch.get_num_threads()  # an engine may take threads away for training
 
-    def _samples(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each sample is right, and each batch's summed loss."""
-        right, losses = [], []
+    def _samples(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How right each sample is, each batch's summed loss, and the sum of the batches' tallies."""
+        right, losses, tallies = [], [], []
         with threads(self.threads):
             predict = self.model.predict(v, b)
             for first in range(0, len(y), BATCH):
@@ -84,18 +86,20 @@ class Evaluator:
                 logits = predict(self.normalise(x[first : first + BATCH])).logits
                 right.append(self.task.correct(logits, target))
                 losses.append(self.task.loss(logits, target).to(torch.float64) * len(target))
-        return torch.cat(right), torch.stack(losses)
+                tallies.append(self.task.tally(logits, target))
+        return torch.cat(right), torch.stack(losses), torch.stack(tallies).sum(0)
 
     def score(self, v: Tensor, b: Tensor) -> Score:
         """The model ``v [d], b [m]`` on the test set."""
-        right, losses = self._samples(v, b, *self.test)
-        return Score(float(right.mean()), float(losses.sum()) / len(right))
+        right, losses, tally = self._samples(v, b, *self.test)
+        return Score(float(right.mean()), float(losses.sum()) / len(right), self.task.measure(tally))
 
     def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Own | None = None) -> ClientScores:
         """The model on each client's own data.
 
         Clients with held-out samples are measured on these. If no client has any, each is measured on the test set,
-        its classes weighted as in the client's training data.
+        its classes weighted as in the client's training data; where a sample has several labels there are no such
+        weights, and nothing is measured.
 
         Args:
             v: The model, ``[d]``.
@@ -109,9 +113,11 @@ class Evaluator:
         if most < total:
             ids = np.sort(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False))
         if not most:
-            return ClientScores(np.zeros(0), "nothing")
+            return ClientScores(np.zeros(0), NOTHING)
         clients = [self.federation.clients[int(k)] for k in ids]
         held = [c for c in clients if len(c.y_test)]
+        if not held and self.federation.test[1].dim() > 1:
+            return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
         if own is not None:
             scores = [self.one(*own(c.id), c) for c in (held or clients)]
             return ClientScores(np.array(scores), HELD_OUT if held else BY_CLASS)
@@ -119,7 +125,7 @@ class Evaluator:
             return ClientScores(self._by_class(v, b, [c.y for c in clients]), BY_CLASS)
         images = held[0].x_test.dim() == 4
         x = torch.cat([c.x_test.permute(0, 2, 3, 1) if images else c.x_test for c in held])
-        right, _ = self._samples(v, b, x.permute(0, 3, 1, 2) if images else x, torch.cat([c.y_test for c in held]))
+        right, *_ = self._samples(v, b, x.permute(0, 3, 1, 2) if images else x, torch.cat([c.y_test for c in held]))
         sizes = [len(c.y_test) for c in held]
         return ClientScores(np.array([float(part.mean()) for part in torch.split(right, sizes)]), HELD_OUT)
 
@@ -131,7 +137,7 @@ class Evaluator:
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> np.ndarray:
         """Accuracy on the test set with its classes weighted as in each client's labels, ``[K]``."""
-        right, _ = self._samples(v, b, *self.test)
+        right, *_ = self._samples(v, b, *self.test)
         classes = self.federation.classes
         y = self.test[1].cpu()
         total = torch.bincount(y, minlength=classes).to(torch.float64)

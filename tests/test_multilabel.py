@@ -1,0 +1,390 @@
+"""Several labels a sample: loss, divergences and figures against NumPy and scikit-learn, and every method on every engine."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import SmallBatchNorm
+from sklearn.metrics import precision_recall_fscore_support
+from torch import nn
+
+import unskew
+from unskew.comparison import compare
+from unskew.errors import ConfigError, DataError
+from unskew.methods.catalogue import CATALOGUE, part_class
+from unskew.methods.fedcog import FedCOG
+from unskew.methods.rules import ClientRule
+from unskew.models.vector import ModelSpec
+from unskew.records.tables import comparison_table, partition_table, summary_table
+from unskew.simulation.evaluate import Evaluator
+from unskew.tasks import TASKS, Classification, MultiLabel
+
+TASK = MultiLabel()
+FEDCOG = "fedcog:start_round=1,n=11,g_steps=3,lambda_kd=1,lambda_dis=5"
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def sample(n, draws, shares=(0.6, 0.3, 0.1)):
+    """Images of which each label brightens another part."""
+    y = (draws.random((n, 3)) < shares).astype(np.uint8)
+    x = draws.normal(size=(n, 2, 6, 6))
+    x[:, 0, :3] += y[:, 0, None, None]
+    x[:, 1, :3] += y[:, 1, None, None]
+    x[:, 1, 3:] += y[:, 2, None, None]
+    return x.astype(np.float32), y
+
+
+def federation(sizes=(5, 23, 8, 17, 31, 12), holdout=0.0, seed=0):
+    draws = np.random.default_rng(seed)
+    clients = [sample(n, draws, np.roll((0.7, 0.3, 0.1), k)) for k, n in enumerate(sizes)]
+    return unskew.Federation.from_arrays(clients, test=sample(60, draws), task="multilabel", holdout=holdout)
+
+
+def train(method, engine="inline", fed=None, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "precision": "fp64", **options}
+    model = SmallBatchNorm()
+    return unskew.run(fed or federation(), model=model, method=method, engine=engine, workers=2, **given)
+
+
+# ---- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_step_is_the_gradient_of_the_binary_cross_entropy():
+    draws = np.random.default_rng(1)
+    x, y = draws.normal(size=(7, 4)), (draws.random((7, 3)) < 0.5).astype(float)
+    fed = unskew.Federation.from_arrays([(x, y)], test=(x, y), task="multilabel", holdout=0.0)
+    model = nn.Linear(4, 3)
+    W, b = (p.detach().numpy().astype(np.float64) for p in (model.weight, model.bias))
+    run = unskew.run(fed, model=model, rounds=1, local_steps=1, batch_size=7, lr=0.5, precision="fp64", engine="inline")
+    x = x.astype(np.float32).astype(np.float64)
+    error = (sigmoid(x @ W.T + b) - y) / y.size  # mean over samples and labels
+    expected = np.concatenate([(W - 0.5 * error.T @ x).ravel(), b - 0.5 * error.sum(0)])
+    np.testing.assert_allclose(run.vector.numpy(), expected, rtol=0, atol=1e-12)
+    p = sigmoid(x @ expected[:12].reshape(3, 4).T + expected[12:])
+    assert run.summary["loss"] == pytest.approx(-(y * np.log(p) + (1 - y) * np.log(1 - p)).mean(), abs=1e-12)
+    assert run.summary["accuracy"] == pytest.approx(((p > 0.5) == y).mean(), abs=1e-12)
+
+
+def test_divergence_and_disagreement_are_means_over_labels_of_those_of_bernoulli_variables():
+    draws = np.random.default_rng(0)
+    for t in (1.0, 0.5, 3.0):
+        a, b = draws.normal(size=(2, 6, 4)) * 3
+        p, q = sigmoid(a / t), sigmoid(b / t)
+        m = (p + q) / 2
+
+        def kl(p, q):
+            return (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).mean()
+
+        js = 0.5 * kl(p, m) + 0.5 * kl(q, m)
+        a, b = torch.tensor(a), torch.tensor(b)
+        assert float(TASK.divergence(a, b, t)) == pytest.approx(kl(p, q), abs=1e-12)
+        assert float(TASK.disagreement(a, b, t)) == pytest.approx(1 - js, abs=1e-12)
+        assert float(TASK.divergence(a, a, t)) == 0.0
+        assert float(TASK.disagreement(a, a, t)) == 1.0
+
+
+def test_one_label_is_two_classes():
+    """Yes or no is a choice between two classes with logits ``z`` and 0."""
+    a, b = torch.randn(2, 9, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
+    y = (torch.arange(9) % 2)[:, None]
+    two, other = (torch.cat([z, torch.zeros_like(z)], 1) for z in (a, b))
+    one_of_two = Classification()
+    for name in ("divergence", "disagreement"):
+        ours, theirs = (getattr(task, name)(*pair) for task, pair in ((TASK, (a, b)), (one_of_two, (two, other))))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+    torch.testing.assert_close(TASK.loss(a, y), one_of_two.loss(two, 1 - y[:, 0]), rtol=0, atol=1e-14)
+    torch.testing.assert_close(TASK.probabilities(a)[:, 0], one_of_two.probabilities(two)[:, 0], rtol=0, atol=1e-14)
+    assert torch.equal(TASK.correct(a, y), one_of_two.correct(two, 1 - y[:, 0]))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_certain_models_have_finite_divergences_and_gradients(task, dtype):
+    far = 3000 * torch.eye(4, dtype=dtype) - 1500
+    for function in (task.divergence, task.disagreement):
+        for other in (far, far.roll(1, 0), -far, torch.zeros_like(far)):
+            g, value = torch.func.grad_and_value(lambda z, f=function, o=other: f(o, z))(far)
+            assert bool(torch.isfinite(g).all())
+            assert math.isfinite(float(value))
+    opposite = task.disagreement(far, far.roll(1, 0)) if task.name == "classification" else task.disagreement(far, -far)
+    assert float(opposite) == pytest.approx(1 - math.log(2), abs=1e-6)
+
+
+def test_counts_pairs_and_targets():
+    y = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.uint8)
+    assert TASK.counts(y, 3).tolist() == [3, 2, 1]
+    assert TASK.pairs(y, 3).tolist() == [[3, 2, 1], [2, 2, 1], [1, 1, 1]]
+    assert TASK.targets(torch.tensor([2, 0]), 3).tolist() == [[0, 0, 1], [1, 0, 0]]
+    one = Classification()
+    assert one.pairs(torch.tensor([2, 0, 2]), 3).tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 2]]
+    # More samples than a byte can count.
+    many = torch.ones(300, 2, dtype=torch.uint8)
+    assert TASK.counts(many, 2).tolist() == [300, 300]
+    assert TASK.pairs(many, 2).tolist() == [[300, 300], [300, 300]]
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------------
+
+
+class Copy(nn.Module):
+    """A model whose logits are its inputs: what it predicts is in the data."""
+
+    def __init__(self, labels):
+        super().__init__()
+        self.fc = nn.Linear(labels, labels, bias=False)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.eye(labels))
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def score(x, y, clients=None):
+    fed = unskew.Federation.from_arrays(clients or [(x, y)], test=(x, y), task="multilabel", holdout=0.0)
+    spec = ModelSpec(Copy(y.shape[1]), fed.shape, fed.classes)
+    judge = Evaluator(spec, fed, TASK, torch.device("cpu"))
+    return judge, judge.score(spec.flatten(), spec.flatten_buffers()), (spec.flatten(), spec.flatten_buffers())
+
+
+@pytest.mark.parametrize("n", [3, 40, 1203])
+def test_figures_equal_those_of_scikit_learn(n):
+    draws = np.random.default_rng(n)
+    y = (draws.random((n, 6)) < [0.9, 0.5, 0.2, 0.05, 0.5, 0.0]).astype(np.uint8)  # the last label is never there
+    x = draws.normal(size=(n, 6)).astype(np.float32)
+    x[:, 4] = -1  # never predicted
+    found = score(x, y)[1]
+    predicted = (x > 0).astype(int)
+    for letter, average in (("c", "macro"), ("o", "micro")):
+        expected = precision_recall_fscore_support(y, predicted, average=average, zero_division=0)
+        names = [f"{letter}_{name}" for name in ("precision", "recall", "f1")]
+        assert [found.figures[name] for name in names] == pytest.approx(expected[:3], abs=1e-12)
+    assert set(found.figures) == set(TASK.figures)
+    assert found.accuracy == pytest.approx((predicted == y).mean(), abs=1e-12)
+
+
+def test_nothing_predicted_and_nothing_there_is_zero():
+    x, y = -np.ones((4, 2), np.float32), np.zeros((4, 2))
+    found = score(x, y)[1]
+    assert found.figures == dict.fromkeys(TASK.figures, 0.0)
+    assert found.accuracy == 1.0
+
+
+def test_clients_are_measured_on_what_they_hold_out_or_not_at_all():
+    x, y = np.array([[1.0, -1], [1, 1]], np.float32), np.array([[1, 0], [0, 0]])
+    clients = [(x, y, x, y), (x, y, -x, y), (x, y, x[:1], y[:1])]
+    judge, _, vector = score(x, y, clients)
+    np.testing.assert_allclose(judge.clients(*vector, most=10, seed=0).accuracies, [0.5, 0.5, 1.0])
+    own = judge.clients(*vector, most=10, seed=0, own=lambda client: vector)
+    np.testing.assert_allclose(own.accuracies, [0.5, 0.5, 1.0])
+    judge, _, vector = score(x, y, [(x, y)])
+    for given in (None, lambda client: vector):
+        none = judge.clients(*vector, most=10, seed=0, own=given)
+        assert len(none.accuracies) == 0
+        assert none.measured_on == "nothing, because no client holds out any samples"
+
+
+def text_of(table):
+    from rich.console import Console
+
+    console = Console(record=True, width=200)
+    console.print(table)
+    return console.export_text()
+
+
+def test_figures_stand_in_rows_summary_and_tables(tmp_path):
+    fed = federation(holdout=0.2)
+    result = train("fedavg", fed=fed, rounds=4, eval_every=2, out=tmp_path / "run")
+    rows, summary = result.history, result.summary
+    for name in TASK.figures:
+        assert rows[0][name] is None
+        assert rows[3][name] == summary[name]
+        assert 0 < summary[name] <= 1
+    assert summary["best_o_f1"] == max(rows[1]["o_f1"], rows[3]["o_f1"])
+    assert summary["best_c_f1"] == max(rows[1]["c_f1"], rows[3]["c_f1"])
+    text = text_of(summary_table(summary))
+    assert f"C-F1 {100 * summary['c_f1']:.1f}%, O-F1 {100 * summary['o_f1']:.1f}%" in text
+    both = compare(fed, methods=["fedavg", "ditto"], seeds=2, model="logistic", rounds=1, engine="inline")
+    row = both.rows()[0]
+    assert row["o_f1"] == pytest.approx(np.mean([s["o_f1"] for s in both.summaries["fedavg"]]))
+    text = text_of(comparison_table(both.rows()))
+    assert "O-F1" in text
+    assert f"{100 * row['o_f1']:.1f} ± {100 * row['o_f1_std']:.1f}" in text
+
+
+def test_one_class_per_sample_has_no_such_figures():
+    result = unskew.run(model="logistic", rounds=1, clients=3, engine="inline")
+    assert not {*TASK.figures, "best_o_f1"} & {*result.history[0], *result.summary}
+    assert "F1" not in text_of(summary_table(result.summary))
+
+
+def test_a_partition_shows_samples_not_labels():
+    fed = federation(sizes=(4, 3))
+    counts = fed.class_counts()
+    expected = [c.y.numpy().sum(0).tolist() for c in fed.clients]
+    assert counts.tolist() == expected
+    lines = text_of(partition_table(counts, ["a", "b", "c"], sizes=fed.sizes)).splitlines()
+    assert [line.split()[1:4:2] for line in lines if line.startswith("│")] == [["0", "4"], ["1", "3"]]
+
+
+# ---- methods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [*CATALOGUE, FEDCOG, f"{FEDCOG},cooccurrence=true,double=true+scaffold"])
+def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(method):
+    parts = [part_class(name.split(":")[0]) for name in method.split("+")]
+    refusing = next((part for part in parts if "multilabel" not in part.tasks), None)
+    if refusing is not None:
+        with pytest.raises(ConfigError, match=f"{refusing.name} cannot be trained for the task 'multilabel', because "):
+            train(method)
+        return
+    reference = train(method)
+    assert torch.isfinite(reference.vector).all()
+    for engine in ("processes", "vectorized"):
+        other = train(method, engine)
+        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+        for mine, theirs in zip(reference.history, other.history, strict=True):
+            assert mine["o_f1"] == pytest.approx(theirs["o_f1"], abs=1e-12)
+            assert mine["train_loss"] == pytest.approx(theirs["train_loss"], abs=1e-10)
+
+
+def test_refusals_name_the_part_and_come_before_any_training(tmp_path):
+    @dataclass(frozen=True)
+    class Softmax(ClientRule):
+        name, summary, paper = "softmax", "for tests", "none"
+        tasks, tasks_reason = ("classification",), "it divides by a softmax"
+
+    sentence = (
+        "softmax cannot be trained for the task 'multilabel', because it divides by a softmax. It is for: classif"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        train([Softmax(), "fedavgm"], out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    trained = []
+    with pytest.raises(ConfigError, match="fedreg cannot be trained"):
+        compare(
+            federation(), methods=["fedavg", "fedreg+fedavgm"], model="logistic", rounds=1,
+            follow=lambda *run: trained.append(run) or [],
+        )  # fmt: skip
+    assert trained == []
+
+
+def test_labels_learned_together_beat_chance():
+    result = train("scaffold", fed=federation((60, 60, 60, 60), holdout=0.1), rounds=15, participation=1.0, lr=0.1)
+    assert result.summary["c_f1"] > 0.75
+    assert result.summary["c_f1"] > result.history[0]["c_f1"] + 0.1
+
+
+# ---- FedCOG -----------------------------------------------------------------------------------------------------------
+
+
+def fedcog_context(rule, pairs, key=11):
+    from test_fedcog import context
+
+    torch.manual_seed(0)
+    spec = unskew.ModelSpec(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), (2, 6, 6), 3, dtype=torch.float64)
+    pairs = torch.tensor(pairs, dtype=torch.float64)
+    ctx = context(rule, spec, counts=pairs.diagonal().tolist())
+    given = pairs if rule.needs_label_pairs else None
+    return replace(ctx, task=TASK, label_pairs=given, key=torch.tensor(key))
+
+
+def test_targets_are_one_hot_by_default():
+    rule = FedCOG(n=9, g_steps=1, labels="complementary")
+    y = rule.begin(fedcog_context(rule, [[9, 2, 0], [2, 6, 0], [0, 0, 3]]))["y"]
+    # The deficits are 0, 3 and 6.
+    assert y.tolist() == [[0, 1, 0]] * 3 + [[0, 0, 1]] * 6
+
+
+def test_further_labels_come_with_the_rates_of_the_client():
+    rule = FedCOG(n=3000, g_steps=0, cooccurrence=True)
+    # Label 0 always comes with 1, 1 with 0 in half of its samples; 2 has no sample here.
+    y = rule.begin(fedcog_context(rule, [[4, 4, 0], [4, 8, 0], [0, 0, 0]]))["y"].double()
+    assert y[:1000].mean(0).tolist() == [1, 1, 0]
+    assert y[1000:2000].mean(0)[1:].tolist() == [1, 0]
+    assert float(y[1000:2000, 0].mean()) == pytest.approx(0.5, abs=0.05)
+    assert y[2000:].mean(0).tolist() == [0, 0, 1]
+    again, other = (rule.begin(fedcog_context(rule, [[4, 4, 0], [4, 8, 0], [0, 0, 0]], key=k))["y"] for k in (11, 12))
+    assert torch.equal(again, y.to(again.dtype))
+    assert not torch.equal(again, other)
+
+
+def test_synthesis_and_supervision_follow_the_labels():
+    soft = FedCOG(n=30, g_steps=150, g_lr=0.1)
+    ctx = fedcog_context(soft, [[5, 1, 0], [1, 5, 0], [0, 0, 5]])
+    made = soft.begin(ctx)
+    predicted = ctx.spec.forward(ctx.v_global, ctx.b_global, made["x"]).logits > 0
+    assert torch.equal(predicted, made["y"] > 0)
+    batch = unskew.Batch(torch.zeros(30, 2, 6, 6, dtype=torch.float64), None, ctx.key, torch.tensor(0))
+    v = ctx.v_global + 0.1
+    logits = ctx.spec.forward(v, ctx.b_global, made["x"]).logits.numpy()
+    q, y = sigmoid(logits), made["y"].numpy()
+    hard = FedCOG(n=30, supervision="hard", lambda_kd=1.0).loss(lambda v, batch: v.sum() * 0, ctx, made | {"w_kd": 1.0})
+    expected = -(y * np.log(q) + (1 - y) * np.log(1 - q)).mean()
+    assert float(hard(v, batch)) == pytest.approx(expected, abs=1e-10)
+    p, q = sigmoid(made["z"].numpy() / 2), sigmoid(logits / 2)
+    expected = 4 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).mean()
+    soft = FedCOG(n=30, t=2.0).loss(lambda v, batch: v.sum() * 0, ctx, made | {"w_kd": 1.0})
+    assert float(soft(v, batch)) == pytest.approx(expected, abs=1e-10)
+
+
+def test_the_authors_divergence_for_bernoulli_variables():
+    rule = FedCOG(js="reversed_clamped", t_js=2.0)
+    a, b = np.random.default_rng(0).normal(size=(2, 5, 3)) * 6
+    p, q = ([np.stack([sigmoid(z / 2), sigmoid(-z / 2)])] for z in (a, b))
+    p, q, m = (np.clip(d, 0.01, 0.99) for d in (p[0], q[0], (p[0] + q[0]) / 2))
+    js = 0.5 * ((m * np.log(m / q)).sum(0).mean() + (m * np.log(m / p)).sum(0).mean())
+    found = float(rule.disagreement(TASK, torch.tensor(a), torch.tensor(b)))
+    assert found == pytest.approx(1 - np.clip(js, 0, 1), abs=1e-12)
+
+
+def test_a_client_without_any_label_trains_as_usual():
+    w_real, w_kd = FedCOG(coefficients="auto").weights_of(torch.zeros(3))
+    assert (float(w_real), float(w_kd)) == (1.0, 0.0)
+    draws = np.random.default_rng(0)
+    x, y = sample(12, draws)
+    fed = unskew.Federation.from_arrays([(x, y), (x, 0 * y)], test=(x, y), task="multilabel", holdout=0.0)
+    method = "fedcog:start_round=0,n=6,g_steps=2,coefficients=auto,labels=complementary,cooccurrence=true"
+    assert torch.isfinite(train(method, fed=fed, participation=1.0).vector).all()
+
+
+def test_cooccurrence_needs_several_labels():
+    with pytest.raises(ConfigError, match="here each sample has one class"):
+        unskew.run(method="fedcog:cooccurrence=true", model="logistic", rounds=1, clients=2, engine="inline")
+
+
+# ---- arrays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.int64, np.float32, np.float64])
+def test_labels_may_be_of_any_type(kind):
+    x, y = sample(9, np.random.default_rng(0))
+    fed = unskew.Federation.from_arrays([(x, y.astype(kind))], test=(x, y.astype(kind)), task="multilabel", holdout=0.0)
+    assert fed.classes == 3
+    assert fed.clients[0].y.dtype == torch.uint8
+    np.testing.assert_array_equal(np.sort(fed.clients[0].y.numpy(), 0), np.sort(y, 0))
+
+
+def test_arrays_that_do_not_fit_the_task():
+    x, y = sample(6, np.random.default_rng(0))
+
+    def refused(clients, sentence, test=(x, y), **options):
+        with pytest.raises(DataError, match=sentence):
+            unskew.Federation.from_arrays(clients, test=test, **{"task": "multilabel", **options})
+
+    refused([(x, y[:, 0])], r"client 0 have shape \(6,\); multi-label data need \[n, labels\]")
+    refused([(x, y * 2)], "client 0 must be 0 or 1")
+    refused([(x, np.where(y > 0, np.nan, 0))], "client 0 must be 0 or 1")
+    refused([(x, y), (x, y[:, :2])], "client 1 have 2 columns, but there are 3 labels")
+    refused([(x, y)], "the test set have 2 columns, but there are 3 labels", test=(x, y[:, :2]))
+    refused([(x, y)], "client 0 have 3 columns, but there are 4 labels", classes=4)
+    refused([(x, y, x, y[:, :2])], "Client 0 has 3 labels to train on but 2 to test on")
+    refused(
+        [(x, y)], r"expected one class index per sample. For several labels a sample, set task=", task="classification"
+    )
+    refused([(x, y)], "no task 'multi'. Did you mean 'multilabel'", task="multi")
