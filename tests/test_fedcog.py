@@ -204,7 +204,7 @@ def train(method, **options):
     return unskew.run(blobs([12, 23, 17, 9]), model=SmallBatchNorm(), method=method, **{**given, **options})
 
 
-HOSTS = [name for name in CATALOGUE if part_class(name).name != "fedcog" and slots_of(part_class(name))[0] != "data"]
+HOSTS = [name for name in CATALOGUE if part_class(name).name != "fedcog" and slots_of(part_class(name)) != ["data"]]
 CHEAPER = {"fedreg": "fedreg:iterations=1"}
 BYTES = ("bytes_up", "bytes_down", "buffer_bytes_up", "buffer_bytes_down")
 
