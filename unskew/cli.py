@@ -38,6 +38,7 @@ from unskew.cli_options import (
     stoppable,
     values_of,
 )
+from unskew.cli_reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 
 app = typer.Typer(
@@ -186,6 +187,7 @@ def resume(
 
 app.command()(cli_info.methods)
 app.command()(cli_info.partition)
+app.command()(reproduce)
 
 
 def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config import Experiment, experiment, load_yaml
+from unskew.continuing import RESUMABLE, check_same
 from unskew.data.federation import Federation
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import make_folder, occupied, unmake_folder, write_atomic
@@ -18,7 +19,6 @@ from unskew.records.plots import clients_by_class, convergence
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.runs import ModelLike, check_given, finished_rounds, load_data, resume, run_experiment
-from unskew.session import RESUMABLE, check_same
 
 Spread = tuple[float, float]
 MOST_SEEDS = 1000

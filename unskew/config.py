@@ -112,6 +112,10 @@ class Experiment(Section):
     network: NetworkConfig = NetworkConfig()
     """What lies between clients and server."""
 
+    secure_aggregation: Literal["off", "required"] = "off"
+    """``required``: the server sees nothing but the weighted sum of a round's updates; methods that need more are refused."""
+    diagnose: tuple[Literal["local_models"], ...] = ()
+    """What is measured beside the method, in rounds that are evaluated."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -144,8 +148,9 @@ class Experiment(Section):
             values["local_epochs"] = DEFAULT_EPOCHS
         if str(values.get("partition", "")).startswith("natural"):
             values.setdefault("clients", None)
-        if isinstance(values.get("trackers"), str):
-            values["trackers"] = [values["trackers"]]
+        for name in ("trackers", "diagnose"):
+            if isinstance(values.get(name), str):
+                values[name] = [values[name]]
         return values
 
     @pydantic.model_validator(mode="after")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save
 
-from unskew.branching import begin_where
 from unskew.config import Experiment
-from unskew.data.federation import ArrayClients, Federation
+from unskew.continuing import begin_where, check_same, identity
+from unskew.data.federation import Federation
+from unskew.diagnostics.local_models import LocalModels
 from unskew.engines.base import Engine, Setup
 from unskew.engines.choose import make_engine, pick_engine
 from unskew.engines.memory import cores
@@ -31,12 +30,13 @@ from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
+from unskew.simulation.secure import check_sums_suffice
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 from unskew.tasks import TASKS
 
-RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_every", "target")
-"""Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
+MEASURED = ("begin_seconds", "train_seconds", "local_distance", "local_accuracy", "local_personal_accuracy")
+"""Figures of the last round that the summary repeats."""
 
 
 class Session:
@@ -79,6 +79,11 @@ class Session:
         self.setup = Setup(spec, federation, chosen.client, task, config.training, config.seed, device)
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)
+        if config.secure_aggregation == "required":
+            check_sums_suffice(chosen, rule, config.diagnose)
+        self.local_models = (
+            LocalModels(self.evaluator, federation, self.server) if "local_models" in config.diagnose else None
+        )
         self._saved = 0
 
     def go(self, resume: bool) -> Result:
@@ -89,6 +94,8 @@ class Session:
         engine = make_engine(self.engine_name, self.setup, workers)
         try:
             self._begin(start)
+            if self.local_models is not None:
+                self.local_models.begin()
             for warning in filter(None, (rule.warning(self.config.rounds) for rule in self.method.client)):
                 self._warn(warning)
             rounds = range(start, self.config.rounds)
@@ -131,6 +138,10 @@ class Session:
         score = None
         if last or done % self.config.eval_every == 0:
             score = self.evaluator.score(self.server.evaluated, self.server.b)
+            if self.local_models is not None:
+                figures |= self.local_models.figures()
+        if self.local_models is not None:
+            self.local_models.begin()
         traffic = self.server.traffic
         if self.server.left_out and self.server.skipped == len(self.server.left_out):
             self._warn(
@@ -166,7 +177,7 @@ class Session:
         extra = {
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
-            "data": _identity(self.federation),
+            "data": identity(self.federation),
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, extra)
         self._saved = done
@@ -185,9 +196,9 @@ class Session:
         check_same(extra["config"], self.config)
         if self.config.rounds < done:
             raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
-        if extra["data"] != _identity(self.federation):
+        if extra["data"] != identity(self.federation):
             raise CheckpointError(
-                f"The data differ from those of the run ({_identity(self.federation)} instead of {extra['data']}); "
+                f"The data differ from those of the run ({identity(self.federation)} instead of {extra['data']}); "
                 "resume it with the same data and library versions."
             )
         checkpoint.restore(path, manifest, self.server)
@@ -199,7 +210,7 @@ class Session:
         if self.config.start_from is None:
             return 0
         return begin_where(
-            Path(self.config.start_from), self.config, self.server, self.recorder, _identity(self.federation)
+            Path(self.config.start_from), self.config, self.server, self.recorder, identity(self.federation)
         )
 
     def _client_scores(self, engine: Engine) -> dict[str, Any]:
@@ -242,6 +253,7 @@ class Session:
             "best_round": best_round,
             "loss": final["loss"],
             **client_scores,
+            **{name: final[name] for name in MEASURED if name in final},
             "bytes_up": traffic.up + traffic.buffers_up,
             "bytes_down": traffic.down + traffic.buffers_down,
             "buffer_bytes_up": traffic.buffers_up,
@@ -257,27 +269,3 @@ class Session:
 
 def _some(clients: Sequence[int], most: int = 10) -> str:
     return ", ".join(map(str, clients[:most])) + (f" and {len(clients) - most} more" if len(clients) > most else "")
-
-
-def _identity(federation: Federation) -> str:
-    """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
-    sizes = ""
-    if isinstance(federation.clients, ArrayClients):
-        sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]
-    server = 0 if federation.server is None else len(federation.server.y)
-    return f"partition {federation.fingerprint or 'unknown'}, sizes {sizes}, test {len(federation.test[1])}, {server=}"
-
-
-def check_same(then: dict[str, Any], now: Experiment) -> None:
-    """Refuse to go on with a run under another configuration.
-
-    Raises:
-        CheckpointError: A field differs that decides what the run is.
-    """
-    current = now.model_dump(mode="json")
-    for name in current:
-        if name not in RESUMABLE and then.get(name) != current[name]:
-            raise CheckpointError(
-                f"The run was made with {name}={then.get(name)!r}, but is resumed with {name}={current[name]!r}; "
-                "a run can only go on as it began. Start a new one instead."
-            )

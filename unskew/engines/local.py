@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import reduce
 
 import torch
@@ -161,7 +162,9 @@ class LocalTrainer:
         ctxs = contexts(setup.rules, shared, state, download)
         pairs = list(zip(setup.rules, ctxs, strict=True))
         self.model.start(cast.b)
+        began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
+        ready = time.perf_counter()
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = rule.loss(loss_fn, ctx, carry)
@@ -191,6 +194,11 @@ class LocalTrainer:
 
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             rule.end(ctx, carry, v)
-        metrics = {"loss": float(total) / max(1, len(plan.batches)), "steps": float(len(plan.batches))}
+        metrics = {
+            "loss": float(total) / max(1, len(plan.batches)),
+            "steps": float(len(plan.batches)),
+            "begin_seconds": ready - began,
+            "train_seconds": time.perf_counter() - ready,
+        }
         written = [(ctx.state, ctx.upload) for ctx in ctxs]
         return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics)

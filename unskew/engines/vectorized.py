@@ -7,6 +7,7 @@ padded: padding would change BatchNorm's statistics and with them the numbers.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -177,7 +178,9 @@ class VectorizedEngine:
         total = torch.zeros(len(casts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", casts[0].round, casts[0].client))
+            began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
+            ready = self._now()
             for t in range(max(len(plan.batches) for plan in plans)):
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()
@@ -192,14 +195,22 @@ class VectorizedEngine:
                     total = put(total, index, rows(total, index) + new[4])
             written = self._map(end, (dims, 0, 0, 0), given, b, carries, v)
         losses = (total / counts.clamp_min(1)).tolist()
+        # Of the group's time, each client's even share.
+        spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
             finish(
                 setup, cast, clients[k].examples, starts[k], v[k], b[k].clone(),
                 pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
-                {"loss": losses[k], "steps": float(counts[k])},
+                {"loss": losses[k], "steps": float(counts[k]), **spent},
             )
             for k, cast in enumerate(casts)
         ]  # fmt: skip
+
+    def _now(self) -> float:
+        """The time when all that was asked of the device is done."""
+        if self.setup.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.device)
+        return time.perf_counter()
 
     @staticmethod
     def _same_size(plans: Sequence[Plan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:

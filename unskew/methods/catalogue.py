@@ -182,6 +182,7 @@ def describe() -> list[dict[str, Any]]:
                 "name": name,
                 "slots": slots_of(cls),
                 "summary": cls.summary,
+                "needs": getattr(cls, "needs", "sum"),
                 "options": options_of(cls),
                 "paper": cls.paper,
             }

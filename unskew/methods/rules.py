@@ -200,6 +200,8 @@ class ClientRule(Part):
 
     tunes: ClassVar[bool] = False
     """Whether clients train once more from the final model, and are served by what they then have."""
+    needs: ClassVar[Literal["sum", "individual"]] = "sum"
+    """Whether the server half reads single updates; a sum works under secure aggregation."""
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""
 

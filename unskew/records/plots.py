@@ -15,16 +15,22 @@ from unskew.files import make_folder, write_atomic
 MARKERS = "osD^vPX*<>"
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
+    """A figure of so many inches and its axes ``[rows][columns]``, without a screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a screen and without pyplot's global state
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure; the ending of ``path`` decides the format.
+
+    Raises:
+        ConfigError: The ending is not one of a figure.
+    """
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lower()[1:] not in known:
         raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(known))}.")
@@ -45,7 +51,7 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
     Returns:
         The path written.
     """
-    figure, (left, right) = _figure(10, 4, columns=2)
+    figure, ((left, right),) = new_figure(10, 4, columns=2)
     for number, (name, histories) in enumerate(runs.items()):
         scored = [[row for row in h if row["accuracy"] is not None] for h in histories]
         shortest = min(len(h) for h in scored)
@@ -69,7 +75,7 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
         axis.set_ylabel("test accuracy (%)")
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def clients_by_class(
@@ -87,7 +93,7 @@ def clients_by_class(
     total = len(counts)
     shown = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(int)
     counts = counts[shown]
-    figure, (axis,) = _figure(max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5))
+    figure, ((axis,),) = new_figure(max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5))
     client, label = np.nonzero(counts)
     sizes = counts[client, label]
     axis.scatter(client, label, s=220 * sizes / max(1, counts.max()), alpha=0.75, linewidths=0)
@@ -99,4 +105,4 @@ def clients_by_class(
     axis.set_ylabel("class")
     axis.set_title(title + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9)
     axis.grid(alpha=0.25)
-    return _save(figure, path)
+    return save_figure(figure, path)

@@ -40,10 +40,11 @@ class ProgressLine:
         progress: The display.
         title: Text before the bar.
         transient: Remove the line when the run ends.
+        warnings: Print what the run warns of.
     """
 
-    def __init__(self, progress: Progress, title: str, transient: bool = False):
-        self.progress, self.title, self.transient = progress, title, transient
+    def __init__(self, progress: Progress, title: str, transient: bool = False, warnings: bool = True):
+        self.progress, self.title, self.transient, self.warnings = progress, title, transient, warnings
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Show the line."""
@@ -60,7 +61,8 @@ class ProgressLine:
 
     def warn(self, text: str) -> None:
         """Something the user should know."""
-        self.progress.console.print(text, style="yellow", markup=False, highlight=False)
+        if self.warnings:
+            self.progress.console.print(text, style="yellow", markup=False, highlight=False)
 
     def end(self, summary: dict[str, Any]) -> None:
         """Leave the final figures, or remove the line."""

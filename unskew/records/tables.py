@@ -136,9 +136,9 @@ def partition_table(counts: np.ndarray, class_names: Sequence[str], most: int = 
 def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew methods`` prints."""
     table = Table()
-    for name in ("method", "slot", "what it does", "options", "paper"):
+    for name in ("method", "slot", "server needs", "what it does", "options", "paper"):
         table.add_column(name)
     for row in methods:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
-        table.add_row(row["name"], ", ".join(row["slots"]), row["summary"], options, row["paper"])
+        table.add_row(row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, row["paper"])
     return table

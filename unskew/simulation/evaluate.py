@@ -129,7 +129,7 @@ class Evaluator:
         held = [c for c in clients if len(c.y_test)]
         if own is not None:
             judged = held or clients
-            scores = [self._one(*served, c) for c, served in zip(judged, own([c.id for c in judged]), strict=True)]
+            scores = [self.one(*served, c) for c, served in zip(judged, own([c.id for c in judged]), strict=True)]
             return ClientScores(np.array(scores), HELD_OUT if held else BY_CLASS)
         if not held:
             return ClientScores(self._by_class(v, b, [c.y for c in clients]), BY_CLASS)
@@ -139,7 +139,7 @@ class Evaluator:
         sizes = [len(c.y_test) for c in held]
         return ClientScores(np.array([float(part.mean()) for part in torch.split(right, sizes)]), HELD_OUT)
 
-    def _one(self, v: Tensor, b: Tensor, client: ClientData) -> float:
+    def one(self, v: Tensor, b: Tensor, client: ClientData) -> float:
         """A client's own model on its own data."""
         if len(client.y_test):
             return float(self._samples(v, b, client.x_test, client.y_test)[0].mean())

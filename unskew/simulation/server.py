@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -71,6 +71,7 @@ class Server:
         store: What stays at the clients.
         traffic: Bytes so far.
         skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
+        watch: Shown every usable update, by a diagnosis that asks for single ones; no part of the method.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Server:
         self.skipped = 0
         self.left_out: list[int] = []
         self.last: dict[int, int] = {}
+        self.watch: Callable[[Update], None] | None = None
 
     @property
     def v(self) -> Tensor:
@@ -147,7 +149,8 @@ class Server:
         """
         aggregate = Aggregate()
         individual: list[Update] | None = [] if self.rule.needs == "individual" else None
-        self.left_out, losses = [], 0.0
+        self.left_out = []
+        sums = dict.fromkeys(("loss", "begin_seconds", "train_seconds"), 0.0)
         taken: list[Update] = []
         for update in arrivals:
             sent = bytes_of(t for tensors in update.upload.values() for t in tensors.values())
@@ -159,7 +162,9 @@ class Server:
                 self.left_out.append(update.client)
                 continue
             aggregate.add(update)
-            losses += update.metrics["loss"]
+            sums = {name: total + update.metrics.get(name, 0.0) for name, total in sums.items()}
+            if self.watch is not None:
+                self.watch(update)
             if individual is not None:
                 individual.append(update)
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
@@ -172,7 +177,9 @@ class Server:
         return {
             "updates": len(taken),
             "skipped": len(self.left_out),
-            "train_loss": losses / len(taken) if taken else math.nan,
+            "train_loss": sums["loss"] / len(taken) if taken else math.nan,
+            "begin_seconds": sums["begin_seconds"] / len(taken) if taken else 0.0,
+            "train_seconds": sums["train_seconds"] / len(taken) if taken else 0.0,
             **self.rule.metrics(self.state),
         }
 

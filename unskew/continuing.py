@@ -1,16 +1,24 @@
-"""Beginning a run where another one ended, so that what several runs have in common is trained once."""
+"""Going on with a run, and beginning one where another ended: what must be the same, and what is taken over."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from unskew.config import Experiment
-from unskew.errors import ConfigError
+from unskew.data.federation import ArrayClients, Federation
+from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
 from unskew.simulation import checkpoint
 from unskew.simulation.server import Server
+
+RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_every", "target")
+"""Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
 
 
 def begin_where(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
@@ -50,3 +58,27 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     checkpoint.branch(path, manifest, server, same_rule=before is type(server.method.server))
     recorder.adopt(read_history(parent)[:done], extra["seconds"])
     return done
+
+
+def identity(federation: Federation) -> str:
+    """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
+    sizes = ""
+    if isinstance(federation.clients, ArrayClients):
+        sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]
+    server = 0 if federation.server is None else len(federation.server.y)
+    return f"partition {federation.fingerprint or 'unknown'}, sizes {sizes}, test {len(federation.test[1])}, {server=}"
+
+
+def check_same(then: dict[str, Any], now: Experiment) -> None:
+    """Refuse to go on with a run under another configuration.
+
+    Raises:
+        CheckpointError: A field differs that decides what the run is.
+    """
+    current = now.model_dump(mode="json")
+    for name in current:
+        if name not in RESUMABLE and then.get(name) != current[name]:
+            raise CheckpointError(
+                f"The run was made with {name}={then.get(name)!r}, but is resumed with {name}={current[name]!r}; "
+                "a run can only go on as it began. Start a new one instead."
+            )

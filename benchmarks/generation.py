@@ -1,0 +1,76 @@
+"""What FedCOG's generation costs beside local training: ``python -m benchmarks.generation [--json FILE]``.
+
+The setting of the paper's Table 11: CNN-A, 32 x 32 colour images, 400 local steps of batch 64, 100 steps of generation for
+N = 16 ... 1024 inputs; seconds of one client, on the engine ``inline`` with one thread (as a worker of ``processes`` has)
+and for four clients at once on ``vectorized``. The paper's own figures stand beside them; machines differ, so compare ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.speed import CIFAR, UnskewLoop, federation_of, machine
+from benchmarks.timing import load_images
+
+PAPER = {16: 0.72, 32: 0.78, 64: 0.79, 128: 0.80, 256: 0.81, 512: 0.83, 1024: 1.27}
+PAPER_TRAINING = 14.81
+STEPS = 400
+
+
+class Timed(UnskewLoop):
+    """A loop whose last round tells what its clients spent."""
+
+    def seconds(self, t: int) -> tuple[float, float]:
+        figures: dict[str, float] = {}
+        found = list(self.engine.train([self.server.broadcast(t, k) for k in self.sampler.draw(t, frozenset())]))
+        for name in ("begin_seconds", "train_seconds"):
+            figures[name] = statistics.fmean(update.metrics[name] for update in found)
+        for update in found:
+            self.server.store.put(update.client, update.state)
+        return figures["begin_seconds"], figures["train_seconds"]
+
+
+def cost(fed: Any, n: int, engine: str, cohort: int, steps: int) -> tuple[float, float]:
+    """Seconds of generation and of training per client, in the second round (the first has no previous model)."""
+    loop = Timed(fed, cohort, steps, 64, 0.01, 1, engine, chosen=f"fedcog:start_round=1,n={n}")
+    try:
+        loop.seconds(0)
+        return loop.seconds(1)
+    finally:
+        loop.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="CIFAR-10 parquet file; ../shared/data's if it is there, else random images")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    path = args.data or (str(CIFAR) if CIFAR.exists() else None)
+    x, y = load_images(path)
+    fed = federation_of(x, y, 4, 2500)
+    training = cost(fed, 16, "inline", 1, STEPS)[1]
+    rows = []
+    for n, paper in PAPER.items():
+        alone = cost(fed, n, "inline", 1, 1)[0]
+        together = cost(fed, n, "vectorized", 4, 1)[0]
+        rows.append({"n": n, "inline": alone, "vectorized": together, "paper": paper})
+        print(
+            f"N = {n:4}: inline {alone:6.2f} s, {alone / training:5.2f} of training; "
+            f"vectorized {together:6.2f} s a client; paper {paper / PAPER_TRAINING:.3f} of training",
+            flush=True,
+        )
+    print(f"local training, {STEPS} steps of 64: {training:.2f} s; paper {PAPER_TRAINING} s")
+    if args.json:
+        found = {"machine": machine(), "training": training, "steps": STEPS, "rows": rows}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

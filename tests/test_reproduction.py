@@ -1,0 +1,204 @@
+"""The papers' tables as presets: what they hold, how their runs are carried out, kept, reused and shown."""
+
+import json
+
+import pytest
+from running import call
+
+from unskew import runs
+from unskew.config import experiment
+from unskew.errors import ConfigError
+from unskew.reproduction import report, sweep
+from unskew.reproduction.outcomes import identity, kept, key_of
+from unskew.reproduction.preset import SCALES, Cell, cells, filled, load_preset, merged, names, seeds_of
+
+FEW = ["FedAvg", "FedCOG"]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", names())
+def test_every_run_of_every_preset_is_a_valid_experiment(name, scale):
+    preset = load_preset(name)
+    found = cells(preset, scale, 0, {})
+    assert len(found) == len(preset.rows) * len(preset.columns)
+    assert seeds_of(preset, scale) >= 1
+    for cell in found:
+        assert "$" not in cell.config.method
+        if cell.parent is not None:
+            assert cell.parent.rounds < cell.config.rounds
+            shared = ("data", "partition", "clients", "model", "lr", "momentum", "local_steps", "batch_size", "seed")
+            assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
+    assert set(preset.values) <= set(report.VALUES)
+    for value, columns in preset.published.items():
+        assert value in preset.values
+        assert set(columns) <= set(preset.columns)
+        assert all(set(rows) <= set(preset.rows) for rows in columns.values())
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n.startswith("fedcog/")])
+def test_the_paper_scale_has_the_papers_settings(name):
+    for cell in cells(load_preset(name), "paper", 0, {}):
+        config = cell.config
+        assert (config.data, config.model, config.batch_size, config.lr) == ("cifar10", "cnn", 64, 0.01)
+        assert (config.momentum, config.weight_decay, config.augment) == (0.9, 1e-5, True)
+        assert config.rounds == (51 if name == "fedcog/table-3" else 70)
+        assert config.local_steps == 400 or name == "fedcog/table-6"
+        if "fedcog" in config.method:
+            assert "start_round=50" in config.method
+            assert "n=256" in config.method or name == "fedcog/table-11"
+
+
+def test_presets_extend_one_another_by_their_entries():
+    base = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}}}, "rows": {"x": {}}}
+    over = {"scales": {"cpu": {"settings": {"rounds": 2}}}, "rows": {"y": {}}}
+    both = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}, "settings": {"rounds": 2}}}, "rows": {"y": {}}}
+    assert merged(base, over) == both
+    assert filled({"method": "fedcog:n=$n1,g_steps=$steps", "lr": 0.1}, {"n1": 8, "steps": 5}) == {
+        "method": "fedcog:n=8,g_steps=5",
+        "lr": 0.1,
+    }
+
+
+def test_an_outcome_is_found_by_what_the_run_was():
+    base = experiment({"lr": 0.1})
+    same = experiment({"lr": 0.1, "engine": "inline", "data_path": "somewhere", "checkpoint_every": 3})
+    assert key_of(base) == key_of(same)
+    others = [experiment({"lr": 0.2}), experiment({"lr": 0.1, "seed": 1}), experiment({"lr": 0.1, "rounds": 51})]
+    assert len({key_of(base), *map(key_of, others), key_of(base, others[0])}) == 5
+    assert "begins_with" in identity(base, others[0])
+
+
+def make(tmp_path, preset="fedcog/table-1", rows=tuple(FEW), columns=("NIID-2",), **kw):
+    made = sweep.Sweep(
+        load_preset(preset), "smoke", tmp_path / "runs", tmp_path / "results", {"engine": "inline"}, rows, columns, **kw
+    )
+    made.otherwise = True
+    return made
+
+
+def test_a_sweep_reuses_what_is_finished_and_trains_common_rounds_once(tmp_path, monkeypatch):
+    made = []
+    real = sweep.run_experiment
+
+    def counted(config, **kw):
+        made.append(config.method)
+        return real(config, **kw)
+
+    monkeypatch.setattr(sweep, "run_experiment", counted)
+    first = list(make(tmp_path).carry_out([0]))
+    assert made == ["fedcog:start_round=2", "fedavg", "fedcog:start_round=2,n=32,g_steps=5"]
+    again = list(make(tmp_path).carry_out([0]))
+    assert len(made) == 3
+    assert [o for _, o in again] == [o for _, o in first]
+    # Run folders may go: the outcomes are enough.
+    (tmp_path / "runs").rename(tmp_path / "gone")
+    assert [o for _, o in make(tmp_path).found([0, 1])] == [o for _, o in first]
+
+
+def test_a_branched_row_is_the_run_from_its_first_round(tmp_path):
+    ((cell, outcome),) = make(tmp_path, rows=["FedCOG"]).carry_out([0])
+    whole = runs.run_experiment(cell.config)
+    assert outcome["summary"]["accuracy"] == whole.summary["accuracy"]
+    assert outcome["summary"]["bytes_up"] == whole.summary["bytes_up"]
+    assert outcome["curve"]["round"] == [1, 2, 3]
+    assert outcome["curve"]["accuracy"] == [round(r["accuracy"], 5) for r in whole.history]
+
+
+def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path):
+    class Stop:
+        def start(self, config, rounds_done):
+            pass
+
+        def round(self, row):
+            if row["round"] == 3:
+                raise KeyboardInterrupt
+
+        def end(self, summary):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        list(make(tmp_path, follow=lambda title, common: [Stop()] if title.startswith("FedCOG") else []).carry_out([0]))
+    assert len(list(make(tmp_path).found([0]))) == 1
+    rest = {c.row: o for c, o in make(tmp_path).carry_out([0])}
+    fresh = {c.row: o for c, o in make(tmp_path / "other").carry_out([0])}
+    assert {r: o["summary"]["accuracy"] for r, o in rest.items()} == {
+        r: o["summary"]["accuracy"] for r, o in fresh.items()
+    }
+
+
+def test_a_finished_run_whose_outcome_was_lost_is_kept_again_without_training(tmp_path, monkeypatch):
+    ((cell, outcome),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
+    for file in (tmp_path / "results").iterdir():
+        file.unlink()
+    monkeypatch.setattr(sweep, "run_experiment", None)
+    monkeypatch.setattr(sweep, "resume", None)
+    ((_, again),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
+    assert again["summary"] == outcome["summary"]
+    assert kept(tmp_path / "results", cell.config, cell.parent) == again
+
+
+def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
+    preset = load_preset("fedcog/table-1")
+    accuracies = {"FedAvg": [0.50, 0.60, 0.70], "FedCOG": [0.52, 0.61, 0.73]}
+    outcomes = [
+        (Cell(row, "NIID-1", experiment({"seed": seed})), {"summary": {"accuracy": value}})
+        for row, values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    avg, cog = report.entries(preset, outcomes)
+    assert (avg.mean, avg.std, avg.paired) == (pytest.approx(60), pytest.approx(10), None)
+    assert (cog.mean, cog.seeds, cog.published) == (pytest.approx(62), [0, 1, 2], 64.83)
+    assert cog.difference == pytest.approx(62 - 64.83)
+    assert cog.paired == (pytest.approx(2), pytest.approx(1))
+    ((title, header, body),) = report.lines(preset, [avg, cog])
+    assert title == "NIID-1: accuracy after the last round, %"
+    assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "64.83", "-2.83"]
+    assert report.markdown(header, body).count("\n") == 3
+
+
+def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
+    assert [row["name"] for row in listed] == names()
+    args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
+    outcome = call(capsys, *args, "--data-path", str(tmp_path))
+    assert outcome.code == 0
+    assert "goes on with digits instead" in outcome.out
+    assert "64.36" in outcome.out
+    assert len(list((tmp_path / "results" / "runs").glob("*.json"))) == 2
+    shown = call(capsys, *args, "--data-path", str(tmp_path), "--show", "--json")
+    (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
+    assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], 64.36)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["fedcog/table-33"], "no preset"),
+        (["fedcog/table-1", "--scale", "big"], "scale"),
+        (["fedcog/table-1", "--row", "FedAgv"], "has no row"),
+        (["fedcog/table-1", "--seeds", "a,b"], "whole numbers"),
+        (["fedcog/table-1", "--seeds", "1,1"], "each seed once"),
+    ],
+)
+def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    outcome = call(capsys, "reproduce", *args)
+    assert outcome.code == 2
+    assert words.lower() in outcome.err.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_outcome_is_said_to_be_damaged(tmp_path):
+    config = experiment({})
+    (tmp_path / f"{key_of(config)}.json").write_text("{")
+    with pytest.raises(Exception, match="remove it"):
+        kept(tmp_path, config)
+
+
+def test_a_preset_of_another_shape_is_refused(monkeypatch):
+    from unskew.reproduction import preset
+
+    monkeypatch.setattr(preset, "_read", lambda name: {"title": "x"})
+    with pytest.raises(ConfigError, match="is not valid"):
+        load_preset("fedcog/table-1")

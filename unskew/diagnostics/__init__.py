@@ -1,0 +1,1 @@
+"""What theory talks about, measured in a run."""

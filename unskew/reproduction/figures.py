@@ -1,0 +1,82 @@
+"""A table's numbers as a figure: curves over rounds, or points over columns with the paper's beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unskew.records.plots import MARKERS, new_figure, save_figure
+from unskew.reproduction.outcomes import Outcome
+from unskew.reproduction.preset import Cell, Preset
+from unskew.reproduction.report import VALUES, Entry
+
+
+def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
+    """One panel per value and column: the mean over seeds against rounds, its standard deviation shaded.
+
+    Args:
+        preset: The figure.
+        made: Its runs.
+        path: Image file to write.
+    """
+    columns = list(dict.fromkeys(cell.column for cell, _ in made))
+    figure, axes = new_figure(4.2 * len(preset.values), 3.4 * len(columns), len(preset.values), len(columns))
+    for down, column in enumerate(columns):
+        for across, value in enumerate(preset.values):
+            axis, (label, factor, _) = axes[down][across], VALUES[value]
+            for number, row in enumerate(dict.fromkeys(c.row for c, _ in made)):
+                curves = [_points(o, value) for c, o in made if (c.column, c.row) == (column, row)]
+                rounds = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
+                if not rounds:
+                    continue
+                values = factor * np.array([[curve[t] for t in rounds] for curve in curves])
+                mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
+                axis.plot(rounds, mean, label=row, marker=MARKERS[number % len(MARKERS)], markersize=3)
+                axis.fill_between(rounds, mean - spread, mean + spread, alpha=0.15, linewidth=0)
+            axis.set_title(f"{column}: {label}", fontsize=8)
+            axis.set_xlabel("communication round")
+            axis.grid(alpha=0.3)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    return save_figure(figure, path)
+
+
+def _points(outcome: Outcome, value: str) -> dict[int, float]:
+    curve = outcome["curve"]
+    pairs = zip(curve["round"], curve.get(value, []), strict=False)
+    return {t: y for t, y in pairs if y is not None}
+
+
+def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
+    """One panel per value: mean and standard deviation over seeds, a line per row over the columns, or one over the rows.
+
+    Hollow markers are the paper's numbers.
+
+    Args:
+        preset: The table.
+        entries: Its numbers.
+        path: Image file to write.
+    """
+    values = list(dict.fromkeys(e.value for e in entries))
+    figure, axes = new_figure(6 * max(1, len(values)), 4, max(1, len(values)), 1)
+    columns = list(dict.fromkeys(e.column for e in entries))
+    for value, axis in zip(values, axes[0], strict=False):
+        some = [e for e in entries if e.value == value]
+        rows = list(dict.fromkeys(e.row for e in some))
+        over_columns = len(columns) > 2
+        lines, places = (rows, columns) if over_columns else (columns, rows)
+        for number, line in enumerate(lines):
+            mine = [e for e in some if (e.row if over_columns else e.column) == line]
+            x = [places.index(e.column if over_columns else e.row) for e in mine]
+            style: dict[str, Any] = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
+            axis.errorbar(x, [e.mean for e in mine], [e.std for e in mine], label=line, capsize=3, **style)
+            known = [(place, e.published) for place, e in zip(x, mine, strict=True) if e.published is not None]
+            if known:
+                axis.plot(*zip(*known, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
+        axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
+        axis.set_ylabel(VALUES[value][0])
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    return save_figure(figure, path)

@@ -1,0 +1,74 @@
+"""What is kept of a finished run: a small JSON file, found again by what the run was and not by where or when it ran."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unskew.config import Experiment
+from unskew.errors import DataError
+from unskew.files import write_atomic
+
+ELSEWHERE = ("engine", "workers", "device", "trackers", "checkpoint_every", "target", "data_path", "start_from")
+"""Fields that say how a run is carried out, not what it is."""
+CURVES = ("accuracy", "local_distance", "local_accuracy", "local_personal_accuracy")
+Outcome = dict[str, Any]
+
+
+def identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
+    """What a run is: its configuration without what does not change the numbers, and the run it begins from."""
+    fields = {k: v for k, v in config.model_dump(mode="json").items() if k not in ELSEWHERE}
+    defaults = Experiment().model_dump(mode="json")
+    # A field that is added later with a neutral default must not make every older result another run.
+    told = {k: v for k, v in fields.items() if v != defaults.get(k) or k in ("data", "method", "seed", "rounds")}
+    return told if parent is None else {**told, "begins_with": identity(parent)}
+
+
+def key_of(config: Experiment, parent: Experiment | None = None) -> str:
+    """A name for what a run is."""
+    return hashlib.sha256(json.dumps(identity(config, parent), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keep(
+    folder: Path, config: Experiment, parent: Experiment | None, history: list[dict[str, Any]], summary: dict[str, Any]
+) -> Path:
+    """Write the outcome of a finished run into ``folder``."""
+    scored = [row for row in history if row["accuracy"] is not None]
+    outcome = {
+        "run": identity(config, parent),
+        "summary": summary,
+        "curve": {"round": [row["round"] for row in scored], **_curves(scored)},
+        "made_with": {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()},
+    }
+    path = folder / f"{key_of(config, parent)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps(outcome, indent=1) + "\n").encode())
+    return path
+
+
+def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """What figures show over rounds; rounds before a branch may lack what only the branch measured."""
+    names = [name for name in CURVES if any(row.get(name) is not None for row in scored)]
+    return {n: [None if row.get(n) is None else round(row[n], 5) for row in scored] for n in names}
+
+
+def kept(folder: Path, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
+    """The outcome of a run if it is there.
+
+    Raises:
+        DataError: Its file cannot be read.
+    """
+    path = folder / f"{key_of(config, parent)}.json"
+    if not path.is_file():
+        return None
+    try:
+        outcome: Outcome = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON; remove it, and the run is made again.") from error
+    return outcome

@@ -1,0 +1,174 @@
+"""A table of a paper as a YAML file: rows times columns of experiments, at three scales.
+
+A preset names the paper's settings; each scale overrides some of them. ``$name`` stands for a value in ``with``, which a
+scale may override, too. A row that comes ``after`` a common run begins where that run ended.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from unskew.config import Experiment, experiment
+from unskew.errors import ConfigError, plain, unknown
+
+SCALES = ("smoke", "cpu", "paper")
+Options = dict[str, Any]
+
+
+class Scale(BaseModel):
+    """What differs from the paper's settings."""
+
+    model_config = ConfigDict(extra="forbid")
+    settings: Options = Field(default_factory=dict)
+    with_: Options = Field(default_factory=dict, alias="with")
+    seeds: int | None = None
+    rows: dict[str, Options] = Field(default_factory=dict)
+    columns: dict[str, Options] | None = None
+    otherwise: Options = Field(default_factory=dict)
+    """Settings if the data are not at hand."""
+
+
+class Preset(BaseModel):
+    """A table or a figure of a paper."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    title: str
+    where: str
+    reference: str
+    text: str = ""
+    values: list[str] = ["accuracy"]
+    curves: bool = False
+    """Whether the paper shows curves over rounds."""
+    settings: Options
+    with_: Options = Field(default_factory=dict, alias="with")
+    seeds: int = 3
+    rows: dict[str, Options]
+    columns: dict[str, Options]
+    common: dict[str, Options] = Field(default_factory=dict)
+    published: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
+    scales: dict[str, Scale] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table: its experiment and, if it begins where another run ended, that one."""
+
+    row: str
+    column: str
+    config: Experiment
+    parent: Experiment | None = None
+
+
+def names() -> list[str]:
+    """All presets, as ``paper/table``."""
+    root = files("unskew") / "presets"
+    found = [
+        f"{folder.name}/{file.name.removesuffix('.yaml')}"
+        for folder in root.iterdir()
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.name.endswith(".yaml") and not file.name.startswith("_")
+    ]
+    # table-3 comes before table-10.
+    return sorted(found, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
+
+
+def load_preset(name: str) -> Preset:
+    """Read a preset.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    if name not in names():
+        raise ConfigError(unknown("preset", name, names()))
+    try:
+        return Preset.model_validate({"name": name, **_read(name)})
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"The preset {name} is not valid at {first['loc']}: {plain(first['msg'])}.") from error
+
+
+def _read(name: str) -> Options:
+    values: Options = yaml.safe_load((files("unskew") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+    base = values.pop("extends", None)
+    return values if base is None else merged(_read(base), values)
+
+
+def merged(base: Options, over: Options) -> Options:
+    """``over`` on top of ``base``, sections by their entries; rows, columns and published numbers replace.
+
+    >>> merged({"settings": {"lr": 1, "rounds": 2}, "rows": {"a": {}}}, {"settings": {"lr": 3}, "rows": {"b": {}}})
+    {'settings': {'lr': 3, 'rounds': 2}, 'rows': {'b': {}}}
+    """
+    result = dict(base)
+    for key, value in over.items():
+        both = (
+            isinstance(value, dict) and isinstance(base.get(key), dict) and key not in ("rows", "columns", "published")
+        )
+        result[key] = merged(base[key], value) if both else value
+    return result
+
+
+def filled(options: Options, values: Options) -> Options:
+    """``options`` with every ``$name`` replaced; a string that is nothing but a number becomes one.
+
+    >>> filled({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
+    {'method': 'fedcog:n=8', 'rounds': 40}
+    """
+    text = re.sub(r"\$([a-z][a-z0-9_]*)", lambda found: str(values[found[1]]), json.dumps(options))
+    result: Options = json.loads(text)
+    for name, value in result.items():
+        if isinstance(value, str) and "$" in str(options[name]) and re.fullmatch(r"-?\d+(\.\d+)?", value):
+            result[name] = yaml.safe_load(value)
+    return result
+
+
+def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool = False) -> list[Cell]:
+    """The runs of a table at one scale and seed.
+
+    Args:
+        preset: The table.
+        scale: ``smoke``, ``cpu`` or ``paper``.
+        seed: Of all runs.
+        extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``).
+        otherwise: Use what the scale names for the case that the data are not at hand.
+
+    Raises:
+        ConfigError: A setting of the preset is wrong.
+    """
+    if scale not in SCALES:
+        raise ConfigError(unknown("scale", scale, SCALES))
+    chosen = preset.scales.get(scale, Scale())
+    values = {**preset.with_, **chosen.with_}
+    base = {**preset.settings, **chosen.settings, **(chosen.otherwise if otherwise else {})}
+    if otherwise:
+        extra = {k: v for k, v in extra.items() if k != "data_path"}
+    found = []
+    for column, its in (chosen.columns or preset.columns).items():
+        for row, mine in preset.rows.items():
+            mine = {**mine, **chosen.rows.get(row, {})}
+            after = mine.pop("after", None)
+            shared = {**base, **its}
+
+            def build(options: Options, shared: Options = shared) -> Experiment:
+                return experiment({**filled({**shared, **options}, values), **extra, "seed": seed})
+
+            # The common run takes from the row what changes the data or the model, but not its method.
+            rest = {k: v for k, v in mine.items() if k != "method"}
+            parent = None if after is None else build({**rest, **preset.common[after]})
+            found.append(Cell(row, column, build(mine), parent))
+    return found
+
+
+def seeds_of(preset: Preset, scale: str) -> int:
+    """How many seeds a scale asks for."""
+    return preset.scales.get(scale, Scale()).seeds or preset.seeds

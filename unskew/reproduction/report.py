@@ -1,0 +1,134 @@
+"""Outcomes as a table: ours beside the paper's, over seeds, with paired differences to a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unskew.comparison import mean_std
+from unskew.errors import ConfigError
+from unskew.reproduction.outcomes import Outcome
+from unskew.reproduction.preset import Cell, Preset
+
+VALUES: dict[str, tuple[str, float, int]] = {
+    "accuracy": ("accuracy after the last round, %", 100, 2),
+    "best_accuracy": ("best accuracy, %", 100, 2),
+    "personal_accuracy_mean": ("personalised accuracy, mean over clients, %", 100, 2),
+    "c_f1": ("C-F1, %", 100, 2),
+    "o_f1": ("O-F1, %", 100, 2),
+    "begin_seconds": ("seconds of generation per client and round", 1, 2),
+    "train_seconds": ("seconds of local training per client and round", 1, 2),
+    "local_distance": ("distance of local models from their mean", 1, 3),
+    "local_accuracy": ("accuracy of local models on the global test set, %", 100, 2),
+    "local_personal_accuracy": ("personalised accuracy of local models, %", 100, 2),
+}
+"""What tables show: its name in a summary, how it is called, its factor and its decimals."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number of a table, over seeds, in the table's unit.
+
+    Attributes:
+        value, row, column: Where it stands.
+        seeds: Which seeds; ``mean`` and ``std`` over them.
+        published: The paper's number; ``difference``: ours minus it.
+        paired: Mean and standard deviation of the differences per seed to the table's first row.
+    """
+
+    value: str
+    row: str
+    column: str
+    seeds: list[int]
+    mean: float
+    std: float
+    published: float | None = None
+    difference: float | None = None
+    paired: tuple[float, float] | None = None
+
+
+def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[Entry]:
+    """The numbers of a table from its runs."""
+    by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for cell, outcome in outcomes:
+        by.setdefault((cell.column, cell.row), {})[cell.config.seed] = outcome["summary"]
+    found = []
+    first = next(iter(preset.rows))
+    for value in preset.values:
+        if value not in VALUES:
+            raise ConfigError(f"The preset {preset.name} shows {value!r}, which no table knows.")
+        factor = VALUES[value][1]
+
+        def numbers(at: tuple[str, str], value: str = value, factor: float = factor) -> dict[int, float]:
+            runs = by.get(at, {})
+            return {seed: s[value] * factor for seed, s in runs.items() if s.get(value) is not None}
+
+        for column, row in by:
+            mine, base = numbers((column, row)), numbers((column, first))
+            if not mine:
+                continue
+            mean, std = mean_std(list(mine.values()))
+            paper = preset.published.get(value, {}).get(column, {}).get(row)
+            both = sorted(set(mine) & set(base))
+            found.append(
+                Entry(
+                    value,
+                    row,
+                    column,
+                    sorted(mine),
+                    mean,
+                    std,
+                    paper,
+                    None if paper is None else mean - paper,
+                    mean_std([mine[s] - base[s] for s in both]) if both and row != first else None,
+                )
+            )
+    return found
+
+
+def lines(preset: Preset, found: list[Entry]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of one table per value and column, as text."""
+    tables = []
+    first = next(iter(preset.rows))
+    for value in dict.fromkeys(e.value for e in found):
+        label, _, digits = VALUES[value]
+        for column in dict.fromkeys(e.column for e in found if e.value == value):
+            some = [e for e in found if (e.value, e.column) == (value, column)]
+            header = ["", "ours", "seeds", f"minus {first}, per seed", "paper", "ours minus paper"]
+            rows = [
+                [
+                    e.row,
+                    f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
+                    ", ".join(map(str, e.seeds)),
+                    "" if e.paired is None else signed(*e.paired, digits=digits, count=len(e.seeds)),
+                    "" if e.published is None else f"{e.published:.{digits}f}",
+                    "" if e.difference is None else f"{e.difference:+.{digits}f}",
+                ]
+                for e in some
+            ]
+            # A column that says nothing is left out.
+            keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+            title = f"{column}: {label}"
+            tables.append((title, [header[i] for i in keep], [[row[i] for i in keep] for row in rows]))
+    return tables
+
+
+def signed(mean: float, std: float, digits: int, count: int) -> str:
+    """A difference with its sign, and its spread if there is more than one.
+
+    >>> signed(1.234, 0.5, 1, 3)
+    '+1.2 ± 0.5'
+    """
+    return f"{mean:+.{digits}f} ± {std:.{digits}f}" if count > 1 else f"{mean:+.{digits}f}"
+
+
+def as_json(found: list[Entry]) -> list[dict[str, Any]]:
+    """The entries for machines."""
+    return [asdict(e) for e in found]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table in markdown."""
+    table = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(table + ["| " + " | ".join(row) + " |" for row in rows])

@@ -1,0 +1,125 @@
+"""Carrying out the runs of a table: what is finished is reused, what was interrupted goes on, what is common runs once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from unskew.config import Experiment
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError, DataError
+from unskew.records.recorder import Callback
+from unskew.records.result import read_history
+from unskew.reproduction.outcomes import Outcome, keep, kept, key_of
+from unskew.reproduction.preset import Cell, Preset, cells
+from unskew.runs import finished_rounds, load_data, resume, run_experiment
+
+Follow = Callable[[str, bool], Sequence[Callback]]
+"""From the title of a run, and whether it is only the common part of others, to its callbacks."""
+
+
+class Sweep:
+    """The runs of one table.
+
+    Args:
+        preset: The table.
+        scale: ``smoke``, ``cpu`` or ``paper``.
+        runs: Where run folders are made; they may be removed afterwards.
+        results: Where outcomes are kept.
+        extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``).
+        rows, columns: Only these; all if None.
+        follow: Gives the callbacks of a run.
+    """
+
+    def __init__(
+        self,
+        preset: Preset,
+        scale: str,
+        runs: Path,
+        results: Path,
+        extra: dict[str, Any],
+        rows: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        follow: Follow = lambda title, common: (),
+    ):
+        self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
+        self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
+        self.otherwise = False
+        self._data: tuple[tuple[Any, ...], Federation] | None = None
+
+    def cells(self, seed: int) -> list[Cell]:
+        """The chosen runs for a seed."""
+        found = cells(self.preset, self.scale, seed, self.extra, self.otherwise)
+        return [
+            c for c in found if (not self.rows or c.row in self.rows) and (not self.columns or c.column in self.columns)
+        ]
+
+    def settle(self) -> str | None:
+        """Take the scale's other settings if the data are not at hand; gives the reason, to be told."""
+        chosen = self.preset.scales.get(self.scale)
+        if chosen is None or not chosen.otherwise:
+            return None
+        try:
+            self.federation(self.cells(0)[0].config)
+        except (DataError, ConfigError) as error:
+            self.otherwise = True
+            return str(error)
+        return None
+
+    def carry_out(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
+        """Every chosen run and its outcome, seed by seed."""
+        for seed in seeds:
+            for cell in self.cells(seed):
+                yield cell, self._outcome(cell)
+
+    def found(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
+        """The runs whose outcomes are there already; nothing is run."""
+        for seed in seeds:
+            for cell in self.cells(seed):
+                outcome = kept(self.results, cell.config, cell.parent)
+                if outcome is not None:
+                    yield cell, outcome
+
+    def federation(self, config: Experiment) -> Federation:
+        """The data of a run; the last are kept, as neighbours in a table often share them."""
+        key = tuple(
+            getattr(config, n)
+            for n in ("data", "data_path", "partition", "clients", "seed", "holdout", "server", "label")
+        )
+        if self._data is None or self._data[0] != key:
+            self._data = key, load_data(config)
+        return self._data[1]
+
+    def _outcome(self, cell: Cell) -> Outcome:
+        known = kept(self.results, cell.config, cell.parent)
+        if known is not None:
+            return known
+        config = cell.config
+        if cell.parent is not None:
+            start = self._run(
+                cell.parent, None, f"{self.preset.name}, common rounds, {cell.column}, seed {config.seed}", common=True
+            )
+            config = config.model_copy(update={"start_from": str(start)})
+        title = f"{cell.row}, {cell.column}, seed {config.seed}"
+        folder = self._run(config, cell.parent, title)
+        outcome = kept(self.results, cell.config, cell.parent)
+        assert outcome is not None, f"the run in {folder} was not kept"
+        return outcome
+
+    def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
+        """Carry out a run in its folder unless it is finished; gives the folder."""
+        folder = self.runs / key_of(config, parent)
+        if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
+            history, summary = read_history(folder), json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        else:
+            federation, callbacks = self.federation(config), list(self.follow(title, common))
+            if (folder / "config.yaml").is_file():
+                given = {k: getattr(config, k) for k in ("engine", "workers", "device")}
+                result = resume(folder, federation=federation, callbacks=callbacks, **given)
+            else:
+                result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks)
+            history, summary = result.history, result.summary
+        keep(self.results, config, parent, history, summary)
+        return folder
