@@ -311,6 +311,16 @@ def test_natural_partition_has_as_many_clients_as_there_are(capsys):
 # ---- compare ----------------------------------------------------------------------------------------------------------
 
 
+def test_compare_shows_personal_models_in_a_second_table(capsys):
+    outcome = call(capsys, "compare", "fedavg", "fedrep+ft", "--seeds", 1, *QUICK, "--out", "c")
+    assert outcome.code == 0, outcome.err
+    _, second = outcome.out.split("on the clients' own data")
+    assert second.count("global") == 2
+    assert second.count("personal") == 1
+    rows = json.loads(Path("c/comparison.json").read_text())
+    assert [row["personal_accuracy_mean"] is None for row in rows] == [True, False]
+
+
 def test_compare(capsys):
     outcome = call(capsys, "compare", "fedavg", "fedprox:mu=0", "scaffold", "--seeds", 2, *QUICK, "--out", "c")
     assert outcome.code == 0, outcome.err
