@@ -253,7 +253,7 @@ def test_methods(capsys):
     names = [row["name"] for row in rows]
     assert {"fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "scaffold"} <= set(names)
     for row in rows:
-        assert set(row) == {"name", "slots", "summary", "options", "paper"}
+        assert set(row) == {"name", "slots", "needs", "summary", "options", "paper"}
         assert row["slots"]
         assert set(row["slots"]) <= {"data", "client", "sync", "server"}
         assert row["summary"]
