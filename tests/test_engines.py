@@ -15,6 +15,8 @@ SUMS = [
     "scaffold:variate=mean",
     "scaffold:eta_g=0.5",
     "fedprox+fedadam",
+    "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1,generator=network",
+    "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1,augment=true,labels=explicit,explicit=0;2",
     "vhl:source=style,per_class=9,virtual_batch=10,align_epochs=1+moon",
     "fedgen:beta_s=0.1,labels=all+fedavgm",
     "fedrep:head_share=0.3+fedprox",

@@ -31,12 +31,16 @@ EngineName = Annotated[str | None, typer.Option("--engine", help="auto, inline, 
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
 EvalEvery = Annotated[int | None, typer.Option("--eval-every", help="Evaluate every so many rounds.")]
 Target = Annotated[float | None, typer.Option("--target", help="Report the rounds needed to this accuracy (0 to 1).")]
+SaveSamples = Annotated[
+    bool | None, typer.Option("--save-samples", help="Draw the inputs that clients make in the last round.")
+]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 _FLAGS = (
     *("data", "data_path", "partition", "clients", "model", "rounds", "participation", "local_steps", "local_epochs"),
     *("batch_size", "lr", "momentum", "weight_decay", "engine", "device", "eval_every", "target", "method", "seed"),
+    "save_samples",
 )
 
 

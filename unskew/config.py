@@ -134,6 +134,8 @@ class Experiment(Section):
     """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Write a checkpoint every so many rounds (and after the last)."""
+    save_samples: bool = False
+    """Draw the inputs that clients make in the last round, for methods that make any, into the run folder."""
     target: Annotated[float, Field(gt=0, le=1)] | None = None
     """Accuracy for which the number of rounds needed is reported."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()

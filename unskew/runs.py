@@ -216,12 +216,16 @@ def run_experiment(
         raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
     if folder is not None and not resume and occupied(folder):
         raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
+    if config.save_samples and folder is None:
+        raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     federation = load_data(config) if federation is None else federation
     check_task(chosen, federation)
     prepared: list[tuple[int, tuple[int, int]]] = []
     for rule in chosen.data:
         federation, traffic = rule.prepare(federation, config.seed)
         prepared += traffic.items()
+    for client_rule in chosen.client:
+        client_rule.check(federation)
     spec = initial_spec(config, federation, model, chosen)
     made = [] if folder is None else make_folder(folder)
     with locked(folder):
@@ -256,7 +260,8 @@ def resume(
         model: The same model, if it was given in Python.
         method: The same method, if it was given in Python.
         callbacks: Followers of the run.
-        changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers`` or ``checkpoint_every``.
+        changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers``, ``checkpoint_every``,
+            ``target`` or ``save_samples``.
 
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.

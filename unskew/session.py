@@ -30,6 +30,7 @@ from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
+from unskew.simulation.samples import Samples
 from unskew.simulation.secure import check_sums_suffice
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
@@ -85,6 +86,7 @@ class Session:
         self.local_models = (
             LocalModels(self.evaluator, federation, self.server) if "local_models" in config.diagnose else None
         )
+        self.samples: Samples | None = None
         self._saved = 0
 
     def go(self, resume: bool) -> Result:
@@ -92,13 +94,17 @@ class Session:
         start = self._restore() if resume else self._branch()
         # More workers than clients in a round would have nothing to do.
         workers = min(self.config.workers or cores(), self.sampler.size)
-        engine = make_engine(self.engine_name, self.setup, workers)
+        engine: Engine = make_engine(self.engine_name, self.setup, workers)
+        if self.config.save_samples:
+            engine = self.samples = Samples(engine, self.method.client, self.federation, self.config.rounds - 1)
         try:
             self._begin(start)
             if self.local_models is not None:
                 self.local_models.begin()
-            for warning in filter(None, (rule.warning(self.config.rounds) for rule in self.method.client)):
-                self._warn(warning)
+            texts = [rule.warning(self.config.rounds) for rule in self.method.client]
+            texts += [self.samples.problem] if self.samples else []
+            for text in filter(None, texts):
+                self._warn(text)
             rounds = range(start, self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
             self.recorder.sync()
@@ -161,6 +167,10 @@ class Session:
                 **figures,
             }
         )
+        if last and self.samples is not None and self.folder is not None:
+            nothing = self.samples.draw(self.folder / "samples")
+            if nothing is not None:
+                self._warn(nothing)
         if last or done % self.config.checkpoint_every == 0:
             self._save(done)
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from unskew.seeding import fold, uniform
+
 
 def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """Draw what ``crop_and_flip`` needs for ``n`` images.
@@ -22,6 +24,12 @@ def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tens
     offsets = torch.randint(0, 2 * padding + 1, (n, 2), generator=generator, device=device)
     flips = torch.randint(0, 2, (n,), generator=generator, device=device).bool()
     return offsets, flips
+
+
+def keyed_crop_and_flip(key: Tensor, n: int, padding: int) -> tuple[Tensor, Tensor]:
+    """Draws like those of ``draw_crop_and_flip`` as a pure function of the 64-bit integer tensor ``key``."""
+    offsets = (uniform(fold(key, 1), (n, 2)) * (2 * padding + 1)).to(torch.int64)
+    return offsets, uniform(fold(key, 2), (n,)) < 0.5
 
 
 def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -> Tensor:

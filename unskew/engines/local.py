@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, take
+from unskew.data.pixels import Pixels
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
@@ -87,6 +88,12 @@ def moving(rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Ten
     return reduce(torch.logical_and, known) if known else None
 
 
+def made_by(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
+    """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
+    found = [made for rule, carry in zip(rules, carries, strict=True) if (made := rule.samples(carry)) is not None]
+    return {"x": found[-1][0], "y": found[-1][1]} if found else {}
+
+
 def finish(
     setup: Setup,
     cast: Broadcast,
@@ -96,6 +103,7 @@ def finish(
     b: Tensor,
     ctxs: list[tuple[Tensors, Tensors]],
     metrics: dict[str, float],
+    made: Tensors,
 ) -> Update:
     """Pack what a client sends (``ctxs``: per rule, its state and its upload) and what stays with it."""
     state = {r.name: s for r, (s, _) in zip(setup.rules, ctxs, strict=True) if s}
@@ -104,7 +112,7 @@ def finish(
         state["model"] = {"v": v}
         delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
     upload = {r.name: u for r, (_, u) in zip(setup.rules, ctxs, strict=True) if u}
-    return Update(cast.client, cast.round, examples, cast.weight, delta, b, upload, state, metrics)
+    return Update(cast.client, cast.round, examples, cast.weight, delta, b, upload, state, metrics, made=made)
 
 
 class LocalTrainer:
@@ -115,6 +123,7 @@ class LocalTrainer:
         self.model = BoundModel(setup.spec, setup.device)
         federation, spec = setup.federation, setup.spec
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
+        self.pixels = Pixels.of(federation)
         self.common = on_device(federation.common, setup.device)
         self.needs_full_gradient = any(rule.needs_full_gradient for rule in setup.rules)
         self.needs_class_counts = any(rule.needs_class_counts for rule in setup.rules)
@@ -166,6 +175,7 @@ class LocalTrainer:
             "weight": torch.tensor(cast.weight, dtype=v_start.dtype, device=device),
             "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
             "class_counts": self.class_counts(client) if self.needs_class_counts else None,
+            "pixels": self.pixels,
             "epoch_steps": torch.tensor(float(len(training.cuts(client.examples))), dtype=v_start.dtype, device=device),
             "label_pairs": self.label_pairs(client) if self.needs_label_pairs else None,
         }
@@ -176,6 +186,7 @@ class LocalTrainer:
         began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
         ready = time.perf_counter()
+        made = made_by(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = rule.loss(loss_fn, ctx, carry)
@@ -212,4 +223,4 @@ class LocalTrainer:
             "train_seconds": time.perf_counter() - ready,
         }
         written = [(ctx.state, ctx.upload) for ctx in ctxs]
-        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics)
+        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics, made)

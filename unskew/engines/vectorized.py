@@ -27,6 +27,7 @@ from unskew.engines.local import (
     contexts,
     finish,
     freezes,
+    made_by,
     moving,
     on_device,
     start_of,
@@ -50,7 +51,7 @@ def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
     return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
 
 
-def rows(tree: Tree, index: Tensor | None, dims: Tree | None = None) -> Tree:
+def rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
     """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None)."""
     if index is None:
         return tree
@@ -147,6 +148,7 @@ class VectorizedEngine:
             shared = {k: t for k, t in given.items() if k not in ("state", "download")}
             shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
             shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd and not freezes(setup.rules)}
+            shared |= {"pixels": self.single.pixels}
             return model, contexts(setup.rules, shared, given["state"], given["download"], self.single.common)
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
@@ -186,6 +188,7 @@ class VectorizedEngine:
             began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
+            made = [made_by(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
             for t in range(max(len(plan.batches) for plan in plans)):
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()
@@ -207,6 +210,7 @@ class VectorizedEngine:
                 setup, cast, clients[k].examples, starts[k], v[k], b[k].clone(),
                 pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
                 {"loss": losses[k], "steps": float(counts[k]), **spent},
+                made[k],
             )
             for k, cast in enumerate(casts)
         ]  # fmt: skip

@@ -11,10 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from unskew.data.augment import crop_and_flip, keyed_crop_and_flip
 from unskew.models.vector import ModelSpec, Output
 
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""
+
+Maker = tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]
+"""What is learned, at its start; how inputs are made of it; and Adam's decay rates."""
 
 
 def learn(
@@ -71,6 +75,19 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
+def augmented(x: Tensor, key: Tensor, black: Tensor, padding: int = 4) -> Tensor:
+    """Images cropped at random from a black frame around them and mirrored at random; differentiable.
+
+    Args:
+        x: Inputs ``[n, C, H, W]``.
+        key: Decides the crops and which images are mirrored.
+        black: What a black image is as an input, ``[1, C, H, W]``.
+        padding: Width of the frame.
+    """
+    offsets, flips = keyed_crop_and_flip(key, len(x), padding)
+    return crop_and_flip(x - black, offsets, flips, padding) + black
+
+
 def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     loss, kept = pair
     return loss, (loss.detach(), kept.detach())
@@ -105,29 +122,3 @@ def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tup
         for hook in hooks:
             hook.remove()
     return output, torch.stack(terms).sum() if terms else output.logits.new_zeros(())
-
-
-def allocate(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
-
-    >>> allocate(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
-    [0, 500, 100, 300, 100]
-    >>> allocate(torch.ones(3), 10).tolist()
-    [4, 3, 3]
-    """
-    exact = total * shares.to(torch.float64) / shares.sum()
-    # Shares that are whole but for rounding must count as whole.
-    floor = torch.floor(exact + 1e-9)
-    rest = total - floor.sum()
-    order = torch.argsort(torch.argsort(exact - floor, descending=True, stable=True), stable=True)
-    return (floor + (order < rest)).to(torch.int64)
-
-
-def labels_of(counts: Tensor, total: int) -> Tensor:
-    """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
-
-    >>> labels_of(torch.tensor([1, 0, 2]), 3).tolist()
-    [0, 2, 2]
-    """
-    ends = torch.cumsum(counts, 0)
-    return (torch.arange(total, device=counts.device)[:, None] >= ends[None, :]).sum(1)

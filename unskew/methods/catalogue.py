@@ -27,6 +27,7 @@ CATALOGUE: dict[str, str] = {
     "fedprox": "unskew.methods.fedprox:FedProx",
     "scaffold": "unskew.methods.scaffold:Scaffold",
     "fedcog": "unskew.methods.fedcog:FedCOG",
+    "fedcog-authors": "unskew.methods.fedcog_authors:FedCOGAuthors",
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
     "fedexp": "unskew.methods.fedexp:FedExP",

@@ -15,11 +15,11 @@ With several labels a sample, ``CE`` is the binary cross-entropy and ``KL`` and 
 label, all averaged over labels. The paper and its code do not define them; these definitions are ours. ``y`` is one-hot, or
 with ``cooccurrence`` also holds each other label with the share of the client's samples of ``y``'s label that have it.
 
-Where paper and authors' code differ, this follows the paper; ``labels="complementary", coefficients="auto", g_steps=500`` are
-the code's (it floors label counts, keeps the last inputs with the best step's logits, clamps the divergence's distributions
-in reverse order, and takes a random network for a client that never trained; only ``js="reversed_clamped"`` and
-``alias=True`` reproduce the second and third). The optimizer of the inputs is not in the paper; it is the code's. A client
-that never trained learns its inputs without the disagreement. The synthetic pass leaves the normalisation statistics alone.
+With ``generator="network"`` a network that makes the inputs is learned instead (``unskew.generators.decoder``).
+
+Where paper and authors' code differ, this follows the paper; ``fedcog-authors`` has the settings of the code. The optimizer
+of the inputs is not in the paper; it is the code's. A client that never trained learns its inputs without the disagreement.
+The synthetic pass leaves the normalisation statistics alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.generators.inversion import allocate, labels_of, learn, statistics_distance
+from unskew.generators import decoder
+from unskew.generators.inversion import Maker, augmented, learn, statistics_distance
+from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
 from unskew.methods.rules import ClientRule, Context, Tensors
 from unskew.models.trainable import Batch, LossFn
-from unskew.seeding import fold, normal, uniform
+from unskew.seeding import fold, normal
 from unskew.tasks import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -55,7 +58,8 @@ class FedCOG(ClientRule):
         coefficients: ``fixed`` (``w_real = 1, w_kd = lambda_kd``) or ``auto`` (from the client's class deficits).
         lambda_kd: Weight of the distillation for ``fixed``.
         t_js, t: Temperatures of the divergence and of the distillation.
-        labels: Target labels: ``uniform``, or ``complementary`` to what the client holds.
+        labels: Target labels: ``uniform``, ``complementary`` to what the client holds, or those of ``explicit``.
+        explicit: Labels in order, repeated until there are ``n``; written ``0;1;2``.
         source: ``both`` models make the data; ``global``: without the disagreement; ``noise``: no learning at all.
         supervision: ``soft``: distil the teacher's logits; ``hard``: cross-entropy to the target labels.
         js: The paper's divergence, or the authors' ``reversed_clamped`` one.
@@ -63,6 +67,8 @@ class FedCOG(ClientRule):
         max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
         double: Make the inputs of the second half of local training anew.
         cooccurrence: Multi-label targets get further labels as often as these occur together at the client.
+        generator: Learn the inputs themselves (``pixels``), or a ``network`` that makes images, with its input.
+        augment: Crop and mirror the images at random in every step of the synthesis.
     """
 
     name: ClassVar[str] = "fedcog"
@@ -81,7 +87,8 @@ class FedCOG(ClientRule):
     lambda_kd: NonNegative = 0.01
     t_js: Positive = 1.0
     t: Positive = 1.0
-    labels: Literal["uniform", "complementary"] = "uniform"
+    labels: Literal["uniform", "complementary", "explicit"] = "uniform"
+    explicit: LabelList = ()
     source: Literal["both", "global", "noise"] = "both"
     supervision: Literal["soft", "hard"] = "soft"
     js: Literal["paper", "reversed_clamped"] = "paper"
@@ -89,6 +96,29 @@ class FedCOG(ClientRule):
     max_prev_age: Annotated[int, Field(ge=0)] = 0
     double: bool = False
     cooccurrence: bool = False
+    generator: Literal["pixels", "network"] = "pixels"
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        """Explicit labels and their list belong together."""
+        if (self.labels == "explicit") != bool(self.explicit):
+            raise ConfigError(
+                "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
+            )
+
+    def check(self, federation: Federation) -> None:
+        """Labels must be classes of the data; a network and augmentation need images, further labels several ones."""
+        if self.cooccurrence and federation.task != "multilabel":
+            raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
+        if self.explicit and max(self.explicit) >= federation.classes:
+            wrong, last = max(self.explicit), federation.classes - 1
+            raise ConfigError(f"fedcog:explicit has the label {wrong}, but the classes of the data are 0 to {last}.")
+        wanted = {"generator=network": self.generator == "network", "augment=true": self.augment}
+        for option in (name for name, asked in wanted.items() if asked and len(federation.shape) != 3):
+            raise ConfigError(
+                f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
+                "leave the option out."
+            )
 
     @property
     def needs_label_pairs(self) -> bool:
@@ -103,8 +133,6 @@ class FedCOG(ClientRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
-        if self.cooccurrence and ctx.task.name != "multilabel":
-            raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
         if ctx.round < self.start_round:
             return {}
         assert ctx.class_counts is not None
@@ -118,10 +146,11 @@ class FedCOG(ClientRule):
 
     def targets(self, counts: Tensor) -> Tensor:
         """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
+        if self.labels == "explicit":
+            return repeated(self.explicit, self.n).to(counts.device)
         deficit = counts.max() - counts
-        balanced = deficit.sum() == 0
-        uniform = torch.ones_like(counts)
-        shares = uniform if self.labels == "uniform" else torch.where(balanced, uniform, deficit)
+        even = torch.ones_like(counts)
+        shares = even if self.labels == "uniform" else torch.where(deficit.sum() == 0, even, deficit)
         return labels_of(allocate(shares, self.n), self.n)
 
     def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
@@ -130,9 +159,7 @@ class FedCOG(ClientRule):
         y = ctx.task.targets(primary, len(ctx.class_counts))
         if ctx.label_pairs is None:
             return y
-        # Row by row, the shares of the samples of one label that have each other label; a label without samples has none.
-        rates = ctx.label_pairs / ctx.class_counts.clamp_min(1)[:, None]
-        further = uniform(fold(ctx.key, 8), y.shape) < rates[primary]
+        further = cooccurring(fold(ctx.key, 8), primary, ctx.label_pairs, ctx.class_counts)
         return torch.maximum(y, further.to(y.dtype))
 
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,12 +172,15 @@ class FedCOG(ClientRule):
 
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
-        start = normal(key, (self.n, *ctx.spec.shape)).to(ctx.v_global.dtype)
+        start, make, betas = self.maker(ctx, key)
         weight = torch.as_tensor(self.lambda_dis if self.source == "both" and "v" in ctx.state else 0.0)
         if self.max_prev_age and "round" in ctx.state:
             weight = torch.where(ctx.round - ctx.state["round"] <= self.max_prev_age, weight, torch.zeros_like(weight))
 
-        def objective(x: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        def objective(point: Tensor, t: int) -> tuple[Tensor, Tensor]:
+            x = make(point)
+            if self.augment:
+                x = augmented(x, fold(fold(key, 3), t), ctx.pixels.inputs(torch.zeros_like(x[:1])))
             if self.lambda_bn:
                 teacher, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
             else:
@@ -164,7 +194,18 @@ class FedCOG(ClientRule):
             return loss, teacher.logits
 
         steps = 0 if self.source == "noise" else self.g_steps
-        return learn(start, objective, steps, self.g_lr, last=self.alias)
+        point, z = learn(start, objective, steps, self.g_lr, betas, last=self.alias)
+        x = make(point)
+        if self.augment and not self.alias:
+            # The images are kept whole, so the logits of their crops do not belong to them.
+            z = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
+        return x, z
+
+    def maker(self, ctx: Context, key: Tensor) -> Maker:
+        """What is learned, at its start; how inputs ``[N, ...]`` are made of it; and Adam's decay rates."""
+        if self.generator == "network":
+            return decoder.maker(key, self.n, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
+        return normal(key, (self.n, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
 
     def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
         """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
@@ -197,6 +238,10 @@ class FedCOG(ClientRule):
         """The trained model, before aggregation, is what the next generation disagrees with."""
         ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
         ctx.state["round"] = torch.full_like(ctx.steps, float(ctx.round))
+
+    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+        """The learned inputs and their target labels."""
+        return (carry["x"], carry["y"]) if carry else None
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:

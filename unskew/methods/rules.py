@@ -1,4 +1,4 @@
-"""The four slots of a method, and what passes between server and client.
+"""The four slots of a method; what passes between server and client is in ``unskew.methods.messages``.
 
 A method decides one or two of four questions, one slot each: ``data`` (what a client holds before training), ``client`` (how
 it trains: a sequence of rules), ``sync`` (which slices of the model travel in which round) and ``server`` (how updates become
@@ -7,21 +7,24 @@ the next model). Rules are pure functions of tensors: state comes in, state goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError
+from unskew.data.pixels import AS_THEY_ARE, Pixels
+from unskew.methods.messages import Aggregate as Aggregate
+from unskew.methods.messages import Broadcast as Broadcast
+from unskew.methods.messages import Slices as Slices
+from unskew.methods.messages import Tensors as Tensors
+from unskew.methods.messages import Update as Update
+from unskew.methods.messages import Updates as Updates
 from unskew.models.trainable import Batch, GradFn, LossFn, Model
 from unskew.models.vector import ModelSpec
 from unskew.tasks import Task
 
-Tensors = dict[str, Tensor]
 Weights = Literal["samples", "uniform"]
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Context:
         label_pairs: The client's samples that have both of two labels, ``[C, C]``, if a rule needs them.
         epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
         common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
+        pixels: How intensities of images become the model's inputs.
     """
 
     round: int
@@ -71,120 +75,8 @@ class Context:
     class_counts: Tensor | None = None
     epoch_steps: Tensor | None = None
     common: Tensors = field(default_factory=dict)
+    pixels: Pixels = AS_THEY_ARE
     label_pairs: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """What one client receives: the model ``v [d]``, its statistics ``b [m]`` and each rule's extra tensors."""
-
-    round: int
-    client: int
-    v: Tensor
-    b: Tensor
-    download: dict[str, Tensors]
-    state: dict[str, Tensors]
-    weight: float
-    down: Slices | None = None
-    up: Slices | None = None
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one client sends back.
-
-    Attributes:
-        client, born, arrived: Who, the round of its broadcast, the round of its arrival.
-        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalisation.
-        delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
-        buffers: The statistics after training, ``[m]``.
-        upload: Each rule's extra tensors.
-        state: What stays at the client (never counted as traffic).
-        metrics: Figures such as the mean training loss and the number of steps.
-    """
-
-    client: int
-    born: int
-    examples: int
-    weight: float
-    delta: Tensor
-    buffers: Tensor
-    upload: dict[str, Tensors]
-    state: dict[str, Tensors]
-    metrics: dict[str, float]
-    arrived: int = -1
-
-
-class Aggregate:
-    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
-
-    Updates are added in the order given, so the result does not depend on who finished first.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.weight, self.examples = 0, 0.0, 0
-        self._delta: Tensor | None = None
-        self._buffers: Tensor | None = None
-        self.upload: dict[str, Tensors] = {}
-
-    def add(self, update: Update) -> None:
-        """Add one client's update."""
-        self.count += 1
-        self.weight += update.weight
-        self.examples += update.examples
-        if self._delta is None or self._buffers is None:
-            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
-        else:
-            self._delta.add_(update.delta, alpha=update.weight)
-            self._buffers.add_(update.buffers, alpha=update.weight)
-        for rule, tensors in update.upload.items():
-            sums = self.upload.setdefault(rule, {})
-            for name, tensor in tensors.items():
-                sums[name] = sums[name] + tensor if name in sums else tensor.clone()
-
-    @property
-    def delta(self) -> Tensor:
-        """The weighted mean of the updates, ``[d]``."""
-        assert self._delta is not None, "an aggregate of no update has no mean"
-        return self._delta / self.weight
-
-    @property
-    def buffers(self) -> Tensor:
-        """The weighted mean of the clients' statistics, ``[m]``."""
-        assert self._buffers is not None, "an aggregate of no update has no mean"
-        return self._buffers / self.weight
-
-
-class Updates:
-    """The usable updates of a round: always their ``Aggregate``; one by one only where a rule says it needs them.
-
-    Attributes:
-        round: Number of the round, from 0.
-        aggregate: Their sums.
-        v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
-        spec: The model's layout.
-        key: A random 64-bit key of the server and round.
-    """
-
-    def __init__(
-        self,
-        round: int,
-        aggregate: Aggregate,
-        individual: Sequence[Update] | None = None,
-        v_global: Tensor | None = None,
-        spec: ModelSpec | None = None,
-        key: Tensor | None = None,
-    ):
-        self.round, self.aggregate, self._individual = round, aggregate, individual
-        self.v_global, self.spec, self.key = v_global, spec, key
-
-    def __len__(self) -> int:
-        return self.aggregate.count
-
-    def __iter__(self) -> Iterator[Update]:
-        if self._individual is None:
-            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
-        return iter(self._individual)
 
 
 class Part:
@@ -236,6 +128,13 @@ class ClientRule(Part):
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""
 
+    def check(self, federation: Federation) -> None:
+        """Refuse data that the rule cannot use, before anything is trained.
+
+        Raises:
+            ConfigError: The rule, with its options, does not fit the data.
+        """
+
     def warning(self, rounds: int) -> str | None:
         """What a user should be told before a run of so many rounds, if anything."""
         return None
@@ -267,6 +166,10 @@ class ClientRule(Part):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
+
+    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+        """Inputs ``[n, ...]`` that the client made in ``begin``, and their targets ``[n]``, for a picture of them."""
+        return None
 
     @property
     def needs_label_pairs(self) -> bool:

@@ -1,0 +1,133 @@
+"""What passes between server and client, and the sums that a server needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.models.vector import ModelSpec
+
+Tensors = dict[str, Tensor]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What one client receives: the model ``v [d]``, its statistics ``b [m]`` and each rule's extra tensors.
+
+    ``show`` asks for the inputs that the client made, to be looked at.
+    """
+
+    round: int
+    client: int
+    v: Tensor
+    b: Tensor
+    download: dict[str, Tensors]
+    state: dict[str, Tensors]
+    weight: float
+    down: Slices | None = None
+    up: Slices | None = None
+    show: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client sends back.
+
+    Attributes:
+        client, born, arrived: Who, the round of its broadcast, the round of its arrival.
+        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalisation.
+        delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
+        buffers: The statistics after training, ``[m]``.
+        upload: Each rule's extra tensors.
+        state: What stays at the client (never counted as traffic).
+        metrics: Figures such as the mean training loss and the number of steps.
+        made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them (never counted as traffic).
+    """
+
+    client: int
+    born: int
+    examples: int
+    weight: float
+    delta: Tensor
+    buffers: Tensor
+    upload: dict[str, Tensors]
+    state: dict[str, Tensors]
+    metrics: dict[str, float]
+    arrived: int = -1
+    made: Tensors = field(default_factory=dict)
+
+
+class Aggregate:
+    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
+
+    Updates are added in the order given, so the result does not depend on who finished first.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.weight, self.examples = 0, 0.0, 0
+        self._delta: Tensor | None = None
+        self._buffers: Tensor | None = None
+        self.upload: dict[str, Tensors] = {}
+
+    def add(self, update: Update) -> None:
+        """Add one client's update."""
+        self.count += 1
+        self.weight += update.weight
+        self.examples += update.examples
+        if self._delta is None or self._buffers is None:
+            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
+        else:
+            self._delta.add_(update.delta, alpha=update.weight)
+            self._buffers.add_(update.buffers, alpha=update.weight)
+        for rule, tensors in update.upload.items():
+            sums = self.upload.setdefault(rule, {})
+            for name, tensor in tensors.items():
+                sums[name] = sums[name] + tensor if name in sums else tensor.clone()
+
+    @property
+    def delta(self) -> Tensor:
+        """The weighted mean of the updates, ``[d]``."""
+        assert self._delta is not None, "an aggregate of no update has no mean"
+        return self._delta / self.weight
+
+    @property
+    def buffers(self) -> Tensor:
+        """The weighted mean of the clients' statistics, ``[m]``."""
+        assert self._buffers is not None, "an aggregate of no update has no mean"
+        return self._buffers / self.weight
+
+
+class Updates:
+    """The usable updates of a round: always their ``Aggregate``; one by one only where a rule says it needs them.
+
+    Attributes:
+        round: Number of the round, from 0.
+        aggregate: Their sums.
+        v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
+        spec: The model's layout.
+        key: A random 64-bit key of the server and round.
+    """
+
+    def __init__(
+        self,
+        round: int,
+        aggregate: Aggregate,
+        individual: Sequence[Update] | None = None,
+        v_global: Tensor | None = None,
+        spec: ModelSpec | None = None,
+        key: Tensor | None = None,
+    ):
+        self.round, self.aggregate, self._individual = round, aggregate, individual
+        self.v_global, self.spec, self.key = v_global, spec, key
+
+    def __len__(self) -> int:
+        return self.aggregate.count
+
+    def __iter__(self) -> Iterator[Update]:
+        if self._individual is None:
+            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
+        return iter(self._individual)
