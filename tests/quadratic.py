@@ -40,12 +40,15 @@ def optimum(A, b, p):
 class Quadratics:
     """A run on quadratics in float64 that exposes the server."""
 
-    def __init__(self, A, b, chosen, training=None, weights=None, participation=1.0, seed=0, engine="inline"):
+    def __init__(
+        self, A, b, chosen, training=None, weights=None, participation=1.0, seed=0, engine="inline", module=None
+    ):
         x, y = torch.tensor(np.concatenate(A)), torch.tensor(np.concatenate(b))
         offsets = np.concatenate([[0], np.cumsum([len(a) for a in A])])
         fed = Federation(ArrayClients(x, y, offsets, offsets[1:]), test=(x, y), classes=1)
-        module = torch.nn.Linear(x.shape[1], 1, bias=False)
-        torch.nn.init.zeros_(module.weight)
+        if module is None:
+            module = torch.nn.Linear(x.shape[1], 1, bias=False)
+            torch.nn.init.zeros_(module.weight)
         self.spec = ModelSpec(module, (x.shape[1],), 1, dtype=torch.float64)
         self.method = chosen if not isinstance(chosen, str) else method(chosen)
         training = training or Training(local_steps=5, batch_size=100, lr=0.05, precision="fp64")

@@ -253,7 +253,7 @@ def test_methods(capsys):
     names = [row["name"] for row in rows]
     assert {"fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "scaffold"} <= set(names)
     for row in rows:
-        assert set(row) == {"name", "slots", "summary", "options", "paper"}
+        assert set(row) == {"name", "slots", "needs", "summary", "options", "paper"}
         assert row["slots"]
         assert set(row["slots"]) <= {"data", "client", "sync", "server"}
         assert row["summary"]
@@ -309,6 +309,16 @@ def test_natural_partition_has_as_many_clients_as_there_are(capsys):
 
 
 # ---- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_shows_personal_models_in_a_second_table(capsys):
+    outcome = call(capsys, "compare", "fedavg", "fedrep+ft", "--seeds", 1, *QUICK, "--out", "c")
+    assert outcome.code == 0, outcome.err
+    _, second = outcome.out.split("on the clients' own data")
+    assert second.count("global") == 2
+    assert second.count("personal") == 1
+    rows = json.loads(Path("c/comparison.json").read_text())
+    assert [row["personal_accuracy_mean"] is None for row in rows] == [True, False]
 
 
 def test_compare(capsys):

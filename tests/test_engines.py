@@ -19,6 +19,10 @@ SUMS = [
     "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1,augment=true,labels=explicit,explicit=0;2",
     "vhl:source=style,per_class=9,virtual_batch=10,align_epochs=1+moon",
     "fedgen:beta_s=0.1,labels=all+fedavgm",
+    "fedrep:head_share=0.3+fedprox",
+    "scaffold+ft",
+    "fedcog:start_round=1,n=8,g_steps=3+ft",
+    "fedrep+ft",
 ]
 SIZES = [5, 23, 8, 17, 31, 12]
 
@@ -40,6 +44,8 @@ def test_same_vector_on_every_engine(method):
         torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
         for name, value in reference.model.state_dict().items():
             torch.testing.assert_close(other.model.state_dict()[name].double(), value.double(), rtol=0, atol=1e-10)
+        for name in ("client_accuracy_mean", "personal_accuracy_mean", "personal_accuracy_std", "clients_evaluated"):
+            assert reference.summary.get(name) == other.summary.get(name)
         for mine, theirs in zip(reference.history, other.history, strict=True):
             assert mine["bytes_up"] == theirs["bytes_up"]
             assert mine["bytes_down"] == theirs["bytes_down"]
@@ -50,18 +56,20 @@ def test_same_vector_on_every_engine(method):
     "options",
     [
         {"local_epochs": None, "local_steps": 7, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True},
-        {"optimizer": "adam", "lr": 0.01, "clip": 0.5},
+        {"optimizer": "adam", "lr": 0.01, "clip": 0.5, "method": "fedrep"},
         {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "drop_last": True},
-        {"augment": True, "buffers": "local", "weights": "samples"},
+        {"augment": True, "buffers": "local", "weights": "samples", "method": "scaffold+ft"},
         {"buffers": "reset", "network": {"drop": 0.3}},
     ],
     ids=["steps-momentum", "adam-clip", "adamw-drop-last", "augment-local", "reset-drop"],
 )
 def test_same_vector_whatever_the_budget(options):
-    reference = train("scaffold", "inline", **options)
+    options = {"method": "scaffold", **options}
+    reference = train(engine="inline", **options)
     for engine in ("processes", "vectorized"):
-        other = train("scaffold", engine, **options)
+        other = train(engine=engine, **options)
         torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+        assert other.summary.get("personal_accuracy_mean") == reference.summary.get("personal_accuracy_mean")
 
 
 def test_float32_agrees_to_its_own_precision():

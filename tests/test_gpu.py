@@ -19,13 +19,15 @@ def train(method, engine, device, data=None, **options):
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
 @pytest.mark.parametrize(
-    "method", ["fedavg", "scaffold+fedadam", "fedcog:start_round=1,g_steps=3,n=8", "moon", "fedpvr"]
+    "method",
+    ["fedavg", "scaffold+fedadam", "fedcog:start_round=1,g_steps=3,n=8", "moon", "fedpvr", "fedrep+ft", "ditto"],
 )
 def test_the_gpu_gives_the_numbers_of_the_cpu(method, engine):
     reference = train(method, "inline", "cpu")
     result = train(method, engine, "cuda")
     assert result.vector.device.type == "cpu"
     torch.testing.assert_close(result.vector, reference.vector, rtol=0, atol=1e-8)
+    assert result.summary.get("personal_accuracy_mean") == reference.summary.get("personal_accuracy_mean")
 
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])

@@ -180,10 +180,10 @@ def test_clients_are_measured_on_what_they_hold_out_or_not_at_all():
     clients = [(x, y, x, y), (x, y, -x, y), (x, y, x[:1], y[:1])]
     judge, _, vector = score(x, y, clients)
     np.testing.assert_allclose(judge.clients(*vector, most=10, seed=0).accuracies, [0.5, 0.5, 1.0])
-    own = judge.clients(*vector, most=10, seed=0, own=lambda client: vector)
+    own = judge.clients(*vector, most=10, seed=0, own=lambda clients: [vector] * len(clients))
     np.testing.assert_allclose(own.accuracies, [0.5, 0.5, 1.0])
     judge, _, vector = score(x, y, [(x, y)])
-    for given in (None, lambda client: vector):
+    for given in (None, lambda clients: [vector] * len(clients)):
         none = judge.clients(*vector, most=10, seed=0, own=given)
         assert len(none.accuracies) == 0
         assert none.measured_on == "nothing, because no client holds out any samples"

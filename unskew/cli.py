@@ -129,7 +129,7 @@ def compare(
     from unskew.comparison import compare as compare_methods
     from unskew.config import experiment
     from unskew.records.progress import ProgressLine, make_progress
-    from unskew.records.tables import comparison_table
+    from unskew.records.tables import clients_table, comparison_table
 
     if again and out is None:
         raise ConfigError("--resume goes on in the folder that --out names; give both.")
@@ -157,7 +157,8 @@ def compare(
     if as_json:
         print_json({"folder": str(folder), "rows": rows})
         return
-    console.print(comparison_table(rows))
+    for table in filter(None, (comparison_table(rows), clients_table(rows))):
+        console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
     console.print(f"{len(methods) * seeds} runs in {time.perf_counter() - started:.0f} s.")
 

@@ -24,6 +24,13 @@ from unskew.tasks import TASKS
 Spread = tuple[float, float]
 MOST_SEEDS = 1000
 FIGURES = {figure for task in TASKS.values() for figure in task.figures}
+OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
+AVERAGED = (
+    "accuracy",
+    "best_accuracy",
+    *(f"{whose}_accuracy_{figure}" for whose in ("client", "personal") for figure in OVER_CLIENTS),
+)
+"""Figures of a run's summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
 
 
 def mean_std(values: Sequence[float]) -> Spread:
@@ -52,15 +59,18 @@ class Comparison:
     folder: Path | None
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per method: means and standard deviations over seeds, as in the printed table."""
+        """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
+
+        Figures called ``personal`` are None for methods without personal models.
+        """
         table = []
         for name, summaries in self.summaries.items():
             reached = [rounds_to(history, self.target) for history in self.histories[name]]
             known = [r for r in reached if r is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
             figures = [key for key in summaries[0] if key.removeprefix("best_") in FIGURES]
-            for key in ("accuracy", "best_accuracy", "client_accuracy_mean", "client_accuracy_worst", *figures):
-                values = [s[key] for s in summaries if s[key] is not None]
+            for key in (*AVERAGED, *figures):
+                values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
                 "target": self.target,

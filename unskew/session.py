@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor
 
 from unskew.config import Experiment
 from unskew.continuing import begin_where, check_same, identity
@@ -21,12 +21,12 @@ from unskew.engines.memory import cores
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic
 from unskew.methods.fedavg import FedAvg
-from unskew.methods.rules import ClientRule, Method
+from unskew.methods.rules import Method
 from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback, Recorder, write_summary
 from unskew.records.result import Result
-from unskew.simulation import checkpoint
-from unskew.simulation.evaluate import Evaluator
+from unskew.simulation import checkpoint, personal
+from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
@@ -108,6 +108,7 @@ class Session:
             rounds = range(start, self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
             self.recorder.sync()
+            client_scores = self._client_scores(engine)
         except Interrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder
@@ -115,7 +116,7 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        summary = self._summary()
+        summary = self._summary(client_scores)
         if self.folder is not None:
             weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.b)}
             data = save({name: t.contiguous() for name, t in weights.items()})
@@ -224,37 +225,27 @@ class Session:
             Path(self.config.start_from), self.config, self.server, self.recorder, identity(self.federation)
         )
 
-    def _own_statistics(self, client: int) -> tuple[Tensor, Tensor]:
-        """The global model with a client's own statistics, if it has any."""
-        return self.server.evaluated, self.server.store.get(client).get("buffers", {}).get("b", self.server.b)
-
-    def _personal(self, client: int) -> tuple[Tensor, Tensor]:
-        """The model that serves a client: its own where a rule keeps one, else the global one."""
-        v, b = self._own_statistics(client)
-        kept = self.server.store.get(client)
-        for rule in self.method.client:
-            mine = rule.personal(kept.get(rule.name, {}))
-            v = v if mine is None else mine
-        return v, b
-
-    def _personal_scores(self) -> dict[str, Any]:
-        """Accuracy of the clients' personal models, for methods that keep any."""
-        if not any(type(rule).personal is not ClientRule.personal for rule in self.method.client):
-            return {}
+    def _client_scores(self, engine: Engine) -> dict[str, Any]:
+        """What the final model, and for methods that have any the clients' own models, are worth to single clients."""
         config, server = self.config, self.server
-        scores = self.evaluator.clients(server.evaluated, server.b, config.eval_clients, config.seed, self._personal)
-        return {
-            "personal_accuracy_mean": scores.mean,
-            "personal_accuracy_worst": scores.worst,
-            "personal_accuracy_worst_decile": scores.worst_decile,
-        }
 
-    def _summary(self) -> dict[str, Any]:
+        def score(own: Models | None) -> ClientScores:
+            return self.evaluator.clients(server.evaluated, server.b, config.eval_clients, config.seed, own)
+
+        own_statistics = config.buffers == "local" and self.spec.buffer_sizes
+        scores = score(partial(personal.shared, server) if own_statistics else None)
+        figures: dict[str, Any] = scores.figures("client_accuracy")
+        if personal.tunes(self.method):
+            models = partial(personal.tuned, server, engine, config.rounds, self.sampler.size)
+            figures |= score(models).figures("personal_accuracy")
+        elif personal.personalises(self.method, self.spec):
+            figures |= score(partial(personal.kept, server)).figures("personal_accuracy")
+        return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
+
+    def _summary(self, client_scores: dict[str, Any]) -> dict[str, Any]:
         config, server, traffic = self.config, self.server, self.server.traffic
         history = self.recorder.history
         best, best_round = self.recorder.best()
-        own = self._own_statistics if config.buffers == "local" and self.spec.buffer_sizes else None
-        clients = self.evaluator.clients(server.evaluated, server.b, config.eval_clients, config.seed, own)
         final = history[-1]
         summary: dict[str, Any] = {
             "method": self.method.spelling or self.method.name,
@@ -275,12 +266,7 @@ class Session:
             "loss": final["loss"],
             **{name: final[name] for name in self.task.figures},
             **{f"best_{name}": self.recorder.best(name)[0] for name in self.task.figures if name.endswith("f1")},
-            "client_accuracy_mean": clients.mean,
-            "client_accuracy_worst": clients.worst,
-            "client_accuracy_worst_decile": clients.worst_decile,
-            **self._personal_scores(),
-            "clients_evaluated": len(clients.accuracies),
-            "clients_evaluated_on": clients.measured_on,
+            **client_scores,
             **{name: final[name] for name in MEASURED if name in final},
             "bytes_up": traffic.up + traffic.buffers_up,
             "bytes_down": traffic.down + traffic.buffers_down,

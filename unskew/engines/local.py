@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
-from unskew.methods.rules import Broadcast, ClientRule, Context, Tensors, Update, mask_of
+from unskew.methods.rules import Broadcast, ClientRule, Context, Tensors, Update
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
+from unskew.models.vector import mask_of
 from unskew.seeding import derive, fold
 from unskew.tasks import Task
 
@@ -72,6 +74,18 @@ def contexts(
         )
         for rule in rules
     ]
+
+
+def freezes(rules: tuple[ClientRule, ...]) -> bool:
+    """Whether some rule lets only a part of the parameters move in some steps."""
+    return any(type(rule).moves is not ClientRule.moves for rule in rules)
+
+
+def moving(rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch) -> Tensor | None:
+    """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them."""
+    masks = [rule.moves(ctx, carry, batch) for rule, ctx, carry in zip(rules, ctxs, carries, strict=True)]
+    known = [mask for mask in masks if mask is not None]
+    return reduce(torch.logical_and, known) if known else None
 
 
 def made_by(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
@@ -148,7 +162,7 @@ class LocalTrainer:
         key = client_key(setup.seed, cast).to(device)
         shared: dict[str, object] = {
             "round": cast.round,
-            "v_global": cast.v.to(device),
+            "v_global": v_start,
             "v_start": v_start,
             "b_global": cast.b.to(device),
             "spec": setup.spec,
@@ -156,7 +170,7 @@ class LocalTrainer:
             "task": setup.task,
             "key": key,
             "lr": training.lr,
-            "plain_sgd": training.plain_sgd,
+            "plain_sgd": training.plain_sgd and not freezes(setup.rules),
             "steps": torch.tensor(float(len(plan.batches)), dtype=v_start.dtype, device=device),
             "weight": torch.tensor(cast.weight, dtype=v_start.dtype, device=device),
             "full_gradient": self.full_gradient(cast, v_start) if self.needs_full_gradient else None,
@@ -181,7 +195,7 @@ class LocalTrainer:
             grad_fn = rule.gradient(grad_fn, ctx, carry)
 
         v = v_start.clone()
-        moments = optimizers.init(training, v)
+        moments = optimizers.init(training, v, freezes(setup.rules))
         total = torch.zeros((), dtype=v.dtype, device=device)
         for step, cpu_index in enumerate(plan.batches):
             index = cpu_index.to(client.y.device)
@@ -190,13 +204,14 @@ class LocalTrainer:
             batch = Batch(
                 x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at
             )
+            moves = moving(setup.rules, ctxs, carries, batch)
             try:
                 g = grad_fn(v, batch)
             except ValueError as error:
                 if "more than 1 value per channel" in str(error):
                     raise lonely(cast.client) from error
                 raise
-            v, moments = optimizers.step(training, v, g, moments, step)
+            v, moments = optimizers.step(training, v, g, moments, step, moves)
             total += self.model.loss
 
         for (rule, ctx), carry in zip(pairs, carries, strict=True):

@@ -13,15 +13,30 @@ from unskew.engines.base import Training
 State = dict[str, Tensor]
 
 
-def init(training: Training, v: Tensor) -> State:
-    """Fresh state of the optimizer for the vector ``v``."""
+def init(training: Training, v: Tensor, freezes: bool = False) -> State:
+    """Fresh state of the optimizer for the vector ``v``; ``freezes``: some steps will move only a part of it."""
     if training.optimizer == "sgd":
         return {"momentum": torch.zeros_like(v)} if training.momentum else {}
-    return {"m": torch.zeros_like(v), "v": torch.zeros_like(v)}
+    moments = {"m": torch.zeros_like(v), "v": torch.zeros_like(v)}
+    return {**moments, "steps": torch.zeros_like(v)} if freezes else moments
 
 
-def step(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
-    """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten."""
+def step(
+    training: Training, v: Tensor, g: Tensor, state: State, t: int, moves: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten.
+
+    Where ``moves`` (boolean, ``[d]``) is false nothing changes: no decay, no momentum, as if the parameter were not there.
+    """
+    if moves is None:
+        return advance(training, v, g, state, t)
+    before, kept = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
+    v, state = advance(training, v, torch.where(moves, g, 0.0), state, t)
+    return torch.where(moves, v, before), {name: torch.where(moves, state[name], kept[name]) for name in state}
+
+
+def advance(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
+    """One step of all parameters."""
     if training.clip is not None:
         g = g * torch.clamp(training.clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0)
     if training.optimizer == "sgd":
@@ -40,7 +55,10 @@ def sgd(training: Training, v: Tensor, g: Tensor, state: State) -> tuple[Tensor,
 
 
 def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
-    """Adam (decay added to the gradient) or AdamW (decay apart), as ``torch.optim``; betas 0.9 and 0.999."""
+    """Adam (decay added to the gradient) or AdamW (decay apart), as ``torch.optim``; betas 0.9 and 0.999.
+
+    The bias is corrected by a parameter's own number of steps, where ``state`` counts them.
+    """
     beta1, beta2, eps = 0.9, 0.999, 1e-8
     if training.optimizer == "adamw":
         v.mul_(1 - training.lr * training.weight_decay)
@@ -48,5 +66,6 @@ def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tupl
         g = g.add(v, alpha=training.weight_decay)
     m = state["m"].mul_(beta1).add_(g, alpha=1 - beta1)
     second = state["v"].mul_(beta2).add_(g * g, alpha=1 - beta2)
-    root = (second / (1 - beta2 ** (t + 1))).sqrt_().add_(eps)
-    return v.sub_(m / root * (training.lr / (1 - beta1 ** (t + 1)))), state
+    taken = state["steps"].add_(1) if "steps" in state else t + 1
+    root = (second / (1 - beta2**taken)).sqrt_().add_(eps)
+    return v.sub_(m / root * (training.lr / (1 - beta1**taken))), state

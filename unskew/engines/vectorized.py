@@ -20,7 +20,18 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.local import LocalTrainer, base_loss, client_key, contexts, finish, made_by, on_device, start_of
+from unskew.engines.local import (
+    LocalTrainer,
+    base_loss,
+    client_key,
+    contexts,
+    finish,
+    freezes,
+    made_by,
+    moving,
+    on_device,
+    start_of,
+)
 from unskew.methods.rules import Broadcast, Context, Tensors, Update
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.seeding import derive, fold
@@ -115,7 +126,7 @@ class VectorizedEngine:
         given, dims = stack(
             [
                 {
-                    "v_global": cast.v.to(device),
+                    "v_global": starts[k],
                     "v_start": starts[k],
                     "b_global": cast.b.to(device),
                     "key": client_key(setup.seed, cast).to(device),
@@ -136,7 +147,8 @@ class VectorizedEngine:
             model = FunctionalModel(setup.spec, b)
             shared = {k: t for k, t in given.items() if k not in ("state", "download")}
             shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
-            shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd, "pixels": self.single.pixels}
+            shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd and not freezes(setup.rules)}
+            shared |= {"pixels": self.single.pixels}
             return model, contexts(setup.rules, shared, given["state"], given["download"], self.single.common)
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
@@ -154,8 +166,9 @@ class VectorizedEngine:
             grad_fn = model.gradient(loss_fn)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
                 grad_fn = rule.gradient(grad_fn, ctx, carry)
+            moves = moving(setup.rules, ctxs, carries, batch)
             v, state = optimizers.step(
-                training, v.clone(), grad_fn(v, batch), {n: t.clone() for n, t in state.items()}, t
+                training, v.clone(), grad_fn(v, batch), {n: t.clone() for n, t in state.items()}, t, moves
             )
             return model.b, v, carries, state, model.loss
 
@@ -167,7 +180,7 @@ class VectorizedEngine:
 
         b = torch.stack([cast.b.to(device) for cast in casts])
         v = torch.stack(starts)
-        state = {n: t.clone() for n, t in optimizers.init(training, v).items()}
+        state = {n: t.clone() for n, t in optimizers.init(training, v, freezes(setup.rules)).items()}
         keys = torch.stack([client_key(setup.seed, cast) for cast in casts]).to(device)
         total = torch.zeros(len(casts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):

@@ -34,6 +34,8 @@ CATALOGUE: dict[str, str] = {
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
     "ditto": "unskew.methods.ditto:Ditto",
+    "fedrep": "unskew.methods.fedrep:FedRep",
+    "ft": "unskew.methods.finetune:FineTune",
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
     "vhl": "unskew.methods.vhl:VHL",
@@ -119,7 +121,7 @@ def method(spec: MethodLike) -> Method:
 
     Raises:
         ConfigError: An unknown method or option, or a value that is not allowed.
-        MethodConflict: Two methods fill the same exclusive slot differently.
+        MethodConflict: Two methods fill the same exclusive slot differently, or one cannot be in a sum with the other.
 
     >>> method("fedprox:mu=0.1+scaffold").client
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))
@@ -166,6 +168,10 @@ def _add(parts: Sequence[Method]) -> Method:
     twice = next((n for names in slots for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MethodConflict(f"{twice} appears twice in {total.name}; write it once with the options you want.")
+    for part in (*total.data, *total.client, total.sync, total.server):
+        reason = part.refuses(total) if part else None
+        if reason is not None:
+            raise MethodConflict(reason)
     return total
 
 

@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.rules import ClientRule, Context, Tensors, Weights
+from unskew.methods.rules import ClientRule, Context, Method, Tensors, Weights
 from unskew.models.trainable import Batch, GradFn
 
 
@@ -53,6 +53,11 @@ class FedReg(ClientRule):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1
     iterations: Annotated[int, Field(ge=0)] = 10
+
+    def refuses(self, whole: Method) -> str | None:
+        """Not with rules that freeze a part of the model: the projections take each step to be a whole one."""
+        other = next((rule.name for rule in whole.client if type(rule).moves is not ClientRule.moves), None)
+        return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
     def begin(self, ctx: Context) -> Tensors:
         """Refuses optimizers whose steps are not ``theta - eta g``."""

@@ -11,6 +11,7 @@ from unskew.errors import ConfigError
 from unskew.models.vector import ModelSpec
 
 Tensors = dict[str, Tensor]
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Broadcast:
     download: dict[str, Tensors]
     state: dict[str, Tensors]
     weight: float
-    down: tuple[slice, ...] | None = None
-    up: tuple[slice, ...] | None = None
+    down: Slices | None = None
+    up: Slices | None = None
     show: bool = False
 
 

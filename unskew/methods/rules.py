@@ -1,9 +1,8 @@
 """The four slots of a method; what passes between server and client is in ``unskew.methods.messages``.
 
-A method decides one or two of four independent questions, one slot each: ``data`` (what a client holds before training),
-``client`` (how it trains: a sequence of rules), ``sync`` (which slices of the model travel in which round) and ``server``
-(how updates become the next model). Rules are pure functions of tensors: state comes in, state goes out, so every engine
-can run them.
+A method decides one or two of four questions, one slot each: ``data`` (what a client holds before training), ``client`` (how
+it trains: a sequence of rules), ``sync`` (which slices of the model travel in which round) and ``server`` (how updates become
+the next model). Rules are pure functions of tensors: state comes in, state goes out, so every engine can run them.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from unskew.data.federation import Federation
 from unskew.data.pixels import AS_THEY_ARE, Pixels
 from unskew.methods.messages import Aggregate as Aggregate
 from unskew.methods.messages import Broadcast as Broadcast
+from unskew.methods.messages import Slices as Slices
 from unskew.methods.messages import Tensors as Tensors
 from unskew.methods.messages import Update as Update
 from unskew.methods.messages import Updates as Updates
-from unskew.models.trainable import GradFn, LossFn, Model
+from unskew.models.trainable import Batch, GradFn, LossFn, Model
 from unskew.models.vector import ModelSpec
 from unskew.tasks import Task
 
@@ -34,8 +33,8 @@ class Context:
 
     Attributes:
         round: Number of the round, from 0.
-        v_global: The model as the server sent it, ``[d]``.
-        v_start: Where local training starts: ``v_global`` but for slices that stay at the client.
+        v_global: The global model as the client knows it, ``[d]``: what was sent, and its own slices where nothing was.
+        v_start: Where local training starts, ``[d]``.
         b_global: The statistics as sent, ``[m]``.
         state: What this rule kept at this client (empty if it never took part); writes are kept if training succeeds.
         download: What the rule's server half sent beside the model.
@@ -76,8 +75,8 @@ class Context:
     class_counts: Tensor | None = None
     epoch_steps: Tensor | None = None
     common: Tensors = field(default_factory=dict)
-    label_pairs: Tensor | None = None
     pixels: Pixels = AS_THEY_ARE
+    label_pairs: Tensor | None = None
 
 
 class Part:
@@ -86,6 +85,7 @@ class Part:
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
+    weights: ClassVar[Weights | None] = None
 
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     """The tasks it can be trained for."""
@@ -101,8 +101,12 @@ class Part:
             client=(self,) if isinstance(self, ClientRule) else (),
             sync=self if isinstance(self, Sync) else None,
             server=self if isinstance(self, ServerRule) else None,
-            weights=self.weights if isinstance(self, ClientRule | ServerRule) else None,
+            weights=self.weights,
         )
+
+    def refuses(self, whole: Method) -> str | None:
+        """Why this part cannot be in the sum ``whole``, as a sentence, if it cannot."""
+        return None
 
 
 class DataRule(Part):
@@ -116,8 +120,8 @@ class DataRule(Part):
 class ClientRule(Part):
     """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
 
-    weights: ClassVar[Weights | None] = None
-
+    tunes: ClassVar[bool] = False
+    """Whether clients train once more from the final model, and are served by what they then have."""
     needs: ClassVar[Literal["sum", "individual"]] = "sum"
     """Whether the server half (``collect``) reads single updates; sums work under secure aggregation."""
 
@@ -156,6 +160,10 @@ class ClientRule(Part):
         """Wrap the gradient ``(v, batch) -> g [d]``; may replace entries of ``carry``."""
         return grad_fn
 
+    def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
+        """Which parameters may move in this step, boolean ``[d]`` (None: all); the others keep also their momentum."""
+        return None
+
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
 
@@ -188,18 +196,19 @@ class ClientRule(Part):
 class Sync(Part):
     """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client."""
 
-    def travels(
-        self, round: int, client: int, last: int | None, spec: ModelSpec
-    ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
         """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never)."""
         raise NotImplementedError
+
+    def own(self, spec: ModelSpec) -> Slices:
+        """Slices that are each client's own for good: its personal model is the global one with its values there."""
+        return ()
 
 
 class ServerRule(Part):
     """``server`` slot: how the updates of a round become the next model, ``state["v"]``."""
 
     needs: ClassVar[Literal["sum", "individual"]] = "sum"
-    weights: ClassVar[Weights | None] = None
 
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """Server state before the first round; holds at least ``"v"``."""
@@ -229,11 +238,3 @@ class Method:
     server: ServerRule | None = None
     weights: Weights | None = None
     spelling: str = field(default="")
-
-
-def mask_of(slices: tuple[slice, ...], size: int) -> Tensor:
-    """Boolean ``[d]``, true on the slices."""
-    mask = torch.zeros(size, dtype=torch.bool)
-    for piece in slices:
-        mask[piece] = True
-    return mask

@@ -252,3 +252,11 @@ class ModelSpec:
     def __repr__(self) -> str:
         head = sum(s.stop - s.start for s in self.parts["head"])
         return f"ModelSpec(d={self.size}, body={self.size - head}, head={head}, buffers={sum(self.buffer_sizes)})"
+
+
+def mask_of(slices: Sequence[slice], size: int) -> Tensor:
+    """Boolean ``[d]``, true on the slices of a vector."""
+    mask = torch.zeros(size, dtype=torch.bool)
+    for piece in slices:
+        mask[piece] = True
+    return mask

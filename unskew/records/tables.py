@@ -64,6 +64,32 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
+    """The second table of ``unskew compare``: what clients get, if some method has personal models; else None."""
+    if all(row["personal_accuracy_mean"] is None for row in rows):
+        return None
+    title = "Accuracy in % on the clients' own data, last round"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    table.add_column("model")
+    for name in ("mean", "std over clients", "worst decile", "worst client"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        for label, whose in (("global", "client"), ("personal", "personal")):
+            keys = [f"{whose}_accuracy_{name}" for name in ("mean", "std", "worst_decile", "worst")]
+            if row[keys[0]] is not None:
+                table.add_row(row["method"], label, *(percent(row[key], row[f"{key}_std"]) for key in keys))
+    return table
+
+
+def over_clients(summary: dict[str, Any], whose: str) -> str:
+    """The figures over clients as one line."""
+    mean, std, decile, worst = (
+        percent(summary[f"{whose}_accuracy_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
+    )
+    return f"mean {mean}%, std {std}%, worst decile {decile}%, worst client {worst}%"
+
+
 def summary_table(summary: dict[str, Any]) -> Table:
     """What ``unskew run`` prints at the end."""
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
@@ -73,11 +99,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
     lines = [
         ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {loss})"),
         ("test accuracy, best round", f"{percent(summary['best_accuracy'])}%  (round {summary['best_round']})"),
-        (
-            f"per client, on {summary['clients_evaluated_on']}",
-            f"mean {percent(summary['client_accuracy_mean'])}%, "
-            f"worst decile {percent(summary['client_accuracy_worst_decile'])}%, "
-            f"worst client {percent(summary['client_accuracy_worst'])}%",
+        *(
+            (f"{label}, on {summary['clients_evaluated_on']}", over_clients(summary, whose))
+            for label, whose in (("per client", "client"), ("personal models", "personal"))
+            if f"{whose}_accuracy_mean" in summary
         ),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
         ("partition hash", str(summary["partition_hash"])),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,8 @@ BATCH = 500
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
 NOTHING = "nothing"
-Own = Callable[[int], tuple[Tensor, Tensor]]
+Models = Callable[[Sequence[int]], Iterable[tuple[Tensor, Tensor]]]
+"""From client ids to the model ``v [d]`` and the statistics ``b [m]`` that serve each of them, in their order."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,23 @@ class ClientScores:
         return float(self.accuracies.mean()) if len(self.accuracies) else None
 
     @property
+    def std(self) -> float | None:
+        """Standard deviation over clients; these are all there are, so the sum is divided by their number."""
+        return float(self.accuracies.std()) if len(self.accuracies) else None
+
+    @property
     def worst(self) -> float | None:
         """The worst client."""
         return float(self.accuracies.min()) if len(self.accuracies) else None
+
+    def figures(self, name: str) -> dict[str, float | None]:
+        """The figures of the summary, under names that begin with ``name``."""
+        return {
+            f"{name}_mean": self.mean,
+            f"{name}_std": self.std,
+            f"{name}_worst": self.worst,
+            f"{name}_worst_decile": self.worst_decile,
+        }
 
     @property
     def worst_decile(self) -> float | None:
@@ -94,7 +109,7 @@ class Evaluator:
         right, losses, tally = self._samples(v, b, *self.test)
         return Score(float(right.mean()), float(losses.sum()) / len(right), self.task.measure(tally))
 
-    def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Own | None = None) -> ClientScores:
+    def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Models | None = None) -> ClientScores:
         """The model on each client's own data.
 
         Clients with held-out samples are measured on these. If no client has any, each is measured on the test set,
@@ -106,7 +121,7 @@ class Evaluator:
             b: Its statistics, ``[m]``.
             most: At most so many clients, drawn by the seed.
             seed: Of the run.
-            own: Gives the model and the statistics that serve a client, where these differ between clients.
+            own: Gives the models and the statistics that serve the clients, where these differ between them.
         """
         total = len(self.federation.clients)
         ids = np.arange(total)
@@ -119,7 +134,8 @@ class Evaluator:
         if not held and self.federation.test[1].dim() > 1:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
         if own is not None:
-            scores = [self.one(*own(c.id), c) for c in (held or clients)]
+            judged = held or clients
+            scores = [self.one(*served, c) for c, served in zip(judged, own([c.id for c in judged]), strict=True)]
             return ClientScores(np.array(scores), HELD_OUT if held else BY_CLASS)
         if not held:
             return ClientScores(self._by_class(v, b, [c.y for c in clients]), BY_CLASS)

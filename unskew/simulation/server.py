@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Tensors, Update, Updates
+from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Slices, Tensors, Update, Updates
 from unskew.models.vector import ModelSpec
 from unskew.seeding import derive
 from unskew.simulation.store import ClientStore, flat
@@ -47,10 +47,20 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def sliced(slices: tuple[slice, ...] | None, v: Tensor) -> int:
+def sliced(slices: Slices | None, v: Tensor) -> int:
     """Bytes of the slices of a vector that travel."""
     size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
     return size * v.element_size()
+
+
+def complement(slices: Slices, size: int) -> Slices:
+    """The rest of a vector of ``size`` elements; ``slices`` are in order.
+
+    >>> complement((slice(2, 4), slice(7, 9)), 9)
+    (slice(0, 2, None), slice(4, 7, None))
+    """
+    starts, stops = [0, *(s.stop for s in slices)], [*(s.start for s in slices), size]
+    return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
 
 class Server:
@@ -106,10 +116,22 @@ class Server:
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
-        kept = self.store.get(client)
         down = up = None
         if self.method.sync is not None:
             down, up = self.method.sync.travels(round, client, self.last.get(client), self.spec)
+        cast = self._cast(round, client, self.v, down, up)
+        extra = bytes_of(t for tensors in cast.download.values() for t in tensors.values())
+        statistics = bytes_of([cast.b]) if self.mode == "average" else 0
+        self.traffic.count(client, "down", sliced(down, self.v) + extra, statistics)
+        return cast
+
+    def farewell(self, round: int, client: int) -> Broadcast:
+        """The final model for a training whose result stays at ``client``, in ``Update.state["model"]``; not counted."""
+        own = () if self.method.sync is None else self.method.sync.own(self.spec)
+        return self._cast(round, client, self.evaluated, complement(own, len(self.v)) if own else None, ())
+
+    def _cast(self, round: int, client: int, v: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
+        kept = self.store.get(client)
         download = {}
         for rule in self.method.client:
             extras = rule.extras(self.rules[rule.name], client)
@@ -120,10 +142,8 @@ class Server:
             b = self.b0
         elif self.mode == "local":
             b = kept.get("buffers", {}).get("b", self.b0)
-        extra = bytes_of(t for tensors in download.values() for t in tensors.values())
-        self.traffic.count(client, "down", sliced(down, self.v) + extra, bytes_of([b]) if self.mode == "average" else 0)
         weight = 1.0 if self.weights == "uniform" else float(self.federation.clients[client].examples)
-        return Broadcast(round, client, self.v, b, download, kept, weight, down, up)
+        return Broadcast(round, client, v, b, download, kept, weight, down, up)
 
     def step(self, round: int, arrivals: Iterable[Update]) -> dict[str, float]:
         """Take in the updates of a round, in order; returns the round's figures.

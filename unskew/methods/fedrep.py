@@ -1,0 +1,73 @@
+"""FedRep: all clients share the body of the model, each has a head of its own.
+
+Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", 2021,
+arXiv:2102.07078, Algorithm 1. A client receives the body ``phi``, keeps its head ``h_k``, and in every round::
+
+    h_k   <- h_k - eta grad_h f_k(phi, h_k)         first steps, the body is frozen
+    phi_k <- phi_k - eta grad_phi f_k(phi_k, h_k)   the other steps, the head is frozen
+    phi   <- mean_S phi_k
+
+The paper counts epochs: ``E_h`` on the head, then ``E_b`` on the body. Here both share the run's budget: the first
+``round(head_share tau)`` of the ``tau`` local steps train the head, so ``local_epochs = E_h + E_b`` with
+``head_share = E_h / (E_h + E_b)`` is the paper's. The average is uniform, as in the paper.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.methods.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
+from unskew.models.trainable import Batch
+from unskew.models.vector import ModelSpec, mask_of
+
+
+@dataclass(frozen=True)
+class FedRep(ClientRule, Sync):
+    """A shared body and a head per client.
+
+    Attributes:
+        head_share: Share of the local steps that train the head, before the others train the body.
+    """
+
+    name: ClassVar[str] = "fedrep"
+    summary: ClassVar[str] = "a shared body and a head of each client's own"
+    paper: ClassVar[str] = "Collins et al. 2021, arXiv:2102.07078"
+    weights: ClassVar[Weights | None] = "uniform"
+
+    head_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
+        """The body, both ways. A client begins with the head of the initial model, which is no secret."""
+        body = tuple(spec.parts["body"])
+        return body, body
+
+    def own(self, spec: ModelSpec) -> Slices:
+        """The head."""
+        return tuple(spec.parts["head"])
+
+    def begin(self, ctx: Context) -> Tensors:
+        """Where the head lies in the vector, and how many steps train it."""
+        head = mask_of(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_start.device)
+        return {"head": head, "steps": torch.floor(self.head_share * ctx.steps + 0.5)}
+
+    def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
+        """First the head, then the body."""
+        return carry["head"] == (batch.step < carry["steps"])
+
+    def refuses(self, whole: Method) -> str | None:
+        """Not with rules whose other half is at the server: theirs would be about a head that never gets there."""
+        for rule in whole.client:
+            if rule is self:
+                continue
+            if type(rule).collect is not ClientRule.collect or isinstance(rule, ServerRule):
+                return (
+                    f"{rule.name} works on the whole model at the server, but fedrep leaves the heads at the clients."
+                )
+            if type(rule).personal is not ClientRule.personal:
+                return f"{rule.name} and fedrep each give a client a personal model; leave out one of the two."
+        return None

@@ -1,0 +1,64 @@
+"""The models that serve single clients: the global one, one that was kept for them, or one trained for them at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from unskew.engines.base import Engine
+from unskew.methods.rules import ClientRule, Method
+from unskew.models.vector import ModelSpec, mask_of
+from unskew.simulation.server import Server, usable
+
+Served = Iterator[tuple[Tensor, Tensor]]
+
+
+def tunes(method: Method) -> bool:
+    """Whether clients train once more from the final model."""
+    return any(rule.tunes for rule in method.client)
+
+
+def personalises(method: Method, spec: ModelSpec) -> bool:
+    """Whether clients have models of their own."""
+    kept = any(type(rule).personal is not ClientRule.personal for rule in method.client)
+    return kept or tunes(method) or bool(method.sync and method.sync.own(spec))
+
+
+def shared(server: Server, clients: Sequence[int]) -> Served:
+    """The global model with each client's own statistics, if it has any."""
+    for client in clients:
+        yield server.evaluated, server.store.get(client).get("buffers", {}).get("b", server.b)
+
+
+def kept(server: Server, clients: Sequence[int]) -> Served:
+    """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
+    own = mask_of(server.method.sync.own(server.spec) if server.method.sync else (), len(server.v)).to(server.v.device)
+    for client, (v, b) in zip(clients, shared(server, clients), strict=True):
+        state = server.store.get(client)
+        if "model" in state:
+            v = torch.where(own, state["model"]["v"].to(v.device), v)
+        for rule in server.method.client:
+            mine = rule.personal(state.get(rule.name, {}))
+            v = v if mine is None else mine
+        yield v, b
+
+
+def tuned(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:
+    """What each client makes of the final model in one more local training; nothing of it reaches the server.
+
+    A client whose training ends with a number that is not finite is served by what it had before.
+
+    Args:
+        server: At the end of the run.
+        engine: That of the run.
+        round: Number of this training; a new one, so that batches and random draws are fresh.
+        at_once: At most so many clients are trained together.
+        clients: Who.
+    """
+    for first in range(0, len(clients), at_once):
+        part = clients[first : first + at_once]
+        updates = engine.train([server.farewell(round, client) for client in part])
+        for update, before in zip(updates, kept(server, part), strict=True):
+            yield (update.state["model"]["v"], update.buffers) if usable(update) else before
