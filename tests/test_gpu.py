@@ -20,7 +20,10 @@ def train(method, engine, device, data=None, **options):
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
 @pytest.mark.parametrize(
     "method",
-    ["fedavg", "scaffold+fedadam", "fedcog:start_round=1,g_steps=3,n=8", "moon", "fedpvr", "fedrep+ft", "ditto"],
+    [
+        *("fedavg", "scaffold+fedadam", "moon", "fedpvr", "fedrep+ft", "ditto", "fedcog:start_round=1,g_steps=3,n=8"),
+        "fedcog:start_round=1,g_steps=2,n=8,generator=network,augment=true,labels=explicit,explicit=0;2",
+    ],
 )
 def test_the_gpu_gives_the_numbers_of_the_cpu(method, engine):
     reference = train(method, "inline", "cpu")

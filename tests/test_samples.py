@@ -13,6 +13,7 @@ from unskew.data.pixels import Pixels
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
 from unskew.methods.rules import Broadcast, Update
+from unskew.records.pictures import grid_by_class
 from unskew.simulation.samples import Samples
 
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
@@ -115,3 +116,12 @@ def test_the_command_line_draws(tmp_path, capsys):
     args = ("--method", "fedcog:start_round=0,n=10,g_steps=1", "--rounds", 1, "--out", tmp_path / "run")
     assert call(capsys, "run", *TINY, *args, "--save-samples").code == 0
     assert names(tmp_path / "run") == [f"client-{k:04d}.png" for k in range(4)]
+
+
+def test_an_image_with_several_labels_is_in_the_row_of_each():
+    images = np.stack([np.full((1, 2, 2), shade) for shade in (0.25, 0.5, 0.75)])
+    labels = np.array([[1, 0, 1], [0, 0, 1], [1, 0, 0]])
+    grid = grid_by_class(images, labels, classes=3, columns=3)
+    assert grid.shape == (9, 9, 3)
+    shades = grid[::3, ::3, 0]  # the first pixel of each place
+    np.testing.assert_array_equal(shades, [[0.25, 0.75, 1], [1, 1, 1], [0.25, 0.5, 1]])
