@@ -157,7 +157,7 @@ def test_a_client_is_served_by_the_global_body_and_its_own_head(tmp_path):
     assert result.summary["client_accuracy_mean"] != pytest.approx(np.mean(rights)), "the test could not fail otherwise"
 
 
-@pytest.mark.parametrize("other", ["scaffold", "fedpvr", "feddyn", "fedexp", "ditto", "fedreg"])
+@pytest.mark.parametrize("other", ["scaffold", "fedpvr", "feddyn", "fedexp", "ditto", "fedreg", "fedgen"])
 def test_sums_that_mean_nothing_are_refused(other):
     for spelling in (f"fedrep+{other}", f"{other}+fedrep"):
         with pytest.raises(MethodConflict, match=rf"^{other} .*fedrep"):

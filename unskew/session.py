@@ -118,14 +118,14 @@ class Session:
             self.recorder.close()
         summary = self._summary(client_scores)
         if self.folder is not None:
-            weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.b)}
+            weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
             data = save({name: t.contiguous() for name, t in weights.items()})
             write_atomic(self.folder / "model.safetensors", data)
             write_summary(self.folder, summary)
         self.server.store.close()
         for callback in self.callbacks:
             callback.end(summary)
-        module = self.spec.load(self.server.evaluated, self.server.b).cpu()
+        module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder)
 
     def _begin(self, start: int) -> None:
@@ -144,7 +144,7 @@ class Session:
         done, last = t + 1, t + 1 == self.config.rounds
         score = None
         if last or done % self.config.eval_every == 0:
-            score = self.evaluator.score(self.server.evaluated, self.server.b)
+            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
             if self.local_models is not None:
                 figures |= self.local_models.figures()
         if self.local_models is not None:
@@ -230,7 +230,7 @@ class Session:
         config, server = self.config, self.server
 
         def score(own: Models | None) -> ClientScores:
-            return self.evaluator.clients(server.evaluated, server.b, config.eval_clients, config.seed, own)
+            return self.evaluator.clients(server.evaluated, server.evaluated_b, config.eval_clients, config.seed, own)
 
         own_statistics = config.buffers == "local" and self.spec.buffer_sizes
         scores = score(partial(personal.shared, server) if own_statistics else None)

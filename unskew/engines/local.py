@@ -11,7 +11,7 @@ from torch import Tensor
 from unskew.data.federation import ClientData, take
 from unskew.data.pixels import Pixels
 from unskew.engines import optimizers
-from unskew.engines.base import Setup
+from unskew.engines.base import Setup, Training
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
 from unskew.methods.rules import Broadcast, ClientRule, Context, Tensors, Update
@@ -36,6 +36,19 @@ def start_of(cast: Broadcast) -> Tensor:
     if cast.down is None or kept is None:
         return cast.v
     return torch.where(mask_of(cast.down, len(kept)).to(cast.v.device), cast.v, kept.to(cast.v.device))
+
+
+def sent_by(cast: Broadcast, device: torch.device) -> Tensor | None:
+    """The parameters that go to the server, boolean ``[d]``; None for all."""
+    return None if cast.up is None else mask_of(cast.up, len(cast.v)).to(device)
+
+
+def moments_of(training: Training, cast: Broadcast, v: Tensor, freezes: bool) -> Tensors:
+    """The optimizer's state at the first step: fresh, or what stayed at the client."""
+    kept = cast.state.get("optimizer") if cast.keeps else None
+    if kept is not None:
+        return {name: tensor.to(v.device).clone() for name, tensor in kept.items()}
+    return optimizers.init(training, v, freezes or cast.keeps)
 
 
 def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
@@ -104,13 +117,16 @@ def finish(
     ctxs: list[tuple[Tensors, Tensors]],
     metrics: dict[str, float],
     made: Tensors,
+    moments: Tensors,
 ) -> Update:
     """Pack what a client sends (``ctxs``: per rule, its state and its upload) and what stays with it."""
     state = {r.name: s for r, (s, _) in zip(setup.rules, ctxs, strict=True) if s}
     delta = v - v_start
     if cast.up is not None:
-        state["model"] = {"v": v}
+        state["model"] = {"v": v, "b": b}
         delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
+    if cast.keeps:
+        state["optimizer"] = moments
     upload = {r.name: u for r, (_, u) in zip(setup.rules, ctxs, strict=True) if u}
     return Update(cast.client, cast.round, examples, cast.weight, delta, b, upload, state, metrics, made=made)
 
@@ -178,6 +194,7 @@ class LocalTrainer:
             "pixels": self.pixels,
             "epoch_steps": torch.tensor(float(len(training.cuts(client.examples))), dtype=v_start.dtype, device=device),
             "label_pairs": self.label_pairs(client) if self.needs_label_pairs else None,
+            "sent": sent_by(cast, device),
         }
         state, download = on_device(cast.state, device), on_device(cast.download, device)
         ctxs = contexts(setup.rules, shared, state, download, self.common)
@@ -195,7 +212,7 @@ class LocalTrainer:
             grad_fn = rule.gradient(grad_fn, ctx, carry)
 
         v = v_start.clone()
-        moments = optimizers.init(training, v, freezes(setup.rules))
+        moments = moments_of(training, cast, v, freezes(setup.rules))
         total = torch.zeros((), dtype=v.dtype, device=device)
         for step, cpu_index in enumerate(plan.batches):
             index = cpu_index.to(client.y.device)
@@ -223,4 +240,4 @@ class LocalTrainer:
             "train_seconds": time.perf_counter() - ready,
         }
         written = [(ctx.state, ctx.upload) for ctx in ctxs]
-        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics, made)
+        return finish(setup, cast, client.examples, v_start, v, self.model.b.clone(), written, metrics, made, moments)

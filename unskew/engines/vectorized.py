@@ -28,8 +28,10 @@ from unskew.engines.local import (
     finish,
     freezes,
     made_by,
+    moments_of,
     moving,
     on_device,
+    sent_by,
     start_of,
 )
 from unskew.methods.rules import Broadcast, Context, Tensors, Update
@@ -123,6 +125,7 @@ class VectorizedEngine:
             if self.single.needs_full_gradient
             else None
         )
+        sent = [sent_by(cast, device) for cast in casts]
         given, dims = stack(
             [
                 {
@@ -136,6 +139,7 @@ class VectorizedEngine:
                     "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
                     "epoch_steps": epochs[k],
                     "label_pairs": self.single.label_pairs(clients[k]) if self.single.needs_label_pairs else None,
+                    "sent": sent[k],
                     "state": on_device(cast.state, device),
                     "download": on_device(cast.download, device),
                 }
@@ -180,7 +184,8 @@ class VectorizedEngine:
 
         b = torch.stack([cast.b.to(device) for cast in casts])
         v = torch.stack(starts)
-        state = {n: t.clone() for n, t in optimizers.init(training, v, freezes(setup.rules)).items()}
+        moments = [moments_of(training, c, s, freezes(setup.rules)) for c, s in zip(casts, starts, strict=True)]
+        state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
         keys = torch.stack([client_key(setup.seed, cast) for cast in casts]).to(device)
         total = torch.zeros(len(casts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
@@ -210,7 +215,7 @@ class VectorizedEngine:
                 setup, cast, clients[k].examples, starts[k], v[k], b[k].clone(),
                 pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
                 {"loss": losses[k], "steps": float(counts[k]), **spent},
-                made[k],
+                made[k], {name: t[k].clone() for name, t in state.items()},
             )
             for k, cast in enumerate(casts)
         ]  # fmt: skip

@@ -33,6 +33,7 @@ CATALOGUE: dict[str, str] = {
     "fedexp": "unskew.methods.fedexp:FedExP",
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
+    "fedals": "unskew.methods.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
     "fedrep": "unskew.methods.fedrep:FedRep",
     "ft": "unskew.methods.finetune:FineTune",

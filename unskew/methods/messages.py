@@ -18,7 +18,8 @@ Slices = tuple[slice, ...]
 class Broadcast:
     """What one client receives: the model ``v [d]``, its statistics ``b [m]`` and each rule's extra tensors.
 
-    ``show`` asks for the inputs that the client made, to be looked at.
+    ``down`` and ``up`` are the slices of ``v`` that are sent; None stands for all. ``show`` asks for the inputs that the
+    client made, to be looked at; with ``keeps`` the optimizer's state stays at the client from round to round.
     """
 
     round: int
@@ -31,6 +32,7 @@ class Broadcast:
     down: Slices | None = None
     up: Slices | None = None
     show: bool = False
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Context:
         epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
         common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
         pixels: How intensities of images become the model's inputs.
+        sent: Which parameters go to the server after this round, boolean ``[d]``; None if all do.
     """
 
     round: int
@@ -76,6 +77,7 @@ class Context:
     epoch_steps: Tensor | None = None
     common: Tensors = field(default_factory=dict)
     pixels: Pixels = AS_THEY_ARE
+    sent: Tensor | None = None
     label_pairs: Tensor | None = None
 
 
@@ -194,7 +196,16 @@ class ClientRule(Part):
 
 
 class Sync(Part):
-    """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client."""
+    """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client.
+
+    Normalisation statistics travel with the layer before them.
+    """
+
+    keeps_optimizer: ClassVar[bool] = False
+    """Whether momentum stays at the client from round to round, neither averaged nor reset."""
+
+    evaluates_mean: ClassVar[bool] = False
+    """Whether what is evaluated is the mean of the clients' whole models, slices that did not travel included."""
 
     def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
         """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never)."""

@@ -8,6 +8,9 @@ arXiv:1910.06378, Algorithm 1. With ``x`` the global model, ``c`` the server's v
     c_k+ = c_k - c + (x - y) / (eta tau)                   option II
     x <- x + eta_g mean_S(y - x),  c <- c + (1/K) sum_S (c_k+ - c_k)
 
+Where a part of the model is sent only every so many rounds (FedALS, its Algorithm 3 in the standard form), ``x``, ``y``,
+``tau`` and both variates of that part are those of the interval since it was last sent.
+
 ``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
 uniform, as in the paper (``weights="samples"`` of the run overrides it). Variates cover parameters, not statistics.
 
@@ -66,12 +69,14 @@ class Scaffold(ClientRule):
         return self.option == "II" and wanted
 
     def begin(self, ctx: Context) -> Tensors:
-        """The correction ``c - c_k`` is the same for all steps."""
+        """The correction ``c - c_k`` is the same for all steps; an interval of several rounds goes on with its sums."""
         c = ctx.download["c"]
-        c_k = ctx.state.get("c")
-        carry = {"correction": c if c_k is None else c - c_k}
+        c_k = ctx.state.get("c", torch.zeros_like(c))
+        carry = {"c_k": c_k, "correction": c - c_k, "steps": ctx.state.get("steps", 0 * ctx.steps)}
         if self._averages(ctx):
-            carry["sum"] = torch.zeros_like(c)
+            carry["sum"] = ctx.state.get("sum", torch.zeros_like(c))
+        else:
+            carry["start"] = torch.where(carry["steps"] == 0, ctx.v_start, ctx.state.get("start", ctx.v_start))
         return carry
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
@@ -87,16 +92,20 @@ class Scaffold(ClientRule):
         return corrected
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The new variate stays, its change is sent."""
+        """Where parameters are sent, the new variate stays and its change is sent with them."""
+        steps = carry["steps"] + ctx.steps
         if self.option == "I":
             assert ctx.full_gradient is not None
             new = ctx.full_gradient
         elif self._averages(ctx):
-            new = carry["sum"] / ctx.steps
+            new = carry["sum"] / steps
         else:
-            new = (ctx.v_start - v) / (ctx.lr * ctx.steps) - carry["correction"]
-        c_k = ctx.state.get("c")
-        ctx.upload["change"] = new if c_k is None else new - c_k
+            new = (carry["start"] - v) / (ctx.lr * steps) - carry["correction"]
+        if ctx.sent is not None:
+            new = torch.where(ctx.sent, new, carry["c_k"])
+            kept: Tensors = {"steps": steps.expand_as(v), **{n: carry[n] for n in ("sum", "start") if n in carry}}
+            ctx.state.update({name: torch.where(ctx.sent, 0.0, t) for name, t in kept.items()})
+        ctx.upload["change"] = new - carry["c_k"]
         ctx.state["c"] = new
 
     def server_init(self, v: Tensor, federation: Federation) -> Tensors:

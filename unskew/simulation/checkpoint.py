@@ -21,8 +21,9 @@ from torch import Tensor
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
 from unskew.methods.rules import Tensors
-from unskew.simulation.server import Server, Traffic
+from unskew.simulation.server import Server
 from unskew.simulation.store import State, encode, flat, nested, size_of
+from unskew.simulation.travel import Traffic
 
 FORMAT = 1
 KEEP = 2
@@ -172,7 +173,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
     """
-    state, rules, b = _server_part(path, manifest, server)
+    state, rules, b, server.mean = _server_part(path, manifest, server)
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
         raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
     server.state, server.b = state, b
@@ -194,7 +195,7 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, same_rule: bool
     Raises:
         CheckpointError: It was written for another model, or by another version.
     """
-    state, rules, b = _server_part(path, manifest, server)
+    state, rules, b, _ = _server_part(path, manifest, server)
     if state["v"].shape != server.v.shape or b.shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
     server.state, server.b = state if same_rule else server.rule.init(state["v"], server.federation), b
@@ -213,8 +214,10 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, same_rule: bool
     _counters(manifest, server)
 
 
-def _server_part(path: Path, manifest: dict[str, Any], server: Server) -> tuple[Tensors, State, Tensor]:
-    """The server rule's state, the rules' server halves and the statistics of a checkpoint."""
+def _server_part(
+    path: Path, manifest: dict[str, Any], server: Server
+) -> tuple[Tensors, State, Tensor, tuple[Tensor, Tensor] | None]:
+    """The server rule's state, the rules' server halves, the statistics and the clients' mean of a checkpoint."""
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"The checkpoint {path} was written by another version of unskew; resume it with that one."
@@ -222,11 +225,9 @@ def _server_part(path: Path, manifest: dict[str, Any], server: Server) -> tuple[
     device = server.b.device
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
-    return (
-        state,
-        nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")}),
-        tensors["b"],
-    )
+    rules = nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")})
+    mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
+    return state, rules, tensors["b"], mean
 
 
 def _client_parts(path: Path) -> Iterator[tuple[int, State]]:

@@ -29,7 +29,7 @@ def personalises(method: Method, spec: ModelSpec) -> bool:
 def shared(server: Server, clients: Sequence[int]) -> Served:
     """The global model with each client's own statistics, if it has any."""
     for client in clients:
-        yield server.evaluated, server.store.get(client).get("buffers", {}).get("b", server.b)
+        yield server.evaluated, server.store.get(client).get("buffers", {}).get("b", server.evaluated_b)
 
 
 def kept(server: Server, clients: Sequence[int]) -> Served:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,52 +15,9 @@ from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Slice
 from unskew.models.vector import ModelSpec
 from unskew.seeding import derive
 from unskew.simulation.store import ClientStore, flat
+from unskew.simulation.travel import Traffic, Travel, complement, extras, sliced
 
 Buffers = Literal["average", "local", "reset"]
-
-
-@dataclass
-class Traffic:
-    """Bytes that crossed the network; parameters with the rules' extras, and normalisation statistics apart."""
-
-    up: int = 0
-    down: int = 0
-    buffers_up: int = 0
-    buffers_down: int = 0
-    clients: dict[int, list[int]] = field(default_factory=dict)
-
-    def count(self, client: int, direction: Literal["up", "down"], tensors: int, buffers: int) -> None:
-        """Add one transfer."""
-        both = self.clients.setdefault(client, [0, 0])
-        if direction == "up":
-            self.up += tensors
-            self.buffers_up += buffers
-            both[0] += tensors + buffers
-        else:
-            self.down += tensors
-            self.buffers_down += buffers
-            both[1] += tensors + buffers
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of some tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def sliced(slices: Slices | None, v: Tensor) -> int:
-    """Bytes of the slices of a vector that travel."""
-    size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
-    return size * v.element_size()
-
-
-def complement(slices: Slices, size: int) -> Slices:
-    """The rest of a vector of ``size`` elements; ``slices`` are in order.
-
-    >>> complement((slice(2, 4), slice(7, 9)), 9)
-    (slice(0, 2, None), slice(4, 7, None))
-    """
-    starts, stops = [0, *(s.stop for s in slices)], [*(s.start for s in slices), size]
-    return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
 
 class Server:
@@ -99,6 +56,8 @@ class Server:
         self.left_out: list[int] = []
         self.last: dict[int, int] = {}
         self.watch: Callable[[Update], None] | None = None
+        self.travel = Travel(method.sync, spec)
+        self.mean: tuple[Tensor, Tensor] | None = None
 
     @property
     def v(self) -> Tensor:
@@ -107,37 +66,41 @@ class Server:
 
     @property
     def evaluated(self) -> Tensor:
-        """The model that is evaluated and returned; some methods average the last ones."""
-        return self.rule.evaluated(self.state)
+        """The model that is evaluated and returned; some methods average the last ones, or what stays at clients."""
+        return self.rule.evaluated(self.state) if self.mean is None else self.mean[0]
+
+    @property
+    def evaluated_b(self) -> Tensor:
+        """The statistics that belong to it."""
+        return self.b if self.mean is None else self.mean[1]
 
     def tensors(self) -> Tensors:
         """All that the server holds, by name."""
-        return everything(self.state, self.rules, self.b)
+        mean = {} if self.mean is None else {"mean/v": self.mean[0], "mean/b": self.mean[1]}
+        return {**everything(self.state, self.rules, self.b), **mean}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
-        down = up = None
-        if self.method.sync is not None:
-            down, up = self.method.sync.travels(round, client, self.last.get(client), self.spec)
-        cast = self._cast(round, client, self.v, down, up)
-        extra = bytes_of(t for tensors in cast.download.values() for t in tensors.values())
-        statistics = bytes_of([cast.b]) if self.mode == "average" else 0
-        self.traffic.count(client, "down", sliced(down, self.v) + extra, statistics)
+        down, up = self.travel.slices(round, client, self.last.get(client))
+        cast = replace(self._cast(round, client, self.v, self.b, down, up), keeps=self.travel.keeps_optimizer)
+        statistics = self.travel.statistics(down, self.b) if self.mode == "average" else 0
+        self.traffic.count(client, "down", sliced(down, self.v) + extras(cast.download, down, self.v), statistics)
         return cast
 
     def farewell(self, round: int, client: int) -> Broadcast:
         """The final model for a training whose result stays at ``client``, in ``Update.state["model"]``; not counted."""
         own = () if self.method.sync is None else self.method.sync.own(self.spec)
-        return self._cast(round, client, self.evaluated, complement(own, len(self.v)) if own else None, ())
+        down = complement(own, len(self.v)) if own else None
+        return self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
 
-    def _cast(self, round: int, client: int, v: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
+    def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
         kept = self.store.get(client)
         download = {}
         for rule in self.method.client:
             extras = rule.extras(self.rules[rule.name], client)
             if extras:
                 download[rule.name] = extras
-        b = self.b
+        b = self.travel.start(down, b, kept.get("model", {}).get("b"))
         if self.mode == "reset":
             b = self.b0
         elif self.mode == "local":
@@ -155,16 +118,21 @@ class Server:
         self.left_out = []
         sums = dict.fromkeys(("loss", "begin_seconds", "train_seconds"), 0.0)
         taken: list[Update] = []
+        whole: Tensor | None = None
+        up: Slices | None = None
         for update in arrivals:
-            sent = bytes_of(t for tensors in update.upload.values() for t in tensors.values())
-            up = self._up(update)
+            _, up = self.travel.slices(update.born, update.client, self.last.get(update.client))
+            statistics = self.travel.statistics(up, update.buffers) if self.mode != "local" else 0
             self.traffic.count(
-                update.client, "up", up + sent, bytes_of([update.buffers]) if self.mode != "local" else 0
+                update.client, "up", sliced(up, update.delta) + extras(update.upload, up, update.delta), statistics
             )
             if not usable(update):
                 self.left_out.append(update.client)
                 continue
             aggregate.add(update)
+            if self.travel.evaluates_mean:
+                mine = update.state["model"]["v"] * update.weight
+                whole = mine if whole is None else whole.add_(mine)
             sums = {name: total + update.metrics.get(name, 0.0) for name, total in sums.items()}
             if self.watch is not None:
                 self.watch(update)
@@ -174,7 +142,7 @@ class Server:
             taken.append(replace(update, delta=torch.empty(0), upload={}))
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
         updates = Updates(round, aggregate, individual, self.v, self.spec, key)
-        if taken and not self._take_in(updates):
+        if taken and not self._take_in(updates, up, whole):
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
         for update in taken:
             self._keep(update)
@@ -188,22 +156,26 @@ class Server:
             **self.rule.metrics(self.state),
         }
 
-    def _take_in(self, updates: Updates) -> bool:
-        """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes."""
-        state = self.rule.step(self.state, updates)
+    def _take_in(self, updates: Updates, up: Slices | None, whole: Tensor | None) -> bool:
+        """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes.
+
+        Args:
+            updates: Of the round.
+            up: The slices that were sent.
+            whole: Weighted sum of the clients' whole models, if their mean is what is evaluated.
+        """
+        state = self.travel.only_sent(up, self.rule.step(self.state, updates), self.state)
         rules = {r.name: r.collect(self.rules[r.name], updates) for r in self.method.client}
-        b = updates.aggregate.buffers
+        b = self.travel.merged(up, updates.aggregate.buffers, self.b)
         after = everything(state, rules, b)
         if any(finite(t) and not finite(after.get(name, t)) for name, t in self.tensors().items()):
             return False
         self.state, self.rules, self.b = state, rules, b
+        if whole is not None:
+            mean = whole / updates.aggregate.weight
+            # Where a server rule has moved the mean of what was sent, its model counts.
+            self.mean = self.travel.chosen(up, self.rule.evaluated(state), mean), updates.aggregate.buffers
         return True
-
-    def _up(self, update: Update) -> int:
-        if self.method.sync is None:
-            return sliced(None, update.delta)
-        _, up = self.method.sync.travels(update.born, update.client, self.last.get(update.client), self.spec)
-        return sliced(up, update.delta)
 
     def _keep(self, update: Update) -> None:
         """What stays at the client."""
