@@ -27,8 +27,9 @@ format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/installed  ## speed and memory, against loops without a framework
+bench: .venv/installed  ## speed and memory against loops without a framework, and what generation costs
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.generation
 
 docs: .venv/installed  ## the documentation, into site/
 	$(BIN)/mkdocs build --strict

@@ -57,7 +57,7 @@ def generation() -> str:
             str(r["n"]),
             f"{r['inline']:.2f}",
             f"{r['inline'] / training:.1%}",
-            f"{r['vectorized']:.2f}",
+            "" if r["vectorized"] is None else f"{r['vectorized']:.2f}",
             f"{r['paper']:.2f}",
             f"{r['paper'] / PAPER_TRAINING:.1%}",
         ]

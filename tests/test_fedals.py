@@ -238,3 +238,32 @@ def test_an_interrupted_run_goes_on_with_bodies_momentum_and_mean(tmp_path):
     assert [r["accuracy"] for r in rest.history] == [r["accuracy"] for r in whole.history]
     for name, value in whole.model.state_dict().items():
         assert torch.equal(rest.model.state_dict()[name], value)
+
+
+def test_the_consensus_distance_of_each_layer_is_that_before_averaging():
+    """After one round of alpha = 2 the bodies are still apart; by hand from the store's models."""
+    result = run("fedals:alpha=2", rounds=1, diagnose="consensus", momentum=0.9)
+    names = [n for n in result.history[0] if n.startswith("consensus/")]
+    assert names == ["consensus/first", "consensus/head"]
+    fed = blobs(SIZES)
+    torch.manual_seed(2)
+    start = Net().double()
+    found = []
+    for client in fed.clients:
+        net = copy.deepcopy(start).train()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(client.x.double()), client.y).backward()
+            optimizer.step()
+        found.append(net)
+    for name, layers in (("consensus/first", ("first", "norm")), ("consensus/head", ("head",))):
+        values = torch.stack(
+            [
+                torch.cat([p.detach().flatten() for n, p in net.named_parameters() if n.split(".")[0] in layers])
+                for net in found
+            ]
+        )
+        expected = (values - values.mean(0)).square().sum(1).mean()
+        assert result.history[0][name] == pytest.approx(float(expected), rel=1e-10)
+    assert result.summary["consensus/head"] == result.history[0]["consensus/head"]

@@ -28,7 +28,8 @@ def test_every_run_of_every_preset_is_a_valid_experiment(name, scale):
             assert cell.parent.rounds < cell.config.rounds
             shared = ("data", "partition", "clients", "model", "lr", "momentum", "local_steps", "batch_size", "seed")
             assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
-    assert set(preset.values) <= set(report.VALUES)
+    for value in preset.values:
+        assert report.shown(value.removesuffix("*"))[0]
     for value, columns in preset.published.items():
         assert value in preset.values
         assert set(columns) <= set(preset.columns)
@@ -202,3 +203,26 @@ def test_a_preset_of_another_shape_is_refused(monkeypatch):
     monkeypatch.setattr(preset, "_read", lambda name: {"title": "x"})
     with pytest.raises(ConfigError, match="is not valid"):
         load_preset("fedcog/table-1")
+
+
+@pytest.mark.parametrize(("name", "rows", "size"), [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1)])
+def test_tables_can_be_drawn(tmp_path, name, rows, size):
+    from PIL import Image
+
+    from unskew.reproduction.figures import draw_curves, draw_points
+
+    made = make(tmp_path, name, rows, None)
+    found = list(made.carry_out([0]))
+    entries = report.entries(made.preset, found)
+    assert len({e.value for e in entries}) == size
+    path = tmp_path / "figure.png"
+    if made.preset.curves:
+        draw_curves(made.preset, found, path)
+    else:
+        draw_points(made.preset, entries, path)
+    assert Image.open(path).width > 300
+
+
+def test_counted_parameters_are_scaled_to_the_papers_steps():
+    summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
+    assert report.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from unskew.config import Experiment
 from unskew.continuing import begin_where, check_same, identity
 from unskew.data.federation import Federation
-from unskew.diagnostics.local_models import LocalModels
+from unskew.diagnostics.choose import make_diagnoses
 from unskew.engines.base import Engine, Setup
 from unskew.engines.choose import make_engine, pick_engine
 from unskew.engines.memory import cores
@@ -36,8 +36,8 @@ from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 from unskew.tasks import TASKS
 
-MEASURED = ("begin_seconds", "train_seconds", "local_distance", "local_accuracy", "local_personal_accuracy")
-"""Figures of the last round that the summary repeats."""
+MEASURED = ("begin_seconds", "train_seconds", "local_", "consensus/")
+"""Figures of the last round that the summary repeats: these, and those that begin so."""
 
 
 class Session:
@@ -83,9 +83,7 @@ class Session:
         self.recorder = Recorder(folder, callbacks)
         if config.secure_aggregation == "required":
             check_sums_suffice(chosen, rule, config.diagnose)
-        self.local_models = (
-            LocalModels(self.evaluator, federation, self.server) if "local_models" in config.diagnose else None
-        )
+        self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server)
         self.samples: Samples | None = None
         self._saved = 0
 
@@ -99,8 +97,8 @@ class Session:
             engine = self.samples = Samples(engine, self.method.client, self.federation, self.config.rounds - 1)
         try:
             self._begin(start)
-            if self.local_models is not None:
-                self.local_models.begin()
+            for diagnosis in self.diagnoses:
+                diagnosis.begin()
             texts = [rule.warning(self.config.rounds) for rule in self.method.client]
             texts += [self.samples.problem] if self.samples else []
             for text in filter(None, texts):
@@ -145,10 +143,10 @@ class Session:
         score = None
         if last or done % self.config.eval_every == 0:
             score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
-            if self.local_models is not None:
-                figures |= self.local_models.figures()
-        if self.local_models is not None:
-            self.local_models.begin()
+            for diagnosis in self.diagnoses:
+                figures |= diagnosis.figures()
+        for diagnosis in self.diagnoses:
+            diagnosis.begin()
         traffic = self.server.traffic
         if self.server.left_out and self.server.skipped == len(self.server.left_out):
             self._warn(
@@ -267,7 +265,7 @@ class Session:
             **{name: final[name] for name in self.task.figures},
             **{f"best_{name}": self.recorder.best(name)[0] for name in self.task.figures if name.endswith("f1")},
             **client_scores,
-            **{name: final[name] for name in MEASURED if name in final},
+            **{name: value for name, value in final.items() if name.startswith(MEASURED)},
             "bytes_up": traffic.up + traffic.buffers_up,
             "bytes_down": traffic.down + traffic.buffers_down,
             "buffer_bytes_up": traffic.buffers_up,

@@ -27,7 +27,7 @@ class LocalModels:
         self.evaluator, self.federation, self.server = evaluator, federation, server
         self.updates: list[Update] = []
         self.start = server.v
-        server.watch = self.updates.append
+        server.watchers.append(self.updates.append)
 
     def begin(self) -> None:
         """The next round starts from the server's model."""

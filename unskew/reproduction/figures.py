@@ -11,7 +11,7 @@ import numpy as np
 from unskew.records.plots import MARKERS, new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
-from unskew.reproduction.report import VALUES, Entry
+from unskew.reproduction.report import Entry, expanded, shown
 
 
 def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
@@ -22,23 +22,27 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
         made: Its runs.
         path: Image file to write.
     """
-    columns = list(dict.fromkeys(cell.column for cell, _ in made))
-    figure, axes = new_figure(4.2 * len(preset.values), 3.4 * len(columns), len(preset.values), len(columns))
-    for down, column in enumerate(columns):
-        for across, value in enumerate(preset.values):
-            axis, (label, factor, _) = axes[down][across], VALUES[value]
-            for number, row in enumerate(dict.fromkeys(c.row for c, _ in made)):
-                curves = [_points(o, value) for c, o in made if (c.column, c.row) == (column, row)]
-                rounds = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
-                if not rounds:
-                    continue
-                values = factor * np.array([[curve[t] for t in rounds] for curve in curves])
-                mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-                axis.plot(rounds, mean, label=row, marker=MARKERS[number % len(MARKERS)], markersize=3)
-                axis.fill_between(rounds, mean - spread, mean + spread, alpha=0.15, linewidth=0)
-            axis.set_title(f"{column}: {label}", fontsize=8)
-            axis.set_xlabel("communication round")
-            axis.grid(alpha=0.3)
+    values = expanded(preset.values, [outcome["summary"] for _, outcome in made])
+    panels = [(column, value) for column in dict.fromkeys(c.column for c, _ in made) for value in values]
+    wide = min(4, len(panels))
+    high = -(-len(panels) // wide)
+    figure, axes = new_figure(4.2 * wide, 3.4 * high, wide, high)
+    for spare in axes.ravel()[len(panels) :]:
+        spare.set_visible(False)
+    for (column, value), axis in zip(panels, axes.ravel(), strict=False):
+        label, factor, _ = shown(value)
+        for number, row in enumerate(dict.fromkeys(c.row for c, _ in made)):
+            curves = [_points(o, value) for c, o in made if (c.column, c.row) == (column, row)]
+            rounds = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
+            if not rounds:
+                continue
+            points = factor * np.array([[curve[t] for t in rounds] for curve in curves])
+            mean, spread = points.mean(0), points.std(0, ddof=1) if len(points) > 1 else np.zeros(len(rounds))
+            axis.plot(rounds, mean, label=row, marker=MARKERS[number % len(MARKERS)], markersize=3)
+            axis.fill_between(rounds, mean - spread, mean + spread, alpha=0.15, linewidth=0)
+        axis.set_title(f"{column}: {label}", fontsize=8)
+        axis.set_xlabel("communication round")
+        axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, fontsize=8)
     return save_figure(figure, path)
 
@@ -76,7 +80,7 @@ def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
             if known:
                 axis.plot(*zip(*known, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
         axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
-        axis.set_ylabel(VALUES[value][0])
+        axis.set_ylabel(shown(value)[0])
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     return save_figure(figure, path)

@@ -17,7 +17,8 @@ from unskew.files import write_atomic
 
 ELSEWHERE = ("engine", "workers", "device", "trackers", "checkpoint_every", "target", "data_path", "start_from")
 """Fields that say how a run is carried out, not what it is."""
-CURVES = ("accuracy", "local_distance", "local_accuracy", "local_personal_accuracy")
+CURVES = ("accuracy", "local_", "consensus/")
+"""What is kept of every evaluated round: figures that begin so."""
 Outcome = dict[str, Any]
 
 
@@ -54,7 +55,7 @@ def keep(
 
 def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     """What figures show over rounds; rounds before a branch may lack what only the branch measured."""
-    names = [name for name in CURVES if any(row.get(name) is not None for row in scored)]
+    names = [n for n in dict.fromkeys(n for row in scored for n in row) if n.startswith(CURVES)]
     return {n: [None if row.get(n) is None else round(row[n], 5) for row in scored] for n in names}
 
 

@@ -22,8 +22,44 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "local_distance": ("distance of local models from their mean", 1, 3),
     "local_accuracy": ("accuracy of local models on the global test set, %", 100, 2),
     "local_personal_accuracy": ("personalised accuracy of local models, %", 100, 2),
+    "scalars_per_client": ("parameters up and down per client in 20,000 steps, billions", 1e-9, 4),
+    "consensus/": ("consensus distance of {}", 1, 4),
 }
 """What tables show: its name in a summary, how it is called, its factor and its decimals."""
+
+
+COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled
+
+
+def shown(name: str) -> tuple[str, float, int]:
+    """How a value is called, its factor and its decimals.
+
+    Raises:
+        ConfigError: No table knows it.
+    """
+    stem, slash, rest = name.partition("/")
+    if stem + slash not in VALUES:
+        raise ConfigError(f"{name!r} is no value that a table shows; these are: {', '.join(VALUES)}.")
+    label, factor, digits = VALUES[stem + slash]
+    return label.format(rest), factor, digits
+
+
+def value_of(summary: dict[str, Any], name: str) -> float | None:
+    """A value of a run, in its own unit; None if the run has none."""
+    if name != "scalars_per_client":
+        number: float | None = summary.get(name)
+        return number
+    counted: float = sum(summary[f"bytes_{way}"] - summary[f"buffer_bytes_{way}"] for way in ("up", "down")) / 4
+    return float(counted / summary["clients"] * COUNTED_OVER / summary["rounds"])
+
+
+def expanded(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
+    """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth."""
+    names = dict.fromkeys(name for summary in summaries for name in summary)
+    found: list[str] = []
+    for value in values:
+        found += [n for n in names if n.startswith(value[:-1])] if value.endswith("/*") else [value]
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,14 +91,13 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
         by.setdefault((cell.column, cell.row), {})[cell.config.seed] = outcome["summary"]
     found = []
     first = next(iter(preset.rows))
-    for value in preset.values:
-        if value not in VALUES:
-            raise ConfigError(f"The preset {preset.name} shows {value!r}, which no table knows.")
-        factor = VALUES[value][1]
+    for value in expanded(preset.values, [s for runs in by.values() for s in runs.values()]):
+        factor = shown(value)[1]
 
         def numbers(at: tuple[str, str], value: str = value, factor: float = factor) -> dict[int, float]:
             runs = by.get(at, {})
-            return {seed: s[value] * factor for seed, s in runs.items() if s.get(value) is not None}
+            found = {seed: value_of(summary, value) for seed, summary in runs.items()}
+            return {seed: number * factor for seed, number in found.items() if number is not None}
 
         for column, row in by:
             mine, base = numbers((column, row)), numbers((column, first))
@@ -92,7 +127,7 @@ def lines(preset: Preset, found: list[Entry]) -> list[tuple[str, list[str], list
     tables = []
     first = next(iter(preset.rows))
     for value in dict.fromkeys(e.value for e in found):
-        label, _, digits = VALUES[value]
+        label, _, digits = shown(value)
         for column in dict.fromkeys(e.column for e in found if e.value == value):
             some = [e for e in found if (e.value, e.column) == (value, column)]
             header = ["", "ours", "seeds", f"minus {first}, per seed", "paper", "ours minus paper"]

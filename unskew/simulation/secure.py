@@ -26,5 +26,5 @@ def check_sums_suffice(chosen: Method, rule: ServerRule, diagnose: Sequence[str]
             f"{readers[0]} reads the update of each single client, but secure_aggregation=required lets the server see "
             "only their weighted sum. Take a method that needs sums only (unskew methods shows which), or turn it off."
         )
-    if "local_models" in diagnose:
-        raise ConfigError("diagnose=local_models looks at single updates, which secure_aggregation=required forbids.")
+    if diagnose:
+        raise ConfigError(f"diagnose={diagnose[0]} looks at single updates, which secure_aggregation=required forbids.")

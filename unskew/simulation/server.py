@@ -29,7 +29,7 @@ class Server:
         store: What stays at the clients.
         traffic: Bytes so far.
         skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
-        watch: Shown every usable update, by a diagnosis that asks for single ones; no part of the method.
+        watchers: Shown every usable update: diagnoses that look at single ones; no part of the method.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Server:
         self.skipped = 0
         self.left_out: list[int] = []
         self.last: dict[int, int] = {}
-        self.watch: Callable[[Update], None] | None = None
+        self.watchers: list[Callable[[Update], None]] = []
         self.travel = Travel(method.sync, spec)
         self.mean: tuple[Tensor, Tensor] | None = None
 
@@ -134,8 +134,8 @@ class Server:
                 mine = update.state["model"]["v"] * update.weight
                 whole = mine if whole is None else whole.add_(mine)
             sums = {name: total + update.metrics.get(name, 0.0) for name, total in sums.items()}
-            if self.watch is not None:
-                self.watch(update)
+            for watch in self.watchers:
+                watch(update)
             if individual is not None:
                 individual.append(update)
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
