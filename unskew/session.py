@@ -36,7 +36,7 @@ from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 from unskew.tasks import TASKS
 
-MEASURED = ("begin_seconds", "train_seconds", "local_", "consensus/")
+MEASURED = ("begin_seconds", "train_seconds", "local_", "consensus/", "generalization/")
 """Figures of the last round that the summary repeats: these, and those that begin so."""
 
 

@@ -27,6 +27,7 @@ PARTITIONS: dict[str, str] = {
     "natural": "natural:COLUMN[,min=1]: one client per value of a column, such as a user or a writer",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
+    "iid": ("each",),
     "dirichlet": ("min", "balanced", "blocks"),
     "quantity": ("min",),
     "natural": ("min",),
@@ -191,7 +192,8 @@ def from_text(
             "quantity:ALPHA, natural:COLUMN or sorted:COLUMN."
         )
     if name == "iid":
-        return partitioners.iid(labels, clients, rng)
+        each = whole(options["each"], f"each in {spec!r}") if "each" in options else None
+        return partitioners.iid(labels, clients, rng, each=each)
     if name == "sorted":
         return partitioners.runs(column(columns, value, spec) if value else labels, clients)
     if name == "classes":

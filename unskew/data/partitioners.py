@@ -17,9 +17,19 @@ WORK = 5 * 10**7  # ... would take more gamma variates than these (a few seconds
 CELLS = 2 * 10**6  # gamma variates held in memory at once
 
 
-def iid(labels: np.ndarray, clients: int, rng: Generator) -> np.ndarray:
-    """Shuffle and cut: sizes differ by at most one."""
-    return rng.permutation(np.arange(len(labels)) % clients)
+def iid(labels: np.ndarray, clients: int, rng: Generator, each: int | None = None) -> np.ndarray:
+    """Shuffle and cut: sizes differ by at most one; or ``each`` samples per client, the others belong to nobody.
+
+    Raises:
+        DataError: There are fewer than ``each`` samples per client.
+    """
+    if each is None:
+        return rng.permutation(np.arange(len(labels)) % clients)
+    if each * clients > len(labels):
+        raise DataError(f"{clients} clients with {each} samples each need {each * clients}; there are {len(labels)}.")
+    owner = np.full(len(labels), -1, np.int64)
+    owner[: each * clients] = np.arange(each * clients) % clients
+    return rng.permutation(owner)
 
 
 def runs(keys: np.ndarray, clients: int) -> np.ndarray:

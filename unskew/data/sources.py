@@ -31,6 +31,7 @@ SOURCES: dict[str, str] = {
     "mnist": "MNIST, 28 x 28 grey, 10 classes (ylecun/mnist)",
     "fashion_mnist": "Fashion-MNIST, 28 x 28 grey, 10 classes (zalando-datasets/fashion_mnist)",
     "svhn": "Street View House Numbers, 32 x 32 colour, 10 classes (ufldl-stanford/svhn, cropped_digits)",
+    "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 samples and 50,000 to test on; no download",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; needs the label column",
 }
@@ -96,8 +97,8 @@ def load_source(
         raise ConfigError(unknown("data set", name, SOURCES))
     if kind in ("folder", "table") and not path:
         raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
-    if kind == "digits" and (path is not None or label is not None or image is not None):
-        raise ConfigError("The data set 'digits' comes with scikit-learn; it takes no path, label or image column.")
+    if kind in ("digits", "gaussians") and (path is not None or label is not None or image is not None):
+        raise ConfigError(f"The data set {kind!r} needs no file; it takes no path, label or image column.")
     if kind == "folder" and (label is not None or image is not None):
         raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
     if label_separator is not None and kind != "table":
@@ -131,6 +132,8 @@ def cached(
     """Load and decode; ``stamp`` is only part of the key."""
     if kind == "digits":
         return digits()
+    if kind == "gaussians":
+        return gaussians()
     if kind in HUB:
         hub = HUB[kind]
         train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
@@ -156,6 +159,21 @@ def digits() -> Source:
     parts = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
     train, test = (Table(as_inputs(images[rows], "digits"), torch.from_numpy(labels[rows]), {}) for rows in parts)
     return Source("digits", train, test, tuple(str(c) for c in range(10)), 10)
+
+
+def gaussians() -> Source:
+    """Ten classes with identity covariance and means ``c (1, ..., 1)`` for ``c = -5 ... 4``, in 10 dimensions.
+
+    The synthetic data of Gholami and Seferoglu 2024, arXiv:2404.11754; always the same draw.
+    """
+    draws = np.random.default_rng(0)
+
+    def sample(n: int) -> Table:
+        labels = draws.integers(0, 10, n)
+        values = draws.normal(size=(n, 10)) + (labels - 5)[:, None]
+        return Table(torch.from_numpy(values.astype(np.float32)), torch.from_numpy(labels), {})
+
+    return Source("gaussians", sample(20_000), sample(50_000), tuple(str(c) for c in range(-5, 5)), 10)
 
 
 def hub_tables(hub: Hub) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from unskew.diagnostics.consensus import Consensus
+from unskew.diagnostics.generalization import Generalization
 from unskew.diagnostics.local_models import LocalModels
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
@@ -22,11 +23,13 @@ class Diagnosis(Protocol):
 
 
 def make_diagnoses(names: Sequence[str], evaluator: Evaluator, server: Server) -> list[Diagnosis]:
-    """The diagnoses ``local_models`` and ``consensus``, each once."""
+    """The diagnoses ``local_models``, ``consensus`` and ``generalization``, each once."""
     found: list[Diagnosis] = []
     for name in dict.fromkeys(names):
         if name == "local_models":
             found.append(LocalModels(evaluator, server.federation, server))
-        else:
+        elif name == "consensus":
             found.append(Consensus(server.spec, server))
+        else:
+            found.append(Generalization(evaluator, server))
     return found

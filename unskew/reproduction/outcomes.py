@@ -17,7 +17,7 @@ from unskew.files import write_atomic
 
 ELSEWHERE = ("engine", "workers", "device", "trackers", "checkpoint_every", "target", "data_path", "start_from")
 """Fields that say how a run is carried out, not what it is."""
-CURVES = ("accuracy", "local_", "consensus/")
+CURVES = ("accuracy", "local_", "consensus/", "generalization/")
 """What is kept of every evaluated round: figures that begin so."""
 Outcome = dict[str, Any]
 

@@ -23,6 +23,14 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "local_accuracy": ("accuracy of local models on the global test set, %", 100, 2),
     "local_personal_accuracy": ("personalised accuracy of local models, %", 100, 2),
     "scalars_per_client": ("parameters up and down per client in 20,000 steps, billions", 1e-9, 4),
+    "generalization/gap": ("generalisation gap of the averaged model", 1, 4),
+    "generalization/local_gap": ("generalisation gap of the clients' models, mean", 1, 4),
+    "generalization/ratio": (
+        "gap of the averaged model / gap of the clients' models; theory's leading term: 1/K²",
+        1,
+        4,
+    ),
+    "generalization/skew": ("non-iidness δ_k, mean over clients", 1, 4),
     "consensus/": ("consensus distance of {}", 1, 4),
 }
 """What tables show: its name in a summary, how it is called, its factor and its decimals."""
@@ -37,6 +45,8 @@ def shown(name: str) -> tuple[str, float, int]:
     Raises:
         ConfigError: No table knows it.
     """
+    if name in VALUES:
+        return VALUES[name]
     stem, slash, rest = name.partition("/")
     if stem + slash not in VALUES:
         raise ConfigError(f"{name!r} is no value that a table shows; these are: {', '.join(VALUES)}.")
@@ -123,30 +133,33 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
 
 
 def lines(preset: Preset, found: list[Entry]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of one table per value and column, as text."""
+    """Title, header and rows of one table per value and column, as text; of a table with one row, one per value."""
     tables = []
     first = next(iter(preset.rows))
+    single = len(preset.rows) == 1
     for value in dict.fromkeys(e.value for e in found):
         label, _, digits = shown(value)
-        for column in dict.fromkeys(e.column for e in found if e.value == value):
-            some = [e for e in found if (e.value, e.column) == (value, column)]
+        columns = dict.fromkeys(e.column for e in found if e.value == value)
+        for column in [None] if single else columns:
+            some = [e for e in found if e.value == value and column in (None, e.column)]
             header = ["", "ours", "seeds", f"minus {first}, per seed", "paper", "ours minus paper"]
-            rows = [
-                [
-                    e.row,
-                    f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
-                    ", ".join(map(str, e.seeds)),
-                    "" if e.paired is None else signed(*e.paired, digits=digits, count=len(e.seeds)),
-                    "" if e.published is None else f"{e.published:.{digits}f}",
-                    "" if e.difference is None else f"{e.difference:+.{digits}f}",
-                ]
-                for e in some
-            ]
+            rows = [_line(e.column if single else e.row, e, digits) for e in some]
             # A column that says nothing is left out.
             keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
-            title = f"{column}: {label}"
+            title = label if column is None else f"{column}: {label}"
             tables.append((title, [header[i] for i in keep], [[row[i] for i in keep] for row in rows]))
     return tables
+
+
+def _line(name: str, e: Entry, digits: int) -> list[str]:
+    return [
+        name,
+        f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
+        ", ".join(map(str, e.seeds)),
+        "" if e.paired is None else signed(*e.paired, digits=digits, count=len(e.seeds)),
+        "" if e.published is None else f"{e.published:.{digits}f}",
+        "" if e.difference is None else f"{e.difference:+.{digits}f}",
+    ]
 
 
 def signed(mean: float, std: float, digits: int, count: int) -> str:

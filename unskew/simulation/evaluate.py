@@ -104,6 +104,18 @@ class Evaluator:
                 tallies.append(self.task.tally(logits, target))
         return torch.cat(right), torch.stack(losses), torch.stack(tallies).sum(0)
 
+    def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of every sample, ``[n]``, in float64."""
+        each = torch.func.vmap(lambda logits, target: self.task.loss(logits[None], target[None]))
+        size = BATCH if x.dim() > 2 else 20 * BATCH  # a vector is small
+        found = []
+        with threads(self.threads):
+            predict = self.model.predict(v, b)
+            for first in range(0, len(y), size):
+                target = y[first : first + size].to(self.model.device)
+                found.append(each(predict(self.normalise(x[first : first + size])).logits, target).to(torch.float64))
+        return torch.cat(found)
+
     def score(self, v: Tensor, b: Tensor) -> Score:
         """The model ``v [d], b [m]`` on the test set."""
         right, losses, tally = self._samples(v, b, *self.test)

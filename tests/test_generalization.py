@@ -1,0 +1,78 @@
+"""The quantities of FedALS's Theorem 4.1 against a computation by hand, and samples that belong to nobody."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import blobs
+
+import unskew
+from unskew.data.partitioners import iid
+from unskew.errors import DataError
+from unskew.methods.rules import ServerRule
+
+
+class Spy(ServerRule):
+    """FedAvg that shows the local models."""
+
+    name, summary, paper = "spy", "shows", "none"
+    needs = "individual"
+    seen = []  # noqa: RUF012
+
+    def step(self, state, updates):
+        Spy.seen = [(state["v"] + u.delta, u.weight) for u in updates]
+        return {"v": state["v"] + updates.aggregate.delta}
+
+
+def log_loss(v, x, y, classes=3):
+    """Mean cross-entropy of each sample of a linear model, in NumPy."""
+    n = x.shape[1]
+    logits = x @ v[: classes * n].reshape(classes, n).T + v[classes * n :]
+    top = logits.max(1, keepdims=True)
+    return np.log(np.exp(logits - top).sum(1)) + top[:, 0] - logits[np.arange(len(y)), y]
+
+
+def test_gaps_and_skew_are_those_by_hand():
+    fed = blobs([12, 20, 16])
+    run = {"model": "logistic", "rounds": 1, "lr": 0.1, "precision": "fp64", "engine": "inline"}
+    row = unskew.run(fed, **run, diagnose="generalization").history[0]
+    unskew.run(fed, method=Spy(), **run)
+    weights = np.array([w for _, w in Spy.seen]) / sum(w for _, w in Spy.seen)
+    models = [v.numpy() for v, _ in Spy.seen]
+    mean = sum(w * v for w, v in zip(weights, models, strict=True))
+    x, y = fed.test[0].flatten(1).double().numpy(), fed.test[1].numpy()
+    gap = big = small = first = second = 0.0
+    for w, v, client in zip(weights, models, fed.clients, strict=True):
+        cx, cy = client.x.flatten(1).double().numpy(), client.y.numpy()
+        share = np.bincount(cy, minlength=3) / len(cy)
+        at = share[y] / np.bincount(y, minlength=3)[y]
+        local = (at * log_loss(v, x, y)).sum() - log_loss(v, cx, cy).mean()
+        skew = log_loss(mean, cx, cy).mean() - log_loss(v, cx, cy).mean()
+        gap += w * ((at * log_loss(mean, x, y)).sum() - log_loss(mean, cx, cy).mean())
+        big, small = big + local / 3, small + skew / 3
+        first += w**3 * local
+        second += 2 * w**2 * np.sqrt(max(skew, 0) * max(local, 0))
+    assert row["generalization/gap"] == pytest.approx(gap, abs=1e-10)
+    assert row["generalization/local_gap"] == pytest.approx(big, abs=1e-10)
+    assert row["generalization/skew"] == pytest.approx(small, abs=1e-10)
+    assert row["generalization/bound_first"] == pytest.approx(first, abs=1e-10)
+    assert row["generalization/bound_second"] == pytest.approx(second, abs=1e-10)
+    assert row["generalization/ratio"] == pytest.approx(gap / big, abs=1e-10)
+
+
+def test_iid_clients_may_get_so_many_samples_each():
+    fed = unskew.load_federation("gaussians", partition="iid,each=50", clients=4, holdout=0, seed=1)
+    assert [c.examples for c in fed.clients] == [50] * 4
+    other = unskew.load_federation("gaussians", partition="iid,each=50", clients=4, holdout=0, seed=2)
+    assert not torch.equal(fed.clients[0].x, other.clients[0].x)
+    owner = iid(np.zeros(100), 3, np.random.default_rng(0), each=7)
+    assert np.bincount(owner + 1).tolist() == [79, 7, 7, 7]
+    with pytest.raises(DataError, match="need 400"):
+        iid(np.zeros(100), 4, np.random.default_rng(0), each=100)
+
+
+def test_the_gaussians_are_what_they_say():
+    source = unskew.data.sources.load_source("gaussians")
+    x, y = source.train.x.numpy(), source.train.y.numpy()
+    for c in range(10):
+        np.testing.assert_allclose(x[y == c].mean(0), np.full(10, c - 5.0), atol=0.15)
+        np.testing.assert_allclose(np.cov(x[y == c].T), np.eye(10), atol=0.2)
