@@ -14,7 +14,7 @@ from running import TINY, call, metrics, summary
 from safetensors.torch import load_file
 
 import unskew
-from unskew.config import Experiment
+from unskew.config import Experiment, experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
 from unskew.methods.rules import ClientRule
 from unskew.records.tables import summary_table
@@ -45,8 +45,8 @@ OPTIONS = [
     ("--method fedpro", "no method 'fedpro'. Did you mean 'fedprox'"),
     ("--method FEDAVGG", "Did you mean 'fedavg'"),
     ("--method fedavg,scaffold", "no method"),
-    ("--method fedavg+", "no method 'fedavg+'"),
-    ("--method +", "no method '+'"),
+    ("--method fedavg+", "missing beside the plus"),
+    ("--method +", "missing beside the plus"),
     ("--method=", "is not a method"),
     ("--method fedprox+fedprix", "no method 'fedprix'"),
     ("--method no.such.Rule", "cannot be imported"),
@@ -554,3 +554,76 @@ def test_what_a_newcomer_gets_wrong_in_python():
         with pytest.raises(unskew.UnskewError, match=message):
             wrong()
     assert list(unskew.compare(fed, methods="fedavg", seeds=1, **given).summaries) == ["fedavg"]
+
+
+# ---- what a newcomer stumbled over ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("methods", "options", "words"),
+    [
+        (["fedavg", "fedgen"], {"secure_aggregation": "required"}, "single client"),
+        (["fedavg", "fedreg"], {"momentum": 0.9}, "plain SGD"),
+        (["fedavg", "fedals:split=99"], {}, "split=99"),
+        (["fedavg", "fedcog:source=noise,augment=true"], {}, "no effect"),
+    ],
+)
+def test_a_comparison_refuses_before_anything_is_trained(tmp_path, methods, options, words):
+    with pytest.raises(UnskewError, match=words):
+        unskew.compare(methods=methods, seeds=1, model="logistic", rounds=1, out=tmp_path / "o", **options)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("fedprox:mu=0.1,mu=1", "gives mu twice"),
+        ("fedavg+", "missing beside the plus"),
+        ("+fedavg", "missing beside the plus"),
+    ],
+)
+def test_a_method_written_wrongly_gets_a_sentence(spec, words):
+    with pytest.raises(ConfigError, match=words):
+        unskew.method(spec)
+
+
+def test_options_of_a_method_may_be_python_values():
+    assert (
+        unskew.method("fedcog", labels="explicit", explicit=(0, 1)).client
+        == unskew.method("fedcog:labels=explicit,explicit=0;1").client
+    )
+    assert unskew.method("fedals", periods={"body": 4}).sync.periods == (("body", 4),)
+    assert unskew.method("fedprox", mu=0.5).spelling == "fedprox:mu=0.5"
+    for spec, options, words in (
+        ("fedcog", {"n": -5}, "not valid"),
+        ("fedcog", {"m": 5}, "option of fedcog"),
+        ("fedcog+moon", {"n": 5}, "belong to one method"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            unskew.method(spec, **options)
+
+
+def test_off_is_read_as_off_from_yaml():
+    assert experiment({"secure_aggregation": False}).secure_aggregation == "off"
+    assert experiment({"secure_aggregation": True}).secure_aggregation == "required"
+
+
+def test_local_models_of_several_labels_and_of_parts_that_stay(tmp_path):
+    draws = np.random.default_rng(0)
+    x, y = draws.normal(size=(24, 5)).astype(np.float32), draws.integers(0, 2, (24, 3))
+    fed = unskew.Federation.from_arrays(
+        [(x[:8], y[:8]), (x[8:16], y[8:16])], test=(x[16:], y[16:]), task="multilabel", holdout=0
+    )
+    row = unskew.run(fed, model="logistic", rounds=1, engine="inline", diagnose="local_models").history[0]
+    assert row["local_personal_accuracy"] is None
+    assert 0 <= row["local_accuracy"] <= 1
+    run = {"model": "mlp", "model_options": {"hidden": [6]}, "rounds": 1, "local_steps": 3, "batch_size": 8, "lr": 0.1}
+    run |= {"engine": "inline", "diagnose": "local_models", "clients": 4, "partition": "iid"}
+    names = ("local_accuracy", "local_personal_accuracy")
+    whole, parts = (unskew.run(method=m, **run).history[0] for m in ("fedavg", "fedals:alpha=9"))
+    assert [whole[n] for n in names] == [parts[n] for n in names]
+
+
+def test_ft_without_evaluated_clients_warns():
+    with pytest.warns(UserWarning, match="no personal figures"):
+        unskew.run(method="fedavg+ft", model="logistic", rounds=1, clients=3, eval_clients=0, engine="inline")

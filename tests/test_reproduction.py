@@ -7,7 +7,7 @@ from running import call
 
 from unskew import runs
 from unskew.config import experiment
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, DataError
 from unskew.reproduction import report, sweep
 from unskew.reproduction.outcomes import identity, kept, key_of
 from unskew.reproduction.preset import SCALES, Cell, cells, filled, load_preset, merged, names, seeds_of
@@ -161,13 +161,22 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
     assert [row["name"] for row in listed] == names()
+    real = sweep.load_data
+
+    def offline(config):
+        if config.data == "cifar10":
+            raise DataError("There is no network.")
+        return real(config)
+
+    monkeypatch.setattr(sweep, "load_data", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
-    outcome = call(capsys, *args, "--data-path", str(tmp_path))
+    outcome = call(capsys, *args)
     assert outcome.code == 0
     assert "goes on with digits instead" in outcome.out
     assert "64.36" in outcome.out
     assert len(list((tmp_path / "results" / "runs").glob("*.json"))) == 2
-    shown = call(capsys, *args, "--data-path", str(tmp_path), "--show", "--json")
+    monkeypatch.setattr(sweep, "load_data", None)  # showing needs no data
+    shown = call(capsys, *args, "--show", "--json")
     (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
     assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], 64.36)
 
@@ -180,6 +189,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
         (["fedcog/table-1", "--row", "FedAgv"], "has no row"),
         (["fedcog/table-1", "--seeds", "a,b"], "whole numbers"),
         (["fedcog/table-1", "--seeds", "1,1"], "each seed once"),
+        (["fedcog/table-1", "--data-path", "nowhere"], "no file or folder"),
     ],
 )
 def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):

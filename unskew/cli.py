@@ -215,3 +215,11 @@ def main() -> None:
     except (UnskewError, OSError) as error:
         Console(stderr=True).print(f"unskew: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        text = (
+            f"unskew: there is not enough memory for this: {str(error).splitlines()[-1] if str(error) else 'none left'}"
+        )
+        Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -60,7 +60,7 @@ def reproduce(
     for kind, wanted, known in (("row", rows, chosen.rows), ("column", columns, chosen.columns)):
         for name in wanted or ():
             if name not in known:
-                raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {', '.join(known)}.")
+                raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {'; '.join(known)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with stoppable(runs, again), make_progress(console) as progress:
         sweep = Sweep(
@@ -73,14 +73,14 @@ def reproduce(
             columns,
             lambda title, common: [ProgressLine(progress, title, warnings=not common)],
         )
-        missing = sweep.settle()
-        if missing:
-            console.print(
-                f"{missing} This scale goes on with {sweep.cells(0)[0].config.data} instead.",
-                style="yellow",
-                soft_wrap=True,
-            )
-        made = list(sweep.found(which) if show else sweep.carry_out(which))
+        if show:
+            made = sweep.known(which)
+        else:
+            missing = sweep.settle()
+            if missing:
+                other = sweep.cells(0)[0].config.data
+                console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
+            made = list(sweep.carry_out(which))
     entries = report.entries(chosen, made)
     if plot is not None and made:
         (draw_curves(chosen, made, plot) if chosen.curves else draw_points(chosen, entries, plot))

@@ -18,7 +18,7 @@ from unskew.methods.catalogue import MethodLike, method
 from unskew.records.plots import clients_by_class, convergence
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.runs import ModelLike, check_given, check_task, finished_rounds, load_data, resume, run_experiment
+from unskew.runs import ModelLike, check_given, check_method, finished_rounds, load_data, resume, run_experiment
 from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
@@ -164,8 +164,9 @@ def compare(
         for seed in which:
             data = federation or load_data(configs[next(iter(chosen)), seed])
             if seed == which[0]:
-                for m in chosen.values():
-                    check_task(method(m), data)  # all of them before the first is trained
+                for name, m in chosen.items():  # all of them before the first is trained
+                    made_by_user = None if isinstance(model, str) else model
+                    check_method(configs[name, seed], data, made_by_user, method(m))
             if folder is not None and seed == which[0]:
                 names, title = data.class_names or range_names(data), f"{data.name}, {data.partition}, seed {seed}"
                 clients_by_class(data.class_counts(), names, folder / "clients.png", title)

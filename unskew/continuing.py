@@ -52,10 +52,10 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     if extra["data"] != data:
         raise ConfigError(f"The run in {parent} was made on other data or another partition.")
     try:
-        before = type(method(extra["config"]["method"]).server)
+        before = method(extra["config"]["method"])
     except ConfigError:  # a method that only Python knew
-        before = type(None)
-    checkpoint.branch(path, manifest, server, same_rule=before is type(server.method.server))
+        before = None
+    checkpoint.branch(path, manifest, server, before)
     recorder.adopt(read_history(parent)[:done], extra["seconds"])
     return done
 

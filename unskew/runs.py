@@ -17,6 +17,7 @@ from unskew.engines.choose import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, make_folder, occupied, unmake_folder
 from unskew.methods.catalogue import MethodLike, method
+from unskew.methods.fedavg import FedAvg
 from unskew.methods.rules import Method
 from unskew.models.groups import layer_groups, split_at
 from unskew.models.registry import resolve_model
@@ -26,6 +27,7 @@ from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.seeding import derive
 from unskew.session import Session
+from unskew.simulation.secure import check_sums_suffice
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -110,6 +112,24 @@ def check_task(chosen: Method, federation: Federation) -> None:
             )
 
 
+def check_method(config: Experiment, federation: Federation, model: ModelLike | None, chosen: Method) -> ModelSpec:
+    """Refuse, before anything is trained, a method that does not fit the data, the model, the optimizer or the server.
+
+    Raises:
+        ConfigError: It does not fit.
+        MethodConflict: It needs single updates, which secure aggregation forbids.
+    """
+    check_task(chosen, federation)
+    if config.secure_aggregation == "required":
+        check_sums_suffice(chosen, chosen.server or FedAvg(), config.diagnose)
+    for rule in chosen.client:
+        rule.check(federation, config.training.plain_sgd)
+    spec = initial_spec(config, federation, model, chosen)
+    if chosen.sync is not None:
+        chosen.sync.travels(0, 0, None, spec)
+    return spec
+
+
 def load_data(config: Experiment) -> Federation:
     """The federation that a configuration describes."""
     return load_federation(
@@ -174,6 +194,8 @@ def layers_of(model: str, shape: str, classes: int, split: int | None, sets: Seq
     values: dict[str, Any] = {"model": model}
     for assignment in sets:
         set_field(values, assignment)
+    if not {"model", "model_options", "head"} >= set(values):
+        raise ConfigError("unskew models takes --set model_options.NAME=VALUE and --set head=NAME, no other field.")
     config = experiment(values)
     try:
         sides = tuple(int(side) for side in shape.split(","))
@@ -224,9 +246,7 @@ def run_experiment(
     for rule in chosen.data:
         federation, traffic = rule.prepare(federation, config.seed)
         prepared += traffic.items()
-    for client_rule in chosen.client:
-        client_rule.check(federation)
-    spec = initial_spec(config, federation, model, chosen)
+    spec = check_method(config, federation, model, chosen)
     made = [] if folder is None else make_folder(folder)
     with locked(folder):
         session = None

@@ -31,7 +31,6 @@ from unskew.simulation.loop import Interrupted, train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.samples import Samples
-from unskew.simulation.secure import check_sums_suffice
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 from unskew.tasks import TASKS
@@ -81,8 +80,6 @@ class Session:
         self.setup = Setup(spec, federation, chosen.client, task, config.training, config.seed, device)
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)
-        if config.secure_aggregation == "required":
-            check_sums_suffice(chosen, rule, config.diagnose)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server)
         self.samples: Samples | None = None
         self._saved = 0
@@ -101,6 +98,10 @@ class Session:
                 diagnosis.begin()
             texts = [rule.warning(self.config.rounds) for rule in self.method.client]
             texts += [self.samples.problem] if self.samples else []
+            if personal.tunes(self.method) and not self.config.eval_clients:
+                texts.append(
+                    "ft trains the clients that are evaluated; with eval_clients 0 there are no personal figures."
+                )
             for text in filter(None, texts):
                 self._warn(text)
             rounds = range(start, self.config.rounds)

@@ -95,7 +95,10 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
     import pyarrow as pa
 
     if column.null_count:
-        raise DataError(f"The label column {label!r} of {where} has {column.null_count} missing values.")
+        raise DataError(
+            f"The label column {label!r} of {where} has {column.null_count} missing values. If a row may have several labels "
+            "or none in this text, say what separates them: label_separator."
+        )
     kind = column.type
     if pa.types.is_nested(kind) or is_binary(kind):
         raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unskew.diagnostics.local_models import local_model
 from unskew.methods.rules import Update
 from unskew.models.groups import layer_groups
 from unskew.models.vector import ModelSpec
@@ -34,8 +35,7 @@ class Consensus:
         self.models.clear()
 
     def _see(self, update: Update) -> None:
-        kept = update.state.get("model")
-        self.models.append(self.start + update.delta if kept is None else kept["v"])
+        self.models.append(local_model(update, self.start))
 
     def figures(self) -> dict[str, float]:
         """The distance of each layer in the round that has just ended; nothing if no update came."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData
+from unskew.diagnostics.local_models import local_model
 from unskew.methods.rules import Update
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
@@ -53,7 +54,7 @@ class Generalization:
         if not self.updates:
             return {}
         weights = [update.weight / sum(u.weight for u in self.updates) for update in self.updates]
-        models = [self.start + update.delta for update in self.updates]
+        models = [local_model(update, self.start) for update in self.updates]
         mean = torch.stack([w * v for w, v in zip(weights, models, strict=True)]).sum(0)
         b = torch.stack([w * u.buffers for w, u in zip(weights, self.updates, strict=True)]).sum(0)
         everywhere = self.evaluator.losses(mean, b, *self.evaluator.test)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from unskew.data.federation import Federation
@@ -15,7 +17,7 @@ class LocalModels:
 
     Three means over the clients of a round: ``local_distance``, ``||theta_k - theta_{t+1}||_2``; ``local_accuracy``, of
     ``theta_k`` on the global test set; ``local_personal_accuracy``, the same with the test set's classes weighted by the
-    client's own class frequencies (or on its held-out data).
+    client's own class frequencies, or on what the client holds out, if it does.
 
     Args:
         evaluator: Of the run.
@@ -40,13 +42,22 @@ class LocalModels:
             return {}
         distance = accuracy = personal = 0.0
         for update in self.updates:
-            local = self.start + update.delta
+            local = local_model(update, self.start)
             distance += float(torch.linalg.vector_norm(local - self.server.v))
             accuracy += self.evaluator.score(local, update.buffers).accuracy
-            personal += self.evaluator.one(local, update.buffers, self.federation.clients[update.client])
+            client = self.federation.clients[update.client]
+            # Several labels cannot be weighted by classes: nothing can be said of a client that holds nothing out.
+            known = self.federation.task == "classification" or len(client.y_test) > 0
+            personal += self.evaluator.one(local, update.buffers, client) if known else math.nan
         count = len(self.updates)
         return {
             "local_distance": distance / count,
             "local_accuracy": accuracy / count,
             "local_personal_accuracy": personal / count,
         }
+
+
+def local_model(update: Update, start: torch.Tensor) -> torch.Tensor:
+    """The whole model ``[d]`` of a client after its training, slices that were not sent included."""
+    kept = update.state.get("model")
+    return start + update.delta if kept is None else kept["v"]

@@ -90,6 +90,8 @@ def _parse_one(text: str) -> Method:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"{item!r} in {text!r} is not an option; write {name}:option=value.")
+        if key.strip() in options:
+            raise ConfigError(f"{text.strip()!r} gives {key.strip()} twice.")
         if key.strip() not in known:
             raise ConfigError(unknown(f"option of {name}", key.strip(), known) if known else f"{name} has no options.")
         options[key.strip()] = value.strip()
@@ -113,12 +115,13 @@ def make(cls: type[Part], **options: object) -> Part:
     return cls(**checked)
 
 
-def method(spec: MethodLike) -> Method:
+def method(spec: MethodLike, **options: object) -> Method:
     """The method that ``spec`` names.
 
     Args:
         spec: A name with options (``"fedprox:mu=0.1+scaffold"``), an instance of your own rule, a ``Method``, or a
             sequence of these, which are added up. Client rules act in the order written: the first one is innermost.
+        options: Options of the one method that ``spec`` names, as Python values.
 
     Raises:
         ConfigError: An unknown method or option, or a value that is not allowed.
@@ -127,6 +130,8 @@ def method(spec: MethodLike) -> Method:
     >>> method("fedprox:mu=0.1+scaffold").client
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))
     """
+    if options:
+        return _with_options(spec, options)
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Part):
@@ -134,6 +139,8 @@ def method(spec: MethodLike) -> Method:
     if isinstance(spec, str):
         # A plus sign before a digit belongs to a number such as 1e+3.
         pieces = re.split(r"\+(?=\s*[A-Za-z_])", spec)
+        if spec.strip().endswith("+") or spec.strip().startswith("+"):
+            raise ConfigError(f"In {spec!r} a method is missing beside the plus sign.")
         if not spec.strip() or not all(piece.strip() for piece in pieces):
             raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
         return dataclasses.replace(_add([_parse_one(piece) for piece in pieces]), spelling=spec.replace(" ", ""))
@@ -146,6 +153,20 @@ def method(spec: MethodLike) -> Method:
     if not parts:
         raise ConfigError("An empty list is not a method.")
     return dataclasses.replace(_add(parts), spelling="+".join(p.spelling or p.name for p in parts))
+
+
+def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
+    if not isinstance(spec, str) or not re.fullmatch(r"[\w.-]+", spec):
+        raise ConfigError(
+            f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {spec!r}."
+        )
+    cls = part_class(spec if "." in spec else spec.lower())
+    known = options_of(cls)
+    for key in options:
+        if key not in known:
+            raise ConfigError(unknown(f"option of {spec}", key, known) if known else f"{spec} has no options.")
+    told = ",".join(f"{key}={value}" for key, value in options.items())
+    return dataclasses.replace(make(cls, **options).build(), spelling=f"{spec}:{told}")
 
 
 def _add(parts: Sequence[Method]) -> Method:

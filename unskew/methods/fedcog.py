@@ -106,8 +106,12 @@ class FedCOG(ClientRule):
                 "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
             )
 
-    def check(self, federation: Federation) -> None:
+    def check(self, federation: Federation, plain_sgd: bool) -> None:
         """Labels must be classes of the data; a network and augmentation need images, further labels several ones."""
+        if self.source == "noise" and (self.generator == "network" or self.augment):
+            raise ConfigError(
+                "fedcog:source=noise learns nothing, so generator=network and augment=true have no effect."
+            )
         if self.cooccurrence and federation.task != "multilabel":
             raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
         if self.explicit and max(self.explicit) >= federation.classes:

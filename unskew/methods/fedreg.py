@@ -26,6 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.methods.rules import ClientRule, Context, Method, Tensors, Weights
 from unskew.models.trainable import Batch, GradFn
@@ -59,13 +60,13 @@ class FedReg(ClientRule):
         other = next((rule.name for rule in whole.client if type(rule).moves is not ClientRule.moves), None)
         return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
-    def begin(self, ctx: Context) -> Tensors:
+    def check(self, federation: Federation, plain_sgd: bool) -> None:
         """Refuses optimizers whose steps are not ``theta - eta g``."""
-        if not ctx.plain_sgd:
+        if not plain_sgd:
             raise ConfigError(
-                "fedreg corrects plain SGD steps: set momentum, weight_decay and clip to none, optimizer to sgd."
+                "fedreg corrects plain SGD steps: leave momentum and weight_decay at 0 and clip unset, and take "
+                "optimizer=sgd."
             )
-        return {}
 
     def moved(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:
         """``x`` after the sign-gradient steps that lower the global model's loss."""

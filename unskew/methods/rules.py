@@ -130,11 +130,15 @@ class ClientRule(Part):
     needs_class_counts: ClassVar[bool] = False
     """Whether ``ctx.class_counts`` must be there."""
 
-    def check(self, federation: Federation) -> None:
-        """Refuse data that the rule cannot use, before anything is trained.
+    def check(self, federation: Federation, plain_sgd: bool) -> None:
+        """Refuse what the rule cannot work with, before anything is trained.
+
+        Args:
+            federation: The data.
+            plain_sgd: Whether a local step is exactly ``v - lr * g``.
 
         Raises:
-            ConfigError: The rule, with its options, does not fit the data.
+            ConfigError: The rule, with its options, does not fit the data or the optimizer.
         """
 
     def warning(self, rounds: int) -> str | None:

@@ -59,7 +59,7 @@ class Sweep:
     def settle(self) -> str | None:
         """Take the scale's other settings if the data are not at hand; gives the reason, to be told."""
         chosen = self.preset.scales.get(self.scale)
-        if chosen is None or not chosen.otherwise:
+        if chosen is None or not chosen.otherwise or "data_path" in self.extra:
             return None
         try:
             self.federation(self.cells(0)[0].config)
@@ -67,6 +67,15 @@ class Sweep:
             self.otherwise = True
             return str(error)
         return None
+
+    def known(self, seeds: Sequence[int]) -> list[tuple[Cell, Outcome]]:
+        """What is there of the table, also of the scale's other settings if there is nothing of the first; needs no data."""
+        made = list(self.found(seeds))
+        chosen = self.preset.scales.get(self.scale)
+        if not made and chosen is not None and chosen.otherwise:
+            self.otherwise = True
+            made = list(self.found(seeds))
+        return made
 
     def carry_out(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
         """Every chosen run and its outcome, seed by seed."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
-from unskew.methods.rules import Tensors
+from unskew.methods.rules import Method, Tensors
 from unskew.simulation.server import Server
 from unskew.simulation.store import State, encode, flat, nested, size_of
 from unskew.simulation.travel import Traffic
@@ -183,32 +183,38 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     _counters(manifest, server)
 
 
-def branch(path: Path, manifest: dict[str, Any], server: Server, same_rule: bool) -> None:
+def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
     """Begin another method where a run ended: its model and traffic, and what both methods keep under the same names.
 
     Args:
         path: The checkpoint.
         manifest: What it says of itself.
         server: Freshly made.
-        same_rule: Whether both runs have the same kind of server rule; otherwise its state begins anew at the model.
+        before: The other run's method, if it is known. What a rule holds that both have with the same options is taken over;
+            the others begin anew at the model.
 
     Raises:
         CheckpointError: It was written for another model, or by another version.
     """
-    state, rules, b, _ = _server_part(path, manifest, server)
+    state, rules, b, mean = _server_part(path, manifest, server)
     if state["v"].shape != server.v.shape or b.shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
+    same_rule = before is not None and before.server == server.method.server
     server.state, server.b = state if same_rule else server.rule.init(state["v"], server.federation), b
+    wanted = {"buffers"} if server.mode == "local" else set()
+    if before is not None and server.method.sync is not None and before.sync is not None:
+        wanted |= {"model", "optimizer"}
+        server.mean = mean
     for rule in server.method.client:
         fresh = rule.server_init(state["v"], server.federation)
         kept = rules.get(rule.name, {})
-        alike = {n: t.shape for n, t in kept.items()} == {n: t.shape for n, t in fresh.items()}
-        server.rules[rule.name] = kept if alike else fresh
-    wanted = {
-        *server.rules,
-        *(["buffers"] if server.mode == "local" else []),
-        *(["model"] if server.method.sync else []),
-    }
+        # FedCOG keeps the previous models of common rounds in which it only remembered, with another start_round.
+        same = rule in (before.client if before is not None else ())
+        alike = rule.name in manifest["rules"] and {n: t.shape for n, t in kept.items()} == {
+            n: t.shape for n, t in fresh.items()
+        }
+        server.rules[rule.name] = kept if same or alike else fresh
+        wanted |= {rule.name} if same or alike else set()
     for client, held in _client_parts(path):
         server.store.put(client, {rule: tensors for rule, tensors in held.items() if rule in wanted})
     _counters(manifest, server)
