@@ -1,6 +1,9 @@
 """FedALS against a plain loop of modules and torch.optim, its identities, and its traffic."""
 
 import copy
+import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 import unskew
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import method
+from unskew.methods.fedals_auto import best_periods
 from unskew.models.groups import layer_groups
 from unskew.models.registry import build_model
 from unskew.models.vector import ModelSpec
@@ -267,3 +271,62 @@ def test_the_consensus_distance_of_each_layer_is_that_before_averaging():
         expected = (values - values.mean(0)).square().sum(1).mean()
         assert result.history[0][name] == pytest.approx(float(expected), rel=1e-10)
     assert result.summary["consensus/head"] == result.history[0]["consensus/head"]
+
+
+def test_auto_periods_minimise_the_distance_within_the_budget():
+    """Against all whole periods up to 12 of three layers."""
+    sizes, rates, longest = torch.tensor([100.0, 30.0, 5.0]), torch.tensor([0.2, 1.0, 4.0]), 12
+    for budget in (0.15, 0.3, 0.6):
+        found = best_periods(sizes.double(), rates.double(), budget, longest)
+        assert float((sizes * torch.ceil(longest / found)).sum()) <= budget * 135 * longest + 1e-9
+        best = min(
+            sum(r * p for r, p in zip(rates.tolist(), ps, strict=True))
+            for ps in itertools.product(range(1, longest + 1), repeat=3)
+            if sum(s * math.ceil(longest / p) for s, p in zip(sizes.tolist(), ps, strict=True))
+            <= budget * 135 * longest
+        )
+        # Rounding up to whole periods costs something against the best of all combinations.
+        assert float((rates * found).sum()) <= 1.6 * best
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+def test_auto_measures_the_drift_keeps_the_budget_and_resumes(tmp_path, engine):
+    chosen = "fedals:auto,alpha=3,longest=6,budget=0.4"
+    options = {"momentum": 0.9, "participation": 0.7, "batch_size": 7, "checkpoint_every": 1}
+    whole = run(chosen, engine, rounds=15, **options)
+    run(chosen, engine, rounds=8, out=tmp_path / "a", **options)
+    torch.manual_seed(2)
+    rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=Net(), rounds=15)
+    assert torch.equal(rest.vector, whole.vector)
+    # All parameters cost 471 a client; two numbers (one per layer) come beside.
+    up = [row["bytes_up"] for row in whole.history]
+    clients = whole.history[0]["updates"]
+    epoch = (up[11] - up[5]) / (8 * clients) - 6 * 2
+    statistics = 12 * 6  # at most: those of the body in every round
+    assert epoch <= 0.4 * 6 * 471 + statistics
+    first = up[5] / (8 * clients) - 6 * 2
+    assert first == 6 * 21 + 2 * (450 + 12)  # alpha = 3: the head six times, the body with its statistics twice
+
+
+def test_the_drift_that_auto_sees_is_the_consensus_distance():
+    """In the first round the head alone is averaged; its growth is its distance."""
+    chosen = method("fedals:auto,alpha=3,longest=6,budget=0.4")
+    seen = []
+    real = type(chosen.sync).observe
+
+    class Watched(type(chosen.sync)):
+        def observe(self, state, round, distances, spec):
+            seen.append(distances.tolist())
+            return real(self, state, round, distances, spec)
+
+    watched = Watched(chosen.sync.first, chosen.sync.budget, chosen.sync.longest)
+    result = run(dataclasses.replace(chosen, sync=watched), rounds=2, diagnose="consensus", weights="uniform")
+    for row, (body, head) in zip(result.history, seen, strict=True):
+        assert body == pytest.approx(row["consensus/first"], rel=1e-9)
+        assert head == pytest.approx(row["consensus/head"], rel=1e-9)
+
+
+def test_a_budget_below_one_average_an_epoch_is_refused():
+    with pytest.raises(ConfigError, match="raise one of the two"):
+        method("fedals:auto,budget=0.01,longest=50")
+    assert method("fedals:auto").sync.longest == 50

@@ -88,6 +88,8 @@ def _parse_one(text: str) -> Method:
     options: dict[str, str] = {}
     for item in filter(None, (piece.strip() for piece in rest.split(","))):
         key, equals, value = item.partition("=")
+        if not equals and isinstance(known.get(key.strip()), bool):
+            equals, value = "=", "true"  # fedals:auto
         if not equals:
             raise ConfigError(f"{item!r} in {text!r} is not an option; write {name}:option=value.")
         if key.strip() in options:

@@ -29,7 +29,8 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from unskew.errors import ConfigError
-from unskew.methods.rules import Slices, Sync
+from unskew.methods.fedals_auto import AutoPeriods
+from unskew.methods.rules import Method, Slices, Sync
 from unskew.models.groups import Group, joined, layer_groups, split_at
 from unskew.models.vector import ModelSpec
 
@@ -57,6 +58,9 @@ class FedALS(Sync):
         split: Number of leading layers in the body, in order of depth; -1: all but the last.
         periods: Rounds between two averages, by pattern: ``head``, ``body``, or a layer's name with ``*`` for any text. Of
             several that fit a layer the last counts; without one that fits, ``alpha`` and ``split`` decide.
+        auto: Set the periods from the measured drift (``unskew.methods.fedals_auto``), beginning with these.
+        budget: With ``auto``: share of the parameters that travel per round on the average.
+        longest: With ``auto``: rounds after which the periods are set anew, and the longest period.
     """
 
     name: ClassVar[str] = "fedals"
@@ -68,6 +72,25 @@ class FedALS(Sync):
     alpha: Period = 10
     split: Annotated[int, Field(ge=-1)] = -1
     periods: Periods = ()
+    auto: bool = False
+    budget: Annotated[float, Field(gt=0, le=1)] = 0.1
+    longest: Annotated[int, Field(ge=2)] = 50
+
+    def build(self) -> Method:
+        """This rule, or the one that adapts its periods.
+
+        Raises:
+            ConfigError: The budget is less than averaging every layer once per ``longest`` rounds.
+        """
+        if not self.auto:
+            return super().build()
+        if self.budget * self.longest < 1:
+            raise ConfigError(
+                f"fedals:budget={self.budget} is less than averaging everything once in longest={self.longest} rounds; "
+                "raise one of the two."
+            )
+        plain = FedALS(self.alpha, self.split, self.periods)
+        return Method(name=self.name, sync=AutoPeriods(plain, self.budget, self.longest))
 
     def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""

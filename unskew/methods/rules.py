@@ -215,6 +215,25 @@ class Sync(Part):
         """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never)."""
         raise NotImplementedError
 
+    observes: ClassVar[bool] = False
+    """Whether ``observe`` must be told the consensus distances."""
+
+    def init(self, spec: ModelSpec) -> Tensors:
+        """What the rule keeps at the server."""
+        return {}
+
+    def now(self, state: Tensors) -> Sync:
+        """The rule as it is in the round at hand."""
+        return self
+
+    def observe(self, state: Tensors, round: int, distances: Tensor, spec: ModelSpec) -> Tensors:
+        """New state after a round, given each layer group's ``sum_k p_k ||theta_k - mean||^2`` before averaging."""
+        return state
+
+    def numbers(self, spec: ModelSpec) -> int:
+        """How many numbers each client sends for that."""
+        return 0
+
     def own(self, spec: ModelSpec) -> Slices:
         """Slices that are each client's own for good: its personal model is the global one with its values there."""
         return ()

@@ -173,10 +173,11 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
     """
-    state, rules, b, server.mean = _server_part(path, manifest, server)
+    state, rules, b, server.mean, plan = _server_part(path, manifest, server)
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
         raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
     server.state, server.b = state, b
+    server.travel.state = plan
     server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
     for client, held in _client_parts(path):
         server.store.put(client, held)
@@ -196,7 +197,7 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
     Raises:
         CheckpointError: It was written for another model, or by another version.
     """
-    state, rules, b, mean = _server_part(path, manifest, server)
+    state, rules, b, mean, plan = _server_part(path, manifest, server)
     if state["v"].shape != server.v.shape or b.shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
     same_rule = before is not None and before.server == server.method.server
@@ -205,6 +206,8 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
     if before is not None and server.method.sync is not None and before.sync is not None:
         wanted |= {"model", "optimizer"}
         server.mean = mean
+        if before.sync == server.method.sync:
+            server.travel.state = plan
     for rule in server.method.client:
         fresh = rule.server_init(state["v"], server.federation)
         kept = rules.get(rule.name, {})
@@ -222,8 +225,8 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, State, Tensor, tuple[Tensor, Tensor] | None]:
-    """The server rule's state, the rules' server halves, the statistics and the clients' mean of a checkpoint."""
+) -> tuple[Tensors, State, Tensor, tuple[Tensor, Tensor] | None, Tensors]:
+    """The server rule's state, the rules' server halves, the statistics, the clients' mean and the sync rule's state."""
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"The checkpoint {path} was written by another version of unskew; resume it with that one."
@@ -233,7 +236,8 @@ def _server_part(
     state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
     rules = nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")})
     mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
-    return state, rules, tensors["b"], mean
+    plan = {n.removeprefix("sync/"): t for n, t in tensors.items() if n.startswith("sync/")}
+    return state, rules, tensors["b"], mean, plan
 
 
 def _client_parts(path: Path) -> Iterator[tuple[int, State]]:

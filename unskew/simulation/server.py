@@ -77,7 +77,8 @@ class Server:
     def tensors(self) -> Tensors:
         """All that the server holds, by name."""
         mean = {} if self.mean is None else {"mean/v": self.mean[0], "mean/b": self.mean[1]}
-        return {**everything(self.state, self.rules, self.b), **mean}
+        plan = {f"sync/{name}": t for name, t in self.travel.state.items()}
+        return {**everything(self.state, self.rules, self.b), **mean, **plan}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
@@ -119,13 +120,13 @@ class Server:
         sums = dict.fromkeys(("loss", "begin_seconds", "train_seconds"), 0.0)
         taken: list[Update] = []
         whole: Tensor | None = None
+        squares: Tensor | None = None
         up: Slices | None = None
         for update in arrivals:
             _, up = self.travel.slices(update.born, update.client, self.last.get(update.client))
             statistics = self.travel.statistics(up, update.buffers) if self.mode != "local" else 0
-            self.traffic.count(
-                update.client, "up", sliced(up, update.delta) + extras(update.upload, up, update.delta), statistics
-            )
+            beside = extras(update.upload, up, update.delta) + self.travel.numbers * update.delta.element_size()
+            self.traffic.count(update.client, "up", sliced(up, update.delta) + beside, statistics)
             if not usable(update):
                 self.left_out.append(update.client)
                 continue
@@ -133,6 +134,9 @@ class Server:
             if self.travel.evaluates_mean:
                 mine = update.state["model"]["v"] * update.weight
                 whole = mine if whole is None else whole.add_(mine)
+            if self.travel.observes:
+                square = (update.state["model"]["v"] - self.v).square_().mul_(update.weight)
+                squares = square if squares is None else squares.add_(square)
             sums = {name: total + update.metrics.get(name, 0.0) for name, total in sums.items()}
             for watch in self.watchers:
                 watch(update)
@@ -141,9 +145,12 @@ class Server:
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
             taken.append(replace(update, delta=torch.empty(0), upload={}))
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
+        before = self.v
         updates = Updates(round, aggregate, individual, self.v, self.spec, key)
         if taken and not self._take_in(updates, up, whole):
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
+        if taken and whole is not None and squares is not None:
+            self.travel.observe(round, whole / aggregate.weight - before, squares / aggregate.weight)
         for update in taken:
             self._keep(update)
         self.skipped += len(self.left_out)

@@ -77,12 +77,30 @@ class Travel:
         self.sync, self.spec = sync, spec
         self.keeps_optimizer = sync is not None and sync.keeps_optimizer
         self.evaluates_mean = sync is not None and sync.evaluates_mean
+        self.observes = sync is not None and sync.observes
+        self.state: Tensors = {} if sync is None else sync.init(spec)
+        self.numbers = 0 if sync is None else sync.numbers(spec)
         self._groups = layer_groups(spec) if sync is not None else []
         self._masks: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
 
     def slices(self, round: int, client: int, last: int | None) -> tuple[Slices | None, Slices | None]:
         """The slices that a client downloads and uploads; None stands for all."""
-        return (None, None) if self.sync is None else self.sync.travels(round, client, last, self.spec)
+        if self.sync is None:
+            return None, None
+        return self.sync.now(self.state).travels(round, client, last, self.spec)
+
+    def observe(self, round: int, mean: Tensor, squares: Tensor) -> None:
+        """Tell the rule each group's consensus distance.
+
+        Args:
+            round: Of the updates.
+            mean: Of the clients' models minus the server's, ``[d]``.
+            squares: Mean of the squares of these differences, ``[d]``.
+        """
+        assert self.sync is not None
+        spread = (squares - mean.square()).clamp_min(0)
+        distances = torch.stack([torch.stack([spread[s].sum() for s in g.slices]).sum() for g in self._groups])
+        self.state = self.sync.observe(self.state, round, distances, self.spec)
 
     def masks(self, slices: Slices, like: Tensor) -> tuple[Tensor, Tensor]:
         """Which parameters, and which statistics, are in ``slices``: boolean ``[d]`` and ``[m]``."""
