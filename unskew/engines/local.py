@@ -52,8 +52,11 @@ def moments_of(training: Training, cast: Broadcast, v: Tensor, freezes: bool) ->
 
 
 def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
-    """The same tensors on ``device``; on the CPU they are not copied."""
-    return {rule: {name: t.to(device) for name, t in tensors.items()} for rule, tensors in nested.items()}
+    """The same tensors on ``device``, by name in order, as stacking needs it; on the CPU they are not copied."""
+    # What comes from a checkpoint is in another order than what a rule has written since.
+    return {
+        rule: {name: t.to(device) for name, t in sorted(tensors.items())} for rule, tensors in sorted(nested.items())
+    }
 
 
 def lonely(client: int) -> DataError:

@@ -2,8 +2,8 @@
 
 This rule is ours, not the paper's; its idea is that of the paper's Figure 1: layers whose clients stay close (a small
 consensus distance) may be averaged seldom. With ``r_l`` the growth of layer ``l``'s consensus distance per round and ``p_l``
-its period, the distance is about ``r_l p_l / 2`` on the average, and a round costs ``size_l / p_l`` parameters. The least total
-distance at a given traffic,
+its period, the distance is about ``r_l p_l / 2`` on the average, and a round costs ``size_l / p_l`` parameters. The least
+total distance at a given traffic,
 
     minimise sum_l r_l p_l   so that   sum_l size_l / p_l <= budget * d,
 
