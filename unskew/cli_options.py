@@ -29,6 +29,9 @@ Momentum = Annotated[float | None, typer.Option("--momentum", help="Momentum of 
 WeightDecay = Annotated[float | None, typer.Option("--weight-decay", help="Weight decay of the clients' optimizer.")]
 EngineName = Annotated[str | None, typer.Option("--engine", help="auto, inline, processes or vectorized.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
+NetworkDelay = Annotated[
+    str | None, typer.Option("--network", help="Rounds until updates arrive: none, fixed:3, half-normal:20, ...")
+]
 EvalEvery = Annotated[int | None, typer.Option("--eval-every", help="Evaluate every so many rounds.")]
 Target = Annotated[float | None, typer.Option("--target", help="Report the rounds needed to this accuracy (0 to 1).")]
 SaveSamples = Annotated[
@@ -51,6 +54,8 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     values = load_yaml(config) if config is not None else {}
     flags = {name: context.params.get(name) for name in _FLAGS}
     given = {name: value for name, value in flags.items() if value is not None}
+    if context.params.get("network") is not None:
+        given["network"] = {"delay": context.params["network"]}
     for assignment in context.params.get("sets") or []:
         set_field(given, assignment)
     # One budget replaces the other.

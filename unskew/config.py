@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 from unskew.engines.base import Training
 from unskew.errors import ConfigError, plain, unknown
 from unskew.methods.catalogue import method
+from unskew.simulation.delays import parse as parse_delay
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -44,6 +45,16 @@ class NetworkConfig(Section):
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client of the cohort fails and sends nothing."""
+    delay: str = "none"
+    """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
+    delay_per: Literal["dispatch", "client"] = "dispatch"
+    """Whether a delay is drawn for every dispatch, or once for each client."""
+
+    @pydantic.field_validator("delay")
+    @classmethod
+    def _delay_is_known(cls, value: str) -> str:
+        parse_delay(value)
+        return value
 
 
 class Experiment(Section):

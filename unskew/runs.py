@@ -122,12 +122,29 @@ def check_method(config: Experiment, federation: Federation, model: ModelLike | 
     check_task(chosen, federation)
     if config.secure_aggregation == "required":
         check_sums_suffice(chosen, chosen.server or FedAvg(), config.diagnose)
+    if config.network.delay != "none":
+        check_delays(chosen, config.diagnose)
     for rule in chosen.client:
         rule.check(federation, config.training.plain_sgd)
     spec = initial_spec(config, federation, model, chosen)
     if chosen.sync is not None:
         chosen.sync.travels(0, 0, None, spec)
     return spec
+
+
+def check_delays(chosen: Method, diagnose: Sequence[str]) -> None:
+    """Refuse what has no meaning if updates arrive in later rounds than they were sent out in.
+
+    Raises:
+        ConfigError: There is such a part.
+    """
+    late = [part.name for part in (*chosen.client, chosen.sync, chosen.server) if part is not None and part.synchronous]
+    if late:
+        raise ConfigError(f"{late[0]} needs the updates of a round in that round; it cannot be run with network.delay.")
+    if diagnose:
+        raise ConfigError(
+            f"diagnose={diagnose[0]} compares the clients of one round; it cannot be run with network.delay."
+        )
 
 
 def load_data(config: Experiment) -> Federation:

@@ -26,6 +26,7 @@ from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback, Recorder, write_summary
 from unskew.records.result import Result
 from unskew.simulation import checkpoint, personal
+from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
 from unskew.simulation.network import Network
@@ -74,7 +75,8 @@ class Session:
         store = ClientStore(None if folder is None else folder / "clients")
         self.server = Server(chosen, rule, spec, federation, self.weights, config.buffers, store, config.seed)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
-        self.network = Network(config.network.drop, config.seed)
+        delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
+        self.network = Network(config.network.drop, config.seed, delays)
         self.task = task
         self.evaluator = Evaluator(spec, federation, task, device)
         self.setup = Setup(spec, federation, chosen.client, task, config.training, config.seed, device)
@@ -138,7 +140,7 @@ class Session:
             callback.start(self.config.model_dump(mode="json"), start)
         self.recorder.start_clock()
 
-    def _finished(self, t: int, figures: dict[str, float]) -> None:
+    def _finished(self, t: int, figures: dict[str, Any]) -> None:
         """After round ``t``: evaluate, record, save."""
         done, last = t + 1, t + 1 == self.config.rounds
         score = None
@@ -190,7 +192,7 @@ class Session:
             "config": self.config.model_dump(mode="json"),
             "data": identity(self.federation),
         }
-        checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, extra)
+        checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, extra, self.network.pending)
         self._saved = done
 
     def _restore(self) -> int:
@@ -212,7 +214,7 @@ class Session:
                 f"The data differ from those of the run ({identity(self.federation)} instead of {extra['data']}); "
                 "resume it with the same data and library versions."
             )
-        checkpoint.restore(path, manifest, self.server)
+        self.network.pending = checkpoint.restore(path, manifest, self.server)
         self.recorder.resume(done, extra["seconds"])
         return done
 

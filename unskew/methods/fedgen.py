@@ -61,6 +61,7 @@ class FedGen(ClientRule):
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its generator makes features for one class at a time"
     needs: ClassVar[Literal["sum", "individual"]] = "individual"
+    synchronous: ClassVar[bool] = True
     needs_class_counts: ClassVar[bool] = True
 
     a: NonNegative = 10.0

@@ -95,6 +95,9 @@ class Part:
     tasks_reason: ClassVar[str] = ""
     """Why no other: the end of a sentence that begins with "because"."""
 
+    synchronous: ClassVar[bool] = False
+    """Whether all updates of a round must have been sent out in that round."""
+
     def build(self) -> Method:
         """The method made of this part alone; a part that fills several slots fills them all."""
         return Method(
@@ -205,6 +208,7 @@ class Sync(Part):
     Normalisation statistics travel with the layer before them.
     """
 
+    synchronous: ClassVar[bool] = True
     keeps_optimizer: ClassVar[bool] = False
     """Whether momentum stays at the client from round to round, neither averaged nor reset."""
 

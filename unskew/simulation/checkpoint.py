@@ -10,21 +10,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
-from unskew.methods.rules import Method, Tensors
+from unskew.methods.rules import Method, Tensors, Update
 from unskew.simulation.server import Server
 from unskew.simulation.store import State, encode, flat, nested, size_of
 from unskew.simulation.travel import Traffic
 
+PLAIN = ("client", "born", "examples", "weight", "metrics", "arrived")
+"""What an update has beside tensors."""
 FORMAT = 1
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
@@ -43,7 +46,9 @@ def _client_chunks(server: Server) -> Iterator[Tensors]:
         yield chunk
 
 
-def save_checkpoint(folder: Path, round: int, server: Server, extra: dict[str, Any]) -> Path:
+def save_checkpoint(
+    folder: Path, round: int, server: Server, extra: dict[str, Any], pending: Sequence[Update] = ()
+) -> Path:
     """Write the checkpoint after ``round`` rounds into ``folder`` and drop all but the last two.
 
     Args:
@@ -51,6 +56,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, extra: dict[str, A
         round: Rounds finished.
         server: Whose state is saved.
         extra: What else the run needs to go on; JSON.
+        pending: Updates on their way.
 
     Raises:
         CheckpointError: The disk is full or cannot be written; older checkpoints are left as they were.
@@ -71,6 +77,8 @@ def save_checkpoint(folder: Path, round: int, server: Server, extra: dict[str, A
                 put(f"clients-{number:04d}.safetensors", encode(chunk))
             for client, path in server.store.on_disk():
                 checksums[f"client-{client}.safetensors"] = _keep(path, fresh / f"client-{client}.safetensors")
+            if pending:
+                put("in-flight.safetensors", encode(_packed(pending)))
             manifest = {
                 "format": FORMAT,
                 "round": round,
@@ -78,6 +86,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, extra: dict[str, A
                 "skipped": server.skipped,
                 "last": server.last,
                 "traffic": asdict(server.traffic),
+                "in_flight": [{name: getattr(update, name) for name in PLAIN} for update in pending],
                 "extra": extra,
             }
             text = json.dumps({**manifest, "files": checksums})
@@ -167,8 +176,8 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
     return None
 
 
-def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
-    """Put a checkpoint's contents into a freshly made server.
+def restore(path: Path, manifest: dict[str, Any], server: Server) -> list[Update]:
+    """Put a checkpoint's contents into a freshly made server; returns the updates that were on their way.
 
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
@@ -182,6 +191,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> None:
     for client, held in _client_parts(path):
         server.store.put(client, held)
     _counters(manifest, server)
+    return _unpacked(path, manifest.get("in_flight", []), server.b.device)
 
 
 def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
@@ -250,6 +260,32 @@ def _client_parts(path: Path) -> Iterator[tuple[int, State]]:
     yield from clients.items()
     for file in path.glob("client-*.safetensors"):
         yield int(file.stem.partition("-")[2]), nested(load(file.read_bytes()))
+
+
+def _packed(pending: Sequence[Update]) -> Tensors:
+    """The tensors of updates on their way, by number."""
+    packed: Tensors = {}
+    for number, update in enumerate(pending):
+        packed |= {f"{number}/delta": update.delta, f"{number}/buffers": update.buffers}
+        for part, nested_ in (("upload", update.upload), ("state", update.state)):
+            packed |= {f"{number}/{part}/{key}": tensor for key, tensor in flat(nested_).items()}
+    return packed
+
+
+def _unpacked(path: Path, plain: list[dict[str, Any]], device: torch.device) -> list[Update]:
+    """Inverse of ``_packed``, with what the manifest says of each update."""
+    if not plain:
+        return []
+    tensors = {n: t.to(device) for n, t in load((path / "in-flight.safetensors").read_bytes()).items()}
+    found = []
+    for number, fields in enumerate(plain):
+        mine = {n.removeprefix(f"{number}/"): t for n, t in tensors.items() if n.startswith(f"{number}/")}
+        upload, state = (
+            nested({n.removeprefix(f"{part}/"): t for n, t in mine.items() if n.startswith(f"{part}/")})
+            for part in ("upload", "state")
+        )
+        found.append(Update(delta=mine["delta"], buffers=mine["buffers"], upload=upload, state=state, **fields))
+    return found
 
 
 def _counters(manifest: dict[str, Any], server: Server) -> None:

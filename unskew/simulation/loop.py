@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from unskew.engines.base import Engine
 from unskew.simulation.network import Network
@@ -28,7 +29,7 @@ def train(
     server: Server,
     engine: Engine,
     network: Network,
-    finished: Callable[[int, dict[str, float]], None],
+    finished: Callable[[int, dict[str, Any]], None],
 ) -> None:
     """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each."""
     with _interruptible() as stopped:
@@ -38,7 +39,7 @@ def train(
             results = engine.train([cast for cast in casts if not network.drops(t, cast.client)])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
-            finished(t, {"cohort": len(cohort), **figures})
+            finished(t, {"cohort": len(cohort), **figures, **network.figures()})
             if stopped() and t + 1 < rounds.stop:
                 raise Interrupted
 

@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from unskew.methods.rules import Update
 from unskew.seeding import numpy_generator
+from unskew.simulation.delays import Delays
 
 
 class Network:
-    """Delivers at once; a client's update is lost with probability ``drop``.
+    """Delivers updates after their delay, or at once; an update is lost with probability ``drop``.
 
     A client that drops out received the model (those bytes are counted) but sends nothing and keeps no new state.
+
+    Attributes:
+        pending: Updates on their way, with the round of their arrival in ``arrived``.
     """
 
-    def __init__(self, drop: float, seed: int):
+    def __init__(self, drop: float, seed: int, delays: Delays | None = None):
         self.drop, self.seed = drop, seed
-        self.in_flight: frozenset[int] = frozenset()
+        self.delays = delays or Delays("none", seed)
+        self.pending: list[Update] = []
+        self.ages: list[int] = []
+
+    @property
+    def in_flight(self) -> frozenset[int]:
+        """Clients whose update is on its way; they take no part until it has arrived."""
+        return frozenset(update.client for update in self.pending)
 
     def drops(self, round: int, client: int) -> bool:
         """Whether this client fails in this round; known before it trains, so no time is spent on it."""
         return self.drop > 0 and numpy_generator(self.seed, "drop", round, client).random() < self.drop
 
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
-        """The updates that reach the server in ``round``."""
-        return (dataclasses.replace(update, arrived=round) for update in results)
+        """The updates that reach the server in ``round``, by round of their broadcast and by client."""
+        if self.delays.instant:
+            return (replace(update, arrived=round) for update in results)
+        fresh = [replace(update, arrived=round + self.delays(round, update.client)) for update in results]
+        everything = [*self.pending, *fresh]
+        self.pending = [update for update in everything if update.arrived > round]
+        arrivals = [update for update in everything if update.arrived == round]
+        self.ages = [round - update.born for update in arrivals]
+        return iter(sorted(arrivals, key=lambda update: (update.born, update.client)))
+
+    def figures(self) -> dict[str, Any]:
+        """What the round's line tells of delays: updates on their way, and how old in rounds those were that arrived."""
+        if self.delays.instant:
+            return {}
+        histogram = {str(age): self.ages.count(age) for age in sorted(set(self.ages))}
+        mean = sum(self.ages) / len(self.ages) if self.ages else None
+        return {
+            "arrivals": len(self.ages),
+            "in_flight": len(self.pending),
+            "staleness": mean,
+            "staleness_counts": histogram,
+        }

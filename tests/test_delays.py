@@ -1,0 +1,169 @@
+"""Delays: when updates arrive, who may be drawn, what the server makes of it, and resuming with updates on their way."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+from running import call
+
+import unskew
+from unskew.errors import ConfigError, DataError
+from unskew.simulation.delays import Delays
+
+SIZES = [9, 14, 11, 8, 12, 10]
+
+
+def train(delay="none", method="fedavg", rounds=8, engine="inline", seed=0, **options):
+    torch.manual_seed(0)
+    network = {"delay": delay, **options.pop("network", {})}
+    given = {"lr": 0.05, "batch_size": 8, "local_epochs": 1, "precision": "fp64", "participation": 0.5, **options}
+    return unskew.run(
+        blobs(SIZES), model=SmallBatchNorm(), method=method, rounds=rounds, engine=engine, network=network, seed=seed,
+        **given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedadam", "moon"])
+def test_a_delay_of_zero_is_the_synchronous_run_bit_for_bit(method):
+    whole, zero = train(method=method), train("fixed:0", method)
+    assert torch.equal(whole.vector, zero.vector)
+    assert [r["accuracy"] for r in whole.history] == [r["accuracy"] for r in zero.history]
+    assert zero.history[0]["staleness_counts"] == {"0": 3}
+
+
+@pytest.mark.parametrize("engine", ["processes", "vectorized"])
+def test_engines_agree(engine):
+    options = {"method": "scaffold", "network": {"drop": 0.2}}
+    reference, other = train("half-normal:2", **options), train("half-normal:2", engine=engine, **options)
+    torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+    assert [r["in_flight"] for r in other.history] == [r["in_flight"] for r in reference.history]
+
+
+def test_updates_are_added_to_the_model_of_their_arrival():
+    """Logistic regression with full batches, by hand: each update is that of the model it was sent."""
+    fed = blobs([6, 9])
+    run = {"model": "logistic", "rounds": 5, "lr": 0.1, "batch_size": 100, "precision": "fp64", "engine": "inline"}
+    result = unskew.run(fed, **run, local_epochs=2, network={"delay": "fixed:2"})
+    torch.manual_seed(0)
+    v = unskew.run(
+        fed, **{**run, "rounds": 1}, local_epochs=2, network={"delay": "fixed:2"}
+    ).vector  # nothing has arrived
+    spec = unskew.ModelSpec(result.model, (2, 6, 6), 3, dtype=torch.float64)
+    weights = torch.tensor([6.0, 9.0], dtype=torch.float64) / 15
+
+    def delta(v, client):
+        start, b = v.clone(), spec.flatten_buffers()
+        for _ in range(2):
+            p = v.clone().requires_grad_()
+            loss = torch.nn.functional.cross_entropy(spec.forward(p, b, client.x.double()).logits, client.y)
+            v = v - 0.1 * torch.autograd.grad(loss, p)[0]
+        return v - start
+
+    # Both clients are sent out in rounds 0 and 3: a client on its way is not drawn.
+    sent = sum(w * delta(v, c) for w, c in zip(weights, fed.clients, strict=True))
+    torch.testing.assert_close(result.vector, v + sent, rtol=0, atol=1e-12)
+    assert [r["arrivals"] for r in result.history] == [0, 0, 2, 0, 0]
+    assert [r["cohort"] for r in result.history] == [2, 0, 0, 2, 0]
+    assert result.history[2]["staleness"] == 2
+    assert result.history[4]["in_flight"] == 2
+
+
+class Spy:
+    """Remembers which clients were sent out and which came back, by round."""
+
+    def __init__(self, monkeypatch):
+        from unskew.simulation.network import Network
+
+        self.out, self.back = {}, {}
+        real = Network.deliver
+
+        def deliver(network, round, results):
+            results = list(results)
+            self.out[round] = [u.client for u in results]
+            arrived = list(real(network, round, results))
+            self.back[round] = [(u.born, u.client) for u in arrived]
+            return iter(arrived)
+
+        monkeypatch.setattr(Network, "deliver", deliver)
+
+
+def test_no_client_has_two_updates_on_their_way_and_arrivals_are_in_a_fixed_order(monkeypatch):
+    spy = Spy(monkeypatch)
+    train("half-normal:3", rounds=30)
+    flying = {}
+    for t in range(30):
+        for client in spy.out[t]:
+            assert client not in flying
+            flying[client] = t
+        assert spy.back[t] == sorted(spy.back[t])
+        for born, client in spy.back[t]:
+            assert flying.pop(client) == born
+    assert any(len(back) > 1 and back[0][0] < back[-1][0] for back in spy.back.values())
+
+
+def test_half_normal_delays_have_the_mean_and_shares_they_should():
+    found = np.array([Delays("half-normal:20", 3)(t, k) for t in range(100) for k in range(50)])
+    assert found.mean() == pytest.approx(20 * np.sqrt(2 / np.pi) - 0.5, rel=0.03)
+    assert (found == 0).mean() == pytest.approx(0.0399, abs=0.01)  # |z| < 1/20
+    own = [Delays("half-normal:20", 3, per_client=True)(t, 7) for t in range(5)]
+    assert len(set(own)) == 1
+    heavy = np.array([Delays("lognormal:4,0.5", 1)(t, 0) for t in range(4000)])
+    assert (heavy < 4).mean() == pytest.approx(0.5, abs=0.03)
+
+
+def test_traces(tmp_path):
+    (tmp_path / "own.csv").write_text("client,delay\n0,1\n0,3\n1,2\n")
+    (tmp_path / "all.csv").write_text("delay\n4\n5\n")
+    own, all_ = (Delays(f"trace:{tmp_path}/{name}.csv", 0) for name in ("own", "all"))
+    assert {own(t, 0) for t in range(20)} == {1, 3}
+    assert {own(t, 1) for t in range(5)} == {2}
+    assert {all_(t, 9) for t in range(20)} == {4, 5}
+    with pytest.raises(DataError, match="none for client 2"):
+        own(0, 2)
+    (tmp_path / "bad.csv").write_text("delay\nsoon\n")
+    for name, words in (("bad", "line 2"), ("none", "cannot be read")):
+        with pytest.raises(DataError, match=words):
+            Delays(f"trace:{tmp_path}/{name}.csv", 0)
+
+
+@pytest.mark.parametrize("method", ["scaffold+fedavgm", "fedcog:start_round=0,n=6,g_steps=2"])
+def test_a_run_goes_on_with_its_updates_on_their_way(tmp_path, method):
+    whole = train("half-normal:3", method, rounds=12)
+    train("half-normal:3", method, rounds=5, out=tmp_path / "a", checkpoint_every=1)
+    torch.manual_seed(0)
+    rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=12)
+    assert torch.equal(rest.vector, whole.vector)
+    names = ("accuracy", "in_flight", "staleness", "staleness_counts", "bytes_up")
+    assert [[r[n] for n in names] for r in rest.history] == [[r[n] for n in names] for r in whole.history]
+
+
+@pytest.mark.parametrize(
+    ("delay", "words"),
+    [
+        ("slow", "no delay 'slow'"),
+        ("fixed", "fixed:3"),
+        ("fixed:1.5", "fixed:3"),
+        ("half-normal:-1", "half-normal:20"),
+        ("lognormal:4", "lognormal:4,0.5"),
+        ("trace", "needs a file"),
+        ("none:3", "takes no value"),
+    ],
+)
+def test_delays_written_wrongly_are_refused(delay, words):
+    with pytest.raises(ConfigError, match=words):
+        train(delay)
+
+
+@pytest.mark.parametrize("method", ["fedals", "fedrep", "fedgen"])
+def test_methods_that_need_a_round_together_are_refused(method):
+    with pytest.raises(ConfigError, match=f"{method} needs the updates of a round"):
+        train("fixed:1", method)
+    with pytest.raises(ConfigError, match="diagnose=consensus"):
+        train("fixed:1", diagnose="consensus")
+
+
+def test_the_flag_of_the_command_line(capsys, tmp_path):
+    args = ("run", "--model", "logistic", "--rounds", "3", "--clients", "4", "--partition", "iid", "--engine", "inline")
+    outcome = call(capsys, *args, "--network", "fixed:1", "--out", str(tmp_path / "a"))
+    assert outcome.code == 0
+    assert "delay: fixed:1" in (tmp_path / "a" / "config.yaml").read_text()

@@ -1,0 +1,130 @@
+"""How many rounds an update takes to arrive.
+
+A delay is written ``kind`` or ``kind:value``: ``none``; ``fixed:K`` rounds; ``half-normal:S``, that is ``floor(|z|)`` with
+``z ~ N(0, S^2)`` (Zhu et al. 2025, arXiv:2503.20138); ``lognormal:M,S``, that is ``floor(M exp(S z))`` with median ``M``;
+``trace:FILE``, delays that were observed: a CSV file with a column ``delay``, and a column ``client`` if each client has
+delays of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+from unskew.errors import ConfigError, DataError, unknown
+from unskew.seeding import numpy_generator
+
+KINDS = ("none", "fixed", "half-normal", "lognormal", "trace")
+LONGEST = 1_000_000  # a delay beyond any run
+
+
+class Delays:
+    """Draws delays in rounds; a pure function of seed, round and client.
+
+    Args:
+        spec: As above.
+        seed: Of the run.
+        per_client: Each client has one delay for the whole run instead of one per dispatch.
+
+    Raises:
+        ConfigError: It is not written so.
+        DataError: The trace cannot be read.
+
+    >>> Delays("fixed:3", seed=0)(round=5, client=1)
+    3
+    >>> Delays("half-normal:20", 0)(7, 2) == Delays("half-normal:20", 0)(7, 2)
+    True
+    """
+
+    def __init__(self, spec: str, seed: int, per_client: bool = False):
+        self.kind, self.numbers = parse(spec)
+        self.seed, self.per_client = seed, per_client
+        self.trace: dict[int | None, list[int]] = {}
+        if self.kind == "trace":
+            self.trace = read_trace(Path(spec.partition(":")[2]))
+
+    @property
+    def instant(self) -> bool:
+        """Whether everything arrives at once."""
+        return self.kind == "none"
+
+    def __call__(self, round: int, client: int) -> int:
+        """Rounds between the broadcast in ``round`` and the arrival; 0: the same round."""
+        if self.kind == "none":
+            return 0
+        if self.kind == "fixed":
+            return int(self.numbers[0])
+        draws = numpy_generator(self.seed, "delay", 0 if self.per_client else round, client)
+        if self.kind == "trace":
+            known = self.trace.get(client, self.trace.get(None, []))
+            if not known:
+                raise DataError(f"The trace of delays has none for client {client}.")
+            return known[int(draws.integers(len(known)))]
+        z = float(draws.standard_normal())
+        if self.kind == "half-normal":
+            return min(LONGEST, math.floor(abs(z) * self.numbers[0]))
+        median, sigma = self.numbers
+        return min(LONGEST, math.floor(median * math.exp(min(30.0, sigma * z))))
+
+
+def parse(spec: str) -> tuple[str, tuple[float, ...]]:
+    """Kind and numbers of a delay.
+
+    >>> parse("lognormal:4,0.5")
+    ('lognormal', (4.0, 0.5))
+
+    Raises:
+        ConfigError: It is not written so.
+    """
+    kind, _, value = spec.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(unknown("delay", kind, KINDS))
+    if kind == "none" and value:
+        raise ConfigError(f"The delay none takes no value; {spec!r} gives it {value!r}.")
+    if kind == "trace":
+        if not value:
+            raise ConfigError("The delay trace needs a file: trace:delays.csv.")
+        return kind, ()
+    if kind == "none":
+        return kind, ()
+    wanted = 2 if kind == "lognormal" else 1
+    example = {"fixed": "fixed:3", "half-normal": "half-normal:20", "lognormal": "lognormal:4,0.5"}[kind]
+    try:
+        numbers = tuple(float(piece) for piece in value.split(","))
+    except ValueError:
+        numbers = ()
+    whole = kind != "fixed" or all(n == int(n) for n in numbers if math.isfinite(n))
+    if len(numbers) != wanted or not all(math.isfinite(n) and n >= 0 for n in numbers) or not whole:
+        raise ConfigError(f"The delay {spec!r} is not written like {example}.")
+    return kind, numbers
+
+
+def read_trace(path: Path) -> dict[int | None, list[int]]:
+    """Delays by client; under None, where the file names no clients.
+
+    Raises:
+        DataError: There is no such file, or a row is not a delay.
+    """
+    found: dict[int | None, list[int]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if "delay" not in (rows.fieldnames or ()):
+                raise DataError(f"{path} has no column 'delay'.")
+            for number, row in enumerate(rows, start=2):
+                try:
+                    client = int(row["client"]) if row.get("client") not in (None, "") else None
+                    delay = int(row["delay"])
+                except (TypeError, ValueError):
+                    raise DataError(f"{path}, line {number}: a delay is a whole number of rounds.") from None
+                if delay < 0:
+                    raise DataError(f"{path}, line {number}: a delay is not below 0.")
+                found.setdefault(client, []).append(delay)
+    except OSError as error:
+        raise DataError(f"The trace {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"The trace {path} is not a text file.") from error
+    if not found:
+        raise DataError(f"{path} holds no delays.")
+    return found
