@@ -8,6 +8,7 @@ from running import call
 
 import unskew
 from unskew.errors import ConfigError, DataError
+from unskew.methods.messages import Aggregate, Update, Updates
 from unskew.simulation.delays import Delays
 
 SIZES = [9, 14, 11, 8, 12, 10]
@@ -167,3 +168,55 @@ def test_the_flag_of_the_command_line(capsys, tmp_path):
     outcome = call(capsys, *args, "--network", "fixed:1", "--out", str(tmp_path / "a"))
     assert outcome.code == 0
     assert "delay: fixed:1" in (tmp_path / "a" / "config.yaml").read_text()
+
+
+def test_fedbuff_moves_when_its_buffer_is_full():
+    """Deltas 1, 2, 3 ... one after the other, against a loop over them."""
+    rule = unskew.method("fedbuff:buffer_size=3,eta=0.5").server
+    state = rule.init(torch.zeros(2, dtype=torch.float64), None)
+    expected, buffer, number = np.zeros(2), [], 0
+    for arrivals in (2, 5, 1, 4, 0, 7):
+        sizes, parts, room = rule.portions(state), [], 0
+        for _ in range(arrivals):
+            number += 1
+            delta = np.array([number, number**2], float)
+            if not room:
+                parts.append(Aggregate())
+                room = next(sizes)
+            update = Update(0, 0, 5, 1.0, torch.tensor(delta), torch.zeros(0), {}, {}, {})
+            parts[-1].add(update)
+            room -= 1
+            buffer.append(delta)
+            if len(buffer) == 3:
+                expected += 0.5 * np.mean(buffer, axis=0)
+                buffer = []
+        if arrivals:
+            state = rule.step(state, Updates(0, parts[0], portions=parts))
+        np.testing.assert_allclose(state["v"].numpy(), expected, atol=1e-12)
+        assert rule.metrics(state) == {"fedbuff_waiting": len(buffer)}
+
+
+def test_fedbuff_without_delay_and_with_a_buffer_of_the_cohort_is_fedavg():
+    for delay in ("none", "fixed:0"):
+        buffered = train(delay, "fedbuff:buffer_size=3")
+        torch.testing.assert_close(buffered.vector, train(weights="uniform").vector, rtol=0, atol=1e-12)
+
+
+def test_fedbuff_waits_over_rounds_and_goes_on_after_an_interruption(tmp_path):
+    whole = train("half-normal:2", "fedbuff:buffer_size=4", rounds=12, secure_aggregation="required")
+    waiting = [r["fedbuff_waiting"] for r in whole.history]
+    arrived = np.cumsum([r["arrivals"] for r in whole.history])
+    assert waiting == [float(n % 4) for n in arrived]
+    options = {"rounds": 5, "checkpoint_every": 1, "secure_aggregation": "required"}
+    train("half-normal:2", "fedbuff:buffer_size=4", out=tmp_path / "a", **options)
+    torch.manual_seed(0)
+    rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=12)
+    assert torch.equal(rest.vector, whole.vector)
+
+
+def test_fedavg_may_discard_what_is_late():
+    late = train("fixed:1", "fedavg:discard_late=true", rounds=4)
+    assert [r.get("discarded", 0) for r in late.history] == [0, 3, 3, 3]
+    assert all(r["updates"] == 0 for r in late.history)
+    on_time = train("none", "fedavg:discard_late=true")
+    assert torch.equal(on_time.vector, train().vector)

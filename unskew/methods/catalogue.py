@@ -24,6 +24,7 @@ CATALOGUE: dict[str, str] = {
     "fedadagrad": "unskew.methods.fedopt:FedAdagrad",
     "fedyogi": "unskew.methods.fedopt:FedYogi",
     "fedadam": "unskew.methods.fedopt:FedAdam",
+    "fedbuff": "unskew.methods.fedbuff:FedBuff",
     "fedprox": "unskew.methods.fedprox:FedProx",
     "scaffold": "unskew.methods.scaffold:Scaffold",
     "fedcog": "unskew.methods.fedcog:FedCOG",

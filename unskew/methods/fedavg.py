@@ -21,6 +21,7 @@ class FedAvg(ServerRule):
 
     Attributes:
         eta: Server step; 1 is the paper's plain average.
+        discard_late: With delays: leave out updates that were not sent out in this round.
     """
 
     name: ClassVar[str] = "fedavg"
@@ -28,6 +29,11 @@ class FedAvg(ServerRule):
     paper: ClassVar[str] = "McMahan et al. 2016, arXiv:1602.05629"
 
     eta: Annotated[float, Field(gt=0)] = 1.0
+    discard_late: bool = False
+
+    def takes(self, born: int, round: int) -> bool:
+        """All updates, or only those of this round."""
+        return born == round or not self.discard_late
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """``v <- v + eta * sum_k p_k delta_k``."""

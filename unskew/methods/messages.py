@@ -112,6 +112,7 @@ class Updates:
         v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
         spec: The model's layout.
         key: A random 64-bit key of the server and round.
+        portions: Sums of as many consecutive updates as ``ServerRule.portions`` asks for; empty if it does not.
     """
 
     def __init__(
@@ -122,9 +123,10 @@ class Updates:
         v_global: Tensor | None = None,
         spec: ModelSpec | None = None,
         key: Tensor | None = None,
+        portions: Sequence[Aggregate] = (),
     ):
         self.round, self.aggregate, self._individual = round, aggregate, individual
-        self.v_global, self.spec, self.key = v_global, spec, key
+        self.v_global, self.spec, self.key, self.portions = v_global, spec, key, portions
 
     def __len__(self) -> int:
         return self.aggregate.count

@@ -7,6 +7,7 @@ the next model). Rules are pure functions of tensors: state comes in, state goes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -251,6 +252,14 @@ class ServerRule(Part):
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """Server state before the first round; holds at least ``"v"``."""
         return {"v": v}
+
+    def takes(self, born: int, round: int) -> bool:
+        """Whether an update that was sent out in round ``born`` counts in ``round``."""
+        return True
+
+    def portions(self, state: Tensors) -> Iterator[int]:
+        """How many consecutive updates each sum in ``updates.portions`` is of; by default there are none."""
+        return iter(())
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Server state after the updates of a round (at least one)."""

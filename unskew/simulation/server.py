@@ -116,6 +116,7 @@ class Server:
         """
         aggregate = Aggregate()
         individual: list[Update] | None = [] if self.individual else None
+        sizes, room, portions, discarded = self.rule.portions(self.state), 0, list[Aggregate](), 0
         self.left_out = []
         sums = dict.fromkeys(("loss", "begin_seconds", "train_seconds"), 0.0)
         taken: list[Update] = []
@@ -127,10 +128,18 @@ class Server:
             statistics = self.travel.statistics(up, update.buffers) if self.mode != "local" else 0
             beside = extras(update.upload, up, update.delta) + self.travel.numbers * update.delta.element_size()
             self.traffic.count(update.client, "up", sliced(up, update.delta) + beside, statistics)
+            if not self.rule.takes(update.born, round):
+                discarded += 1
+                continue
             if not usable(update):
                 self.left_out.append(update.client)
                 continue
             aggregate.add(update)
+            if not room and (room := next(sizes, 0)):
+                portions.append(Aggregate())
+            if room:
+                portions[-1].add(update)
+                room -= 1
             if self.travel.evaluates_mean:
                 mine = update.state["model"]["v"] * update.weight
                 whole = mine if whole is None else whole.add_(mine)
@@ -146,7 +155,7 @@ class Server:
             taken.append(replace(update, delta=torch.empty(0), upload={}))
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
         before = self.v
-        updates = Updates(round, aggregate, individual, self.v, self.spec, key)
+        updates = Updates(round, aggregate, individual, self.v, self.spec, key, portions)
         if taken and not self._take_in(updates, up, whole):
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
         if taken and whole is not None and squares is not None:
@@ -160,6 +169,7 @@ class Server:
             "train_loss": sums["loss"] / len(taken) if taken else math.nan,
             "begin_seconds": sums["begin_seconds"] / len(taken) if taken else 0.0,
             "train_seconds": sums["train_seconds"] / len(taken) if taken else 0.0,
+            **({"discarded": discarded} if discarded else {}),
             **self.rule.metrics(self.state),
         }
 
