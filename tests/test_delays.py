@@ -220,3 +220,47 @@ def test_fedavg_may_discard_what_is_late():
     assert all(r["updates"] == 0 for r in late.history)
     on_time = train("none", "fedavg:discard_late=true")
     assert torch.equal(on_time.vector, train().vector)
+
+
+@pytest.mark.parametrize(
+    "spec", ["alpha0=0.5", "alpha0=0.5,staleness=constant", "alpha0=0.9,staleness=hinge,a=10,b=1", "a=0.9"]
+)
+def test_fedasync_mixes_each_model_by_its_age(spec):
+    """Random updates with ages, against a loop over whole models."""
+    rule = unskew.method(f"fedasync:{spec}").server
+    draws = np.random.default_rng(0)
+    v = draws.normal(size=3)
+    starts, deltas, versions = draws.normal(size=(4, 3)), draws.normal(size=(4, 3)), [7, 3, 9, 0]
+    updates = [
+        Update(k, 0, 5, 1.0, torch.tensor(d), torch.zeros(0), {}, {}, {}, start=torch.tensor(s), version=n)
+        for k, (s, d, n) in enumerate(zip(starts, deltas, versions, strict=True))
+    ]
+    found = rule.step({"v": torch.tensor(v)}, Updates(0, Aggregate(), updates, version=9))["v"]
+    for number, (s, d, n) in enumerate(zip(starts, deltas, versions, strict=True)):
+        age = 9 + number - n
+        share = {"constant": 1.0, "polynomial": (1 + age) ** -rule.a}.get(rule.staleness)
+        if share is None:
+            share = 1.0 if age <= 1 else 1 / (10 * (age - 1) + 1)
+        v = (1 - rule.alpha0 * share) * v + rule.alpha0 * share * (s + d)
+    np.testing.assert_allclose(found.numpy(), v, atol=1e-12)
+
+
+def test_fedasync_with_full_weight_is_the_model_of_the_last_arrival():
+    """One client per round with a delay: the model is what that client made of the one it was sent."""
+    options = {"method": "fedasync:alpha0=1,staleness=constant", "participation": 1 / 6, "rounds": 3}
+    spy = train("none", rounds=1, participation=1 / 6, weights="uniform")
+    # Sent out in round 0, it replaces the initial model in round 1.
+    first = train("fixed:1", **{**options, "rounds": 2})
+    torch.testing.assert_close(first.vector, spy.vector, rtol=0, atol=1e-12)
+
+
+def test_fedasync_remembers_what_was_sent_over_an_interruption_and_forgets_who_dropped_out(tmp_path):
+    options = {"network": {"drop": 0.3}, "method": "fedasync+fedprox:mu=0.1"}
+    whole = train("half-normal:3", rounds=12, **options)
+    train("half-normal:3", rounds=5, out=tmp_path / "a", checkpoint_every=1, **options)
+    torch.manual_seed(0)
+    rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=12)
+    assert torch.equal(rest.vector, whole.vector)
+    for engine in ("processes", "vectorized"):
+        other = train("half-normal:3", rounds=12, engine=engine, **options)
+        torch.testing.assert_close(other.vector, whole.vector, rtol=0, atol=1e-10)

@@ -25,6 +25,7 @@ CATALOGUE: dict[str, str] = {
     "fedyogi": "unskew.methods.fedopt:FedYogi",
     "fedadam": "unskew.methods.fedopt:FedAdam",
     "fedbuff": "unskew.methods.fedbuff:FedBuff",
+    "fedasync": "unskew.methods.fedasync:FedAsync",
     "fedprox": "unskew.methods.fedprox:FedProx",
     "scaffold": "unskew.methods.scaffold:Scaffold",
     "fedcog": "unskew.methods.fedcog:FedCOG",

@@ -47,6 +47,8 @@ class Update:
         upload: Each rule's extra tensors.
         state: What stays at the client (never counted as traffic).
         metrics: Figures such as the mean training loss and the number of steps.
+        start, version: For rules that say ``remembers``: the model that was broadcast, ``[d]``, and the updates that the
+            server had taken in before.
         made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them (never counted as traffic).
     """
 
@@ -61,6 +63,8 @@ class Update:
     metrics: dict[str, float]
     arrived: int = -1
     made: Tensors = field(default_factory=dict)
+    start: Tensor | None = None
+    version: int = 0
 
 
 class Aggregate:
@@ -112,6 +116,7 @@ class Updates:
         v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
         spec: The model's layout.
         key: A random 64-bit key of the server and round.
+        version: Updates that the server had taken in before these.
         portions: Sums of as many consecutive updates as ``ServerRule.portions`` asks for; empty if it does not.
     """
 
@@ -124,7 +129,9 @@ class Updates:
         spec: ModelSpec | None = None,
         key: Tensor | None = None,
         portions: Sequence[Aggregate] = (),
+        version: int = 0,
     ):
+        self.version = version
         self.round, self.aggregate, self._individual = round, aggregate, individual
         self.v_global, self.spec, self.key, self.portions = v_global, spec, key, portions
 

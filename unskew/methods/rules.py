@@ -253,6 +253,9 @@ class ServerRule(Part):
         """Server state before the first round; holds at least ``"v"``."""
         return {"v": v}
 
+    remembers: ClassVar[bool] = False
+    """Whether each update comes with the model that its client was sent (``update.start``)."""
+
     def takes(self, born: int, round: int) -> bool:
         """Whether an update that was sent out in round ``born`` counts in ``round``."""
         return True

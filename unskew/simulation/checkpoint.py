@@ -15,19 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
 from unskew.methods.rules import Method, Tensors, Update
+from unskew.simulation.inflight import PLAIN, packed, unpacked
 from unskew.simulation.server import Server
 from unskew.simulation.store import State, encode, flat, nested, size_of
 from unskew.simulation.travel import Traffic
 
-PLAIN = ("client", "born", "examples", "weight", "metrics", "arrived")
-"""What an update has beside tensors."""
 FORMAT = 1
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
@@ -78,13 +76,15 @@ def save_checkpoint(
             for client, path in server.store.on_disk():
                 checksums[f"client-{client}.safetensors"] = _keep(path, fresh / f"client-{client}.safetensors")
             if pending:
-                put("in-flight.safetensors", encode(_packed(pending)))
+                put("in-flight.safetensors", encode(packed(pending)))
             manifest = {
                 "format": FORMAT,
                 "round": round,
                 "rules": sorted(server.rules),
                 "skipped": server.skipped,
                 "last": server.last,
+                "version": server.version,
+                "sent": {client: version for client, (_, version) in server.sent.items()},
                 "traffic": asdict(server.traffic),
                 "in_flight": [{name: getattr(update, name) for name in PLAIN} for update in pending],
                 "extra": extra,
@@ -182,16 +182,18 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> list[Update
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
     """
-    state, rules, b, server.mean, plan = _server_part(path, manifest, server)
+    state, rules, b, server.mean, plan, sent = _server_part(path, manifest, server)
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in server.state.items()}:
         raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
     server.state, server.b = state, b
     server.travel.state = plan
+    server.version = manifest.get("version", 0)
+    server.sent = {int(k): (sent[int(k)], version) for k, version in manifest.get("sent", {}).items()}
     server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
     for client, held in _client_parts(path):
         server.store.put(client, held)
     _counters(manifest, server)
-    return _unpacked(path, manifest.get("in_flight", []), server.b.device)
+    return unpacked(path, manifest.get("in_flight", []), server.b.device)
 
 
 def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
@@ -207,7 +209,7 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
     Raises:
         CheckpointError: It was written for another model, or by another version.
     """
-    state, rules, b, mean, plan = _server_part(path, manifest, server)
+    state, rules, b, mean, plan, _ = _server_part(path, manifest, server)
     if state["v"].shape != server.v.shape or b.shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
     same_rule = before is not None and before.server == server.method.server
@@ -235,8 +237,8 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, State, Tensor, tuple[Tensor, Tensor] | None, Tensors]:
-    """The server rule's state, the rules' server halves, the statistics, the clients' mean and the sync rule's state."""
+) -> tuple[Tensors, State, Tensor, tuple[Tensor, Tensor] | None, Tensors, dict[int, Tensor]]:
+    """Its server's part: state, the rules' halves, statistics, the clients' mean, the sync rule's state, what was sent."""
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"The checkpoint {path} was written by another version of unskew; resume it with that one."
@@ -247,7 +249,8 @@ def _server_part(
     rules = nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")})
     mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
     plan = {n.removeprefix("sync/"): t for n, t in tensors.items() if n.startswith("sync/")}
-    return state, rules, tensors["b"], mean, plan
+    sent = {int(n.removeprefix("sent/")): t for n, t in tensors.items() if n.startswith("sent/")}
+    return state, rules, tensors["b"], mean, plan, sent
 
 
 def _client_parts(path: Path) -> Iterator[tuple[int, State]]:
@@ -260,32 +263,6 @@ def _client_parts(path: Path) -> Iterator[tuple[int, State]]:
     yield from clients.items()
     for file in path.glob("client-*.safetensors"):
         yield int(file.stem.partition("-")[2]), nested(load(file.read_bytes()))
-
-
-def _packed(pending: Sequence[Update]) -> Tensors:
-    """The tensors of updates on their way, by number."""
-    packed: Tensors = {}
-    for number, update in enumerate(pending):
-        packed |= {f"{number}/delta": update.delta, f"{number}/buffers": update.buffers}
-        for part, nested_ in (("upload", update.upload), ("state", update.state)):
-            packed |= {f"{number}/{part}/{key}": tensor for key, tensor in flat(nested_).items()}
-    return packed
-
-
-def _unpacked(path: Path, plain: list[dict[str, Any]], device: torch.device) -> list[Update]:
-    """Inverse of ``_packed``, with what the manifest says of each update."""
-    if not plain:
-        return []
-    tensors = {n: t.to(device) for n, t in load((path / "in-flight.safetensors").read_bytes()).items()}
-    found = []
-    for number, fields in enumerate(plain):
-        mine = {n.removeprefix(f"{number}/"): t for n, t in tensors.items() if n.startswith(f"{number}/")}
-        upload, state = (
-            nested({n.removeprefix(f"{part}/"): t for n, t in mine.items() if n.startswith(f"{part}/")})
-            for part in ("upload", "state")
-        )
-        found.append(Update(delta=mine["delta"], buffers=mine["buffers"], upload=upload, state=state, **fields))
-    return found
 
 
 def _counters(manifest: dict[str, Any], server: Server) -> None:

@@ -36,7 +36,10 @@ def train(
         for t in rounds:
             cohort = sampler.draw(t, network.in_flight)
             casts = [server.broadcast(t, k) for k in cohort]
-            results = engine.train([cast for cast in casts if not network.drops(t, cast.client)])
+            gone = {k for k in cohort if network.drops(t, k)}
+            for k in gone:
+                server.lost(k)
+            results = engine.train([cast for cast in casts if cast.client not in gone])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
             finished(t, {"cohort": len(cohort), **figures, **network.figures()})

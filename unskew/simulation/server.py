@@ -28,6 +28,7 @@ class Server:
         state: State of the server rule; ``rules``: state of each client rule's server half.
         store: What stays at the clients.
         traffic: Bytes so far.
+        version: Updates taken in so far; ``sent``: for rules that remember, what each client on its way was sent, and when.
         skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
         watchers: Shown every usable update: diagnoses that look at single ones; no part of the method.
     """
@@ -55,6 +56,8 @@ class Server:
         self.skipped = 0
         self.left_out: list[int] = []
         self.last: dict[int, int] = {}
+        self.version = 0
+        self.sent: dict[int, tuple[Tensor, int]] = {}
         self.watchers: list[Callable[[Update], None]] = []
         self.travel = Travel(method.sync, spec)
         self.mean: tuple[Tensor, Tensor] | None = None
@@ -78,15 +81,22 @@ class Server:
         """All that the server holds, by name."""
         mean = {} if self.mean is None else {"mean/v": self.mean[0], "mean/b": self.mean[1]}
         plan = {f"sync/{name}": t for name, t in self.travel.state.items()}
-        return {**everything(self.state, self.rules, self.b), **mean, **plan}
+        sent = {f"sent/{client}": v for client, (v, _) in self.sent.items()}
+        return {**everything(self.state, self.rules, self.b), **mean, **plan, **sent}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
         down, up = self.travel.slices(round, client, self.last.get(client))
         cast = replace(self._cast(round, client, self.v, self.b, down, up), keeps=self.travel.keeps_optimizer)
+        if self.rule.remembers:
+            self.sent[client] = (self.v, self.version)
         statistics = self.travel.statistics(down, self.b) if self.mode == "average" else 0
         self.traffic.count(client, "down", sliced(down, self.v) + extras(cast.download, down, self.v), statistics)
         return cast
+
+    def lost(self, client: int) -> None:
+        """The client dropped out; nothing will come back."""
+        self.sent.pop(client, None)
 
     def farewell(self, round: int, client: int) -> Broadcast:
         """The final model for a training whose result stays at ``client``, in ``Update.state["model"]``; not counted."""
@@ -150,18 +160,20 @@ class Server:
             for watch in self.watchers:
                 watch(update)
             if individual is not None:
-                individual.append(update)
+                start, version = self.sent.pop(update.client, (None, 0))
+                individual.append(replace(update, start=start, version=version))
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
             taken.append(replace(update, delta=torch.empty(0), upload={}))
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
         before = self.v
-        updates = Updates(round, aggregate, individual, self.v, self.spec, key, portions)
+        updates = Updates(round, aggregate, individual, self.v, self.spec, key, portions, self.version)
         if taken and not self._take_in(updates, up, whole):
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
         if taken and whole is not None and squares is not None:
             self.travel.observe(round, whole / aggregate.weight - before, squares / aggregate.weight)
         for update in taken:
             self._keep(update)
+        self.version += len(taken)
         self.skipped += len(self.left_out)
         return {
             "updates": len(taken),
