@@ -99,6 +99,7 @@ def test_every_flag_reaches_the_configuration(capsys):
         "--engine": "inline",
         "--device": "cpu",
         "--eval-every": 2,
+        "--network": "fixed:1",
         "--target": 0.05,
     }
     sets = [
@@ -114,8 +115,9 @@ def test_every_flag_reaches_the_configuration(capsys):
     outcome = call(capsys, "run", *(str(x) for pair in flags.items() for x in pair), *sets, "--out", "a/b", "--json")
     assert outcome.code == 0, outcome.err
     config = yaml.safe_load(Path("a/b/config.yaml").read_text())
-    assert {flag: config[flag[2:].replace("-", "_")] for flag in flags} == flags
-    assert config["network"] == {"drop": 0.25}
+    fields = {flag: value for flag, value in flags.items() if flag != "--network"}
+    assert {flag: config[flag[2:].replace("-", "_")] for flag in fields} == fields
+    assert config["network"] == {"drop": 0.25, "delay": "fixed:1", "delay_per": "dispatch"}
     assert config["model_options"] == {"hidden": [8]}
     assert (config["holdout"], config["clip"], config["local_epochs"]) == (0.2, 1.0, None)
     assert list(config) == list(Experiment.model_fields), "complete, and in order"
@@ -185,7 +187,8 @@ def test_flags_override_the_file_and_set_overrides_flags(capsys):
     config = yaml.safe_load(Path("a/config.yaml").read_text())
     found = {name: config[name] for name in ("clients", "rounds", "local_steps", "local_epochs", "lr", "network")}
     assert found == {
-        "clients": 5, "rounds": 1, "local_steps": 1, "local_epochs": None, "lr": 0.2, "network": {"drop": 0.1},
+        "clients": 5, "rounds": 1, "local_steps": 1, "local_epochs": None, "lr": 0.2,
+        "network": {"drop": 0.1, "delay": "none", "delay_per": "dispatch"},
     }  # fmt: skip
     assert call(capsys, "run", "my.yaml", "--rounds", 1, "--set", "local_steps=2", "--out", "b").code == 0
     assert yaml.safe_load(Path("b/config.yaml").read_text())["local_epochs"] is None

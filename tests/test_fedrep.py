@@ -150,7 +150,8 @@ def test_a_client_is_served_by_the_global_body_and_its_own_head(tmp_path):
                 v[piece] = kept[f"{k}/model/v"][piece]
         module = spec.load(v, spec.flatten_buffers(result.model))
         rights.append((module(torch.from_numpy(x).double()).argmax(1).numpy() == y).mean())
-    assert len(kept) == 2, "half of the clients never took part"
+    served = [name for name in kept if name.endswith("/model/v")]
+    assert len(served) == 2, "half of the clients never took part"
     assert result.summary["personal_accuracy_mean"] == pytest.approx(np.mean(rights))
     assert result.summary["personal_accuracy_std"] == pytest.approx(np.std(rights))
     assert result.summary["personal_accuracy_worst"] == pytest.approx(min(rights))
