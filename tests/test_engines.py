@@ -9,6 +9,9 @@ from unskew.methods.catalogue import CATALOGUE
 from unskew.methods.rules import ClientRule
 
 SUMS = [
+    "fedbuff:buffer_size=2+scaffold",
+    "fedals:alpha=2+fedprox",
+    "fedals:auto,longest=2,budget=0.9",
     "fedprox:mu=0.1+scaffold",
     "scaffold+fedavgm",
     "scaffold:option=I",

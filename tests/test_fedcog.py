@@ -205,7 +205,7 @@ def train(method, **options):
 
 
 HOSTS = [name for name in CATALOGUE if part_class(name).name != "fedcog" and slots_of(part_class(name)) != ["data"]]
-CHEAPER = {"fedreg": "fedreg:iterations=1"}
+CHEAPER = {"fedbuff": "fedbuff:buffer_size=2", "fedreg": "fedreg:iterations=1"}
 BYTES = ("bytes_up", "bytes_down", "buffer_bytes_up", "buffer_bytes_down")
 
 
