@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from unskew import Federation
+from unskew import Federation, ServerRule
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -42,3 +42,17 @@ class SmallBatchNorm(torch.nn.Module):
         x = torch.relu(self.norm(self.conv(x)))
         x = torch.nn.functional.max_pool2d(x, 2).flatten(1)
         return self.fc(self.drop(x))
+
+
+class Spy(ServerRule):
+    """FedAvg that shows the local models and their weights to the test."""
+
+    name, summary, paper = "spy", "shows", "none"
+    needs = "individual"
+
+    def __init__(self):
+        self.seen = []
+
+    def step(self, state, updates):
+        self.seen = [(state["v"] + u.delta, u.weight) for u in updates]
+        return {"v": state["v"] + updates.aggregate.delta}

@@ -3,24 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import blobs
+from conftest import Spy, blobs
 
 import unskew
 from unskew.data.partitioners import iid
 from unskew.errors import DataError
-from unskew.methods.rules import ServerRule
-
-
-class Spy(ServerRule):
-    """FedAvg that shows the local models."""
-
-    name, summary, paper = "spy", "shows", "none"
-    needs = "individual"
-    seen = []  # noqa: RUF012
-
-    def step(self, state, updates):
-        Spy.seen = [(state["v"] + u.delta, u.weight) for u in updates]
-        return {"v": state["v"] + updates.aggregate.delta}
 
 
 def log_loss(v, x, y, classes=3):
@@ -35,9 +22,10 @@ def test_gaps_and_skew_are_those_by_hand():
     fed = blobs([12, 20, 16])
     run = {"model": "logistic", "rounds": 1, "lr": 0.1, "precision": "fp64", "engine": "inline"}
     row = unskew.run(fed, **run, diagnose="generalization").history[0]
-    unskew.run(fed, method=Spy(), **run)
-    weights = np.array([w for _, w in Spy.seen]) / sum(w for _, w in Spy.seen)
-    models = [v.numpy() for v, _ in Spy.seen]
+    spy = Spy()
+    unskew.run(fed, method=spy, **run)
+    weights = np.array([w for _, w in spy.seen]) / sum(w for _, w in spy.seen)
+    models = [v.numpy() for v, _ in spy.seen]
     mean = sum(w * v for w, v in zip(weights, models, strict=True))
     x, y = fed.test[0].flatten(1).double().numpy(), fed.test[1].numpy()
     gap = big = small = first = second = 0.0

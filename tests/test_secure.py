@@ -1,10 +1,8 @@
 """Secure aggregation: what the server may see, and who is refused."""
 
-import dataclasses
-
 import pytest
 import torch
-from conftest import blobs
+from conftest import Spy, blobs
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
@@ -79,10 +77,9 @@ def test_local_models_are_measured_as_by_hand():
         fed, model="logistic", rounds=1, engine="inline", lr=0.05, diagnose="local_models", precision="fp64", seed=4
     )
     row = result.history[0]
-    again = unskew.run(
-        fed, model="logistic", method=Spy(), rounds=1, engine="inline", lr=0.05, precision="fp64", seed=4
-    )
-    locals_ = Spy.seen[-1]
+    spy = Spy()
+    again = unskew.run(fed, model="logistic", method=spy, rounds=1, engine="inline", lr=0.05, precision="fp64", seed=4)
+    locals_ = [local for local, _ in spy.seen]
     distances = [float((local - again.vector).norm()) for local in locals_]
     assert row["local_distance"] == pytest.approx(sum(distances) / len(distances), abs=1e-12)
     x, y = fed.test
@@ -98,16 +95,3 @@ def test_local_models_are_measured_as_by_hand():
     assert row["local_accuracy"] == pytest.approx(sum(right) / len(right), abs=1e-12)
     assert 0 <= row["local_personal_accuracy"] <= 1
     assert result.summary["local_distance"] == row["local_distance"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Spy(ServerRule):
-    """FedAvg that shows the local models to the test."""
-
-    name, summary, paper = "spy", "shows", "none"
-    needs = "individual"
-    seen = []  # noqa: RUF012
-
-    def step(self, state, updates):
-        Spy.seen.append([state["v"] + u.delta for u in updates])
-        return {"v": state["v"] + updates.aggregate.delta}

@@ -147,7 +147,7 @@ class Session:
         if last or done % self.config.eval_every == 0:
             score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
             for diagnosis in self.diagnoses:
-                figures |= diagnosis.figures()
+                figures |= diagnosis.figures() if diagnosis.updates else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic

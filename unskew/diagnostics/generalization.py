@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData
-from unskew.diagnostics.local_models import local_model
-from unskew.methods.rules import Update
+from unskew.diagnostics.watching import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 
 
-class Generalization:
+class Generalization(Diagnosis):
     """Watches the local models of a round and measures their gaps, and that of their mean.
 
     The expected loss is the mean over the test set, its classes weighted as in the client's training data unless the
@@ -38,23 +37,15 @@ class Generalization:
     """
 
     def __init__(self, evaluator: Evaluator, server: Server):
-        self.evaluator, self.server = evaluator, server
+        super().__init__(server)
+        self.evaluator = evaluator
         self.iid = str(server.federation.partition).startswith("iid")
-        self.updates: list[Update] = []
-        self.start = server.v
-        server.watchers.append(self.updates.append)
-
-    def begin(self) -> None:
-        """The next round starts from the server's model."""
-        self.start = self.server.v
-        self.updates.clear()
 
     def figures(self) -> dict[str, float]:
-        """The figures of the round that has just ended; nothing if no update came."""
-        if not self.updates:
-            return {}
-        weights = [update.weight / sum(u.weight for u in self.updates) for update in self.updates]
-        models = [local_model(update, self.start) for update in self.updates]
+        """The gaps, the skew and the two sums of the bound."""
+        total = sum(update.weight for update in self.updates)
+        weights = [update.weight / total for update in self.updates]
+        models = self.models()
         mean = torch.stack([w * v for w, v in zip(weights, models, strict=True)]).sum(0)
         b = torch.stack([w * u.buffers for w, u in zip(weights, self.updates, strict=True)]).sum(0)
         everywhere = self.evaluator.losses(mean, b, *self.evaluator.test)

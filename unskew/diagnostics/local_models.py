@@ -6,13 +6,12 @@ import math
 
 import torch
 
-from unskew.data.federation import Federation
-from unskew.methods.rules import Update
+from unskew.diagnostics.watching import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 
 
-class LocalModels:
+class LocalModels(Diagnosis):
     """Collects the local models ``theta_k`` of a round and measures them against the next global model.
 
     Three means over the clients of a round: ``local_distance``, ``||theta_k - theta_{t+1}||_2``; ``local_accuracy``, of
@@ -21,28 +20,17 @@ class LocalModels:
 
     Args:
         evaluator: Of the run.
-        federation: Its data.
         server: Its server, whose updates are watched from now on.
     """
 
-    def __init__(self, evaluator: Evaluator, federation: Federation, server: Server):
-        self.evaluator, self.federation, self.server = evaluator, federation, server
-        self.updates: list[Update] = []
-        self.start = server.v
-        server.watchers.append(self.updates.append)
-
-    def begin(self) -> None:
-        """The next round starts from the server's model."""
-        self.start = self.server.v
-        self.updates.clear()
+    def __init__(self, evaluator: Evaluator, server: Server):
+        super().__init__(server)
+        self.evaluator, self.federation = evaluator, server.federation
 
     def figures(self) -> dict[str, float]:
-        """The three means of the round that has just ended; nothing if no update came."""
-        if not self.updates:
-            return {}
+        """The three means."""
         distance = accuracy = personal = 0.0
-        for update in self.updates:
-            local = local_model(update, self.start)
+        for update, local in zip(self.updates, self.models(), strict=True):
             distance += float(torch.linalg.vector_norm(local - self.server.v))
             accuracy += self.evaluator.score(local, update.buffers).accuracy
             client = self.federation.clients[update.client]
@@ -55,9 +43,3 @@ class LocalModels:
             "local_accuracy": accuracy / count,
             "local_personal_accuracy": personal / count,
         }
-
-
-def local_model(update: Update, start: torch.Tensor) -> torch.Tensor:
-    """The whole model ``[d]`` of a client after its training, slices that were not sent included."""
-    kept = update.state.get("model")
-    return start + update.delta if kept is None else kept["v"]
