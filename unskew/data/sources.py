@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unskew.data.builtin import digits, gaussians
 from unskew.data.dsprites import dsprites
 from unskew.data.leaf import leaf_source
+from unskew.data.shapes import shapes
 from unskew.data.tables import Source, Table, read_file, source_from_tables
 from unskew.errors import ConfigError, DataError, unknown
 
@@ -33,6 +34,7 @@ SOURCES: dict[str, str] = {
     "femnist": "FEMNIST, 28 x 28 grey, 62 classes by writer (flwrlabs/femnist)",
     "celeba": "CelebA, 178 x 218 colour, faces with 40 attributes by person (flwrlabs/celeba)",
     "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 samples and 50,000 to test on; no download",
+    "shapes": "textured shapes on cloudy backgrounds, 32 x 32 colour, 20 classes, 12,000 images; drawn, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; drawn, no download",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
@@ -42,6 +44,8 @@ SOURCES: dict[str, str] = {
     "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; needs the label column",
 }
 TABLES = (".parquet", ".csv", ".jsonl")
+DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
+"""Sources that need no file."""
 PATHS = ("folder", "table", "leaf")
 """Sources that are written with their path."""
 
@@ -116,7 +120,7 @@ def load_source(
         raise ConfigError(unknown("data set", name, SOURCES))
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
-    if kind in ("digits", "gaussians") and (path is not None or label is not None or image is not None):
+    if kind in DRAWN and (path is not None or label is not None or image is not None):
         raise ConfigError(f"The data set {kind!r} needs no file; it takes no path, label or image column.")
     if kind.startswith("dsprites") and (label is not None or image is not None):
         raise ConfigError("dSprites takes no label or image column; its label is the shape.")
@@ -168,10 +172,8 @@ def loaded(
     test_share: float,
 ) -> Source:
     """The source as it is; images that are decoded here have the side ``size`` already."""
-    if kind == "digits":
-        return digits()
-    if kind == "gaussians":
-        return gaussians()
+    if kind in DRAWN:
+        return DRAWN[kind]()
     if kind.startswith("dsprites"):
         return dsprites(path, int(kind.partition(":")[2]) if ":" in kind else None)
     if kind in HUB:
