@@ -6,6 +6,7 @@ import torch
 from quadratic import Quadratics, optimum, problem
 
 from unskew.engines.base import Training
+from unskew.errors import ConfigError
 from unskew.methods.catalogue import make, method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
@@ -233,3 +234,10 @@ def test_paper_defaults():
 def test_options_are_typed():
     assert method("fedavgm:nesterov=true,beta=0.5").server == FedAvgM(beta=0.5, nesterov=True)
     assert make(FedAvgM, beta="1e-1").beta == 0.1
+
+
+def test_an_option_beyond_all_numbers_is_refused():
+    for option in ("fedavg:eta=1e300", "fedadam:tau=-1e300"):
+        with pytest.raises(ConfigError, match="not valid"):
+            method(option)
+    assert method("feddle:lam=inf").server.lam == float("inf")

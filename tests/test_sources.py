@@ -581,3 +581,19 @@ def test_real_cifar10():
     table = parquet.read_table(real_cifar10() / "test.parquet")
     for i in range(0, 10_000, 997):
         assert np.array_equal(nhwc(source.test.x[i : i + 1])[0], by_pillow(table["img"][i].as_py()["bytes"]))
+
+
+def test_fewer_samples_are_drawn_by_the_seed():
+    def inputs(seed, **options):
+        fed = load_federation("digits", partition="iid", clients=3, holdout=0, seed=seed, **options)
+        assert len(fed.test[1]) == 360
+        return {x.numpy().tobytes() for client in fed.clients for x in client.x}
+
+    first, again, other = (inputs(seed, keep_samples=300) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    assert first < inputs(0)
+    assert len(first) > 290
+    for wrong in (0, 1438):
+        with pytest.raises(ConfigError, match="from 1 to the 1437"):
+            load_federation("digits", partition="iid", clients=3, keep_samples=wrong)

@@ -48,6 +48,8 @@ class Experiment(Section):
     """Side in pixels to which images are brought; None leaves them as they are."""
     keep_classes: Annotated[int, Field(ge=2)] | None = None
     """Keep the samples of the first so many classes only."""
+    keep_samples: Annotated[int, Field(ge=1)] | None = None
+    """Train on so many samples only, drawn by the seed."""
     partition: str = "dirichlet:0.1"
     """How the training samples are split over clients."""
     clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
@@ -196,7 +198,7 @@ class Experiment(Section):
 
 DATA_FIELDS = (
     *("data", "data_path", "label", "label_separator", "image", "partition", "clients", "holdout"),
-    *("server", "server_path", "set_aside", "text", "image_size", "keep_classes"),
+    *("server", "server_path", "set_aside", "text", "image_size", "keep_classes", "keep_samples"),
 )
 """Fields that, with the seed, decide which samples are where."""
 

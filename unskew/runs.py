@@ -101,6 +101,7 @@ def load_data(config: Experiment) -> Federation:
         label_separator=config.label_separator,
         image_size=config.image_size,
         keep_classes=config.keep_classes,
+        keep_samples=config.keep_samples,
         holdout=config.holdout,
         server=config.server,
         server_path=config.server_path,

@@ -30,6 +30,7 @@ def load_federation(
     label_separator: str | None = None,
     image_size: int | None = None,
     keep_classes: int | None = None,
+    keep_samples: int | None = None,
     holdout: float = 0.1,
     server: int | str | None = None,
     server_path: str | Path | None = None,
@@ -51,6 +52,7 @@ def load_federation(
         label_separator: What stands between the labels of a row, in a table's label column of text.
         image_size: Side to which images are brought, those of the server too.
         keep_classes: Keep the samples of the first so many classes only.
+        keep_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
         holdout: Share of each client's samples kept for its own evaluation.
         server: A number: that many test samples move to the server and are no longer used for evaluation. A data set:
             the server gets its training images, brought to the clients' channels and size; they are out of domain.
@@ -85,6 +87,12 @@ def load_federation(
         if image_size is not None and source.train.x.dim() != 4:
             raise ConfigError(f"image_size={image_size} belongs to images, but the inputs of {source.name} are none.")
     train, test = source.train, source.test
+    if keep_samples is not None:
+        if not 1 <= keep_samples <= len(train):
+            raise ConfigError(
+                f"keep_samples={keep_samples} must be from 1 to the {len(train)} training samples of {name}."
+            )
+        train = train.rows(np.sort(generator(seed, "keep_samples").permutation(len(train))[:keep_samples]))
     labels = None if source.task == "language" else train.y.numpy()
     parts = make_partition(
         partition, labels, clients, seed, classes=source.classes, columns=train.columns, samples=len(train)

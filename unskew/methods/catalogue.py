@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import re
 import typing
 from collections.abc import Sequence
@@ -53,6 +54,9 @@ CATALOGUE: dict[str, str] = {
     "dense": "unskew.methods.dense:Dense",
     "feddm": "unskew.methods.feddm:FedDM",
 }
+
+LARGEST = 1e30
+"""Of an option; beyond it float32 overflows in a product with almost anything."""
 
 MethodLike = str | Part | Method | Sequence["str | Part | Method"]
 
@@ -125,6 +129,9 @@ def make(cls: type[Part], **options: object) -> Part:
         except pydantic.ValidationError as error:
             reason = plain(error.errors()[0]["msg"])
             raise ConfigError(f"{cls.name}:{key}={value} is not valid: {reason}.") from error
+        number = checked[key]
+        if isinstance(number, float) and LARGEST < abs(number) < math.inf:
+            raise ConfigError(f"{cls.name}:{key}={value} is not valid: at most {LARGEST:g} can be computed with.")
     return cls(**checked)
 
 
