@@ -50,6 +50,12 @@ def test_the_paper_scale_has_the_papers_settings(name):
             assert "n=256" in config.method or name == "fedcog/table-11"
 
 
+def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):
+    for scale, expected in (("smoke", None), ("paper", str(tmp_path))):
+        found = cells(load_preset("fedssyn/table-1"), scale, 0, {"data_path": str(tmp_path)})
+        assert {cell.config.data_path for cell in found} == {expected}
+
+
 def test_presets_extend_one_another_by_their_entries():
     base = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}}}, "rows": {"x": {}}}
     over = {"scales": {"cpu": {"settings": {"rounds": 2}}}, "rows": {"y": {}}}

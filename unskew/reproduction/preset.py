@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.config import Experiment, experiment
+from unskew.data.sources import DRAWN
 from unskew.errors import ConfigError, plain, unknown
 
 SCALES = ("smoke", "cpu", "paper")
@@ -145,7 +146,8 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
         preset: The table.
         scale: ``smoke``, ``cpu`` or ``paper``.
         seed: Of all runs.
-        extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``).
+        extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``); rows whose data need no file take no
+            ``data_path``.
         otherwise: Use what the scale names for the case that the data are not at hand.
 
     Raises:
@@ -166,7 +168,10 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
             shared = {**base, **its}
 
             def build(options: Options, shared: Options = shared) -> Experiment:
-                return experiment({**filled({**shared, **options}, values), **extra, "seed": seed})
+                whole = {**filled({**shared, **options}, values), **extra, "seed": seed}
+                if whole["data"] in DRAWN:
+                    whole.pop("data_path", None)
+                return experiment(whole)
 
             # The common run takes from the row what changes the data or the model, but not its method.
             rest = {k: v for k, v in mine.items() if k != "method"}
