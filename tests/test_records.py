@@ -17,7 +17,7 @@ from unskew.comparison import Comparison, folder_name, mean_std, rounds_to
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
 from unskew.records.comparison_tables import comparison_table
-from unskew.records.plots import clients_by_class, convergence
+from unskew.records.plots import clients_by_class, convergence, new_figure, sign_histogram, signs
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
 from unskew.records.tables import megabytes, partition_table, percent, summary_table
@@ -417,3 +417,14 @@ def test_figures_of_anything(tmp_path):
     clients_by_class(np.ones((200, 120), int), [str(c) for c in range(120)], tmp_path / "b.pdf")
     clients_by_class(np.zeros((1, 1), int), ["only"], tmp_path / "c.png")
     assert {path.name for path in tmp_path.iterdir()} == {"deep", "b.pdf", "c.png"}
+
+
+def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
+    _, ((axis,),) = new_figure(4, 3)
+    signs(axis, [1, 3, 5], [2, 4, 1], [1, 0, 5])
+    assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
+    assert {bar.get_width() for bar in axis.patches} == {2}
+    row = {"round": 1, "coefficients/positive": 3, "coefficients/negative": 2}
+    assert sign_histogram([row, {"round": 2}], tmp_path / "a.png").stat().st_size > 0
+    assert sign_histogram([{"round": 1}], tmp_path / "b.png") is None
+    assert not (tmp_path / "b.png").exists()

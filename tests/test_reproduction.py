@@ -222,7 +222,10 @@ def test_a_preset_of_another_shape_is_refused(monkeypatch):
         load_preset("fedcog/table-1")
 
 
-@pytest.mark.parametrize(("name", "rows", "size"), [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1)])
+@pytest.mark.parametrize(
+    ("name", "rows", "size"),
+    [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)],
+)
 def test_tables_can_be_drawn(tmp_path, name, rows, size):
     from PIL import Image
 

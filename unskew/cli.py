@@ -212,10 +212,12 @@ app.command()(reproduce)
 
 
 def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
-    """The end of a run: its figure, and its summary as a table or JSON."""
+    """The end of a run: its figures, and its summary as a table or JSON."""
+    from unskew.records.plots import sign_histogram
     from unskew.records.tables import summary_table
 
     result.plot(folder / "convergence.png")
+    sign_histogram(result.history, folder / "coefficients.png")
     if as_json:
         print_json({**result.summary, "folder": str(folder)})
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,35 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
+    return save_figure(figure, path)
+
+
+def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Sequence[float]) -> None:
+    """A bar up for the coefficients above zero and one down for those below, per round (Feddle's Figure 7).
+
+    Args:
+        axis: Where to draw.
+        rounds: Communication rounds ``[T]``.
+        above: Numbers of coefficients above zero ``[T]``.
+        below: And below zero ``[T]``.
+    """
+    width = min((b - a for a, b in pairwise(rounds)), default=1)
+    axis.bar(rounds, above, width, color="C0", label="above zero")
+    axis.bar(rounds, [-n for n in below], width, color="C3", label="below zero")
+    axis.axhline(0, color="black", linewidth=0.6)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axis.set_xlabel("communication round")
+    axis.set_ylabel("coefficients")
+    axis.legend(frameon=False, fontsize=8)
+
+
+def sign_histogram(history: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
+    """The signs of Feddle's coefficients in every round of a run; None, and no file, if no round has any."""
+    found = [row for row in history if "coefficients/positive" in row]
+    if not found:
+        return None
+    figure, ((axis,),) = new_figure(6, 3.4)
+    signs(axis, *([row[name] for row in found] for name in ("round", "coefficients/positive", "coefficients/negative")))
     return save_figure(figure, path)
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from unskew.records.plots import MARKERS, new_figure, save_figure
+from unskew.records.plots import MARKERS, new_figure, save_figure, signs
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 from unskew.reproduction.report import Entry, expanded, shown
+
+SIGNS = ("coefficients/positive", "coefficients/negative")
+"""Values that are drawn together, as bars up and down for each row."""
 
 
 def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
@@ -23,15 +26,22 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
         path: Image file to write.
     """
     values = expanded(preset.values, [outcome["summary"] for _, outcome in made])
-    panels = [(column, value) for column in dict.fromkeys(c.column for c, _ in made) for value in values]
-    wide = min(4, len(panels))
-    high = -(-len(panels) // wide)
+    columns, rows = (list(dict.fromkeys(names)) for names in zip(*((c.column, c.row) for c, _ in made), strict=True))
+    barred = [(column, row) for column in columns for row in rows if set(SIGNS) <= set(values)]
+    panels = [(column, value) for column in columns for value in values if value not in SIGNS or not barred]
+    count = len(panels) + len(barred)
+    wide = min(4, count)
+    high = -(-count // wide)
     figure, axes = new_figure(4.2 * wide, 3.4 * high, wide, high)
-    for spare in axes.ravel()[len(panels) :]:
+    for spare in axes.ravel()[count:]:
         spare.set_visible(False)
+    for (column, row), axis in zip(barred, axes.ravel()[len(panels) :], strict=False):
+        above, below = (_mean([o for c, o in made if (c.column, c.row) == (column, row)], value) for value in SIGNS)
+        signs(axis, list(above), list(above.values()), [below[t] for t in above])
+        axis.set_title(f"{column}: {row}", fontsize=8)
     for (column, value), axis in zip(panels, axes.ravel(), strict=False):
         label, factor, _ = shown(value)
-        for number, row in enumerate(dict.fromkeys(c.row for c, _ in made)):
+        for number, row in enumerate(rows):
             curves = [_points(o, value) for c, o in made if (c.column, c.row) == (column, row)]
             rounds = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
             if not rounds:
@@ -45,6 +55,13 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
         axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, fontsize=8)
     return save_figure(figure, path)
+
+
+def _mean(outcomes: Sequence[Outcome], value: str) -> dict[int, float]:
+    """The mean over seeds by round, of the rounds that all of them have."""
+    curves = [_points(outcome, value) for outcome in outcomes]
+    rounds = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    return {t: sum(curve[t] for curve in curves) / len(curves) for t in rounds}
 
 
 def _points(outcome: Outcome, value: str) -> dict[int, float]:

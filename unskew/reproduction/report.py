@@ -14,10 +14,10 @@ from unskew.reproduction.preset import Cell, Preset
 VALUES: dict[str, tuple[str, float, int]] = {
     "accuracy": ("accuracy after the last round, %", 100, 2),
     "best_of_last_five": ("best accuracy of the last five evaluations, %", 100, 2),
-    "coefficients/positive": ("coefficients above zero in a round", 1, 1),
-    "coefficients/negative": ("coefficients below zero in a round", 1, 1),
-    "coefficients/moved": ("distance of coefficients from the fallback's, mean", 1, 4),
-    "surrogate/cosine": ("cosine of the surrogate's gradient and the true one", 1, 3),
+    "coefficients/positive": ("coefficients above zero, mean over rounds", 1, 1),
+    "coefficients/negative": ("coefficients below zero, mean over rounds", 1, 1),
+    "coefficients/moved": ("distance of coefficients from the fallback's, mean over rounds", 1, 4),
+    "surrogate/cosine": ("cosine of the surrogate's gradient and the true one, mean over rounds", 1, 3),
     "server/gflops": ("arithmetic of the server in a round, GFLOP", 1, 2),
     "server/bytes": ("memory of the server, MB", 1e-6, 2),
     "personal_accuracy_mean": ("personalised accuracy, mean over clients, %", 100, 2),
@@ -120,11 +120,20 @@ class Entry:
     paired: tuple[float, float] | None = None
 
 
+def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
+    """The mean of each curve over the evaluated rounds that have it."""
+    known = {name: [y for y in values if y is not None] for name, values in curve.items() if name != "round"}
+    return {name: sum(values) / len(values) for name, values in known.items() if values}
+
+
 def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[Entry]:
     """The numbers of a table from its runs."""
     by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for cell, outcome in outcomes:
-        by.setdefault((cell.column, cell.row), {})[cell.config.seed] = outcome["summary"]
+        by.setdefault((cell.column, cell.row), {})[cell.config.seed] = {
+            **_over_rounds(outcome["curve"]),
+            **outcome["summary"],
+        }
     found = []
     first = next(iter(preset.rows))
     for value in expanded(preset.values, [s for runs in by.values() for s in runs.values()]):
