@@ -456,3 +456,13 @@ def test_a_tracker_that_is_not_installed(capsys, monkeypatch, tmp_path, tracker,
     assert outcome.code == 2
     assert f"pip install 'unskew[{tracker}]'" in outcome.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_warning_names_its_run_among_several(capsys, tmp_path):
+    late = ["--network", "fixed:5", "--rounds", 2, "--clients", 3, "--partition", "iid", "--local-steps", 1]
+    several = call(capsys, "compare", "fedavg", "fedprox", *late, "--out", tmp_path / "many")
+    text = " ".join((several.out + several.err).split())
+    assert "fedavg, seed 0: The model did not change in 2 rounds" in text
+    assert "fedprox, seed 0: The model did not change" in text
+    single = call(capsys, "run", *late, "--out", tmp_path / "one")
+    assert "fedavg: The model" not in single.out + single.err

@@ -132,7 +132,13 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
     assert set(first_names(section(COMMAND_LINE, "metrics.jsonl"))) == set(result.history[-1])
     described = {name.rstrip("/") for name in first_names(section(COMMAND_LINE, "The run folder"))}
     assert {path.name for path in folder.iterdir()} <= described
-    assert described - {path.name for path in folder.iterdir()} <= {"cache", "clients", "coefficients.png", "samples", "synthetic"}
+    assert described - {path.name for path in folder.iterdir()} <= {
+        "cache",
+        "clients",
+        "coefficients.png",
+        "samples",
+        "synthetic",
+    }
 
 
 def test_the_tables_of_methods_list_the_catalogue():

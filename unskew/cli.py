@@ -165,7 +165,7 @@ def compare(
             out=folder,
             again=again,
             target=target,
-            follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}")],
+            follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
             **values,
         )
     rows = result.rows()

@@ -80,7 +80,7 @@ def reproduce(
             extra,
             rows,
             columns,
-            lambda title, common: [ProgressLine(progress, title, warnings=not common)],
+            lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
         )
         if show:
             made = sweep.known(which)

@@ -49,10 +49,14 @@ class ProgressLine:
         title: Text before the bar.
         transient: Remove the line when the run ends.
         warnings: Print what the run warns of.
+        named: Say the title before a warning, as one of several runs.
     """
 
-    def __init__(self, progress: Progress, title: str, transient: bool = False, warnings: bool = True):
-        self.progress, self.title, self.transient, self.warnings = progress, title, transient, warnings
+    def __init__(
+        self, progress: Progress, title: str, transient: bool = False, warnings: bool = True, named: bool = False
+    ):
+        self.progress, self.title, self.transient = progress, title, transient
+        self.warnings, self.named = warnings, named
         self.making: TaskID | None = None
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
@@ -83,7 +87,8 @@ class ProgressLine:
     def warn(self, text: str) -> None:
         """Something the user should know."""
         if self.warnings:
-            self.progress.console.print(text, style="yellow", markup=False, highlight=False)
+            whose = f"{self.title}: " if self.named else ""
+            self.progress.console.print(whose + text, style="yellow", markup=False, highlight=False)
 
     def end(self, summary: dict[str, Any]) -> None:
         """Leave the final figures, or remove the line."""
