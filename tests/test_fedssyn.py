@@ -301,6 +301,9 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
     assert read.features["label"].names == ["0", "1", "2"]
     assert np.array_equal(np.asarray(read[7]["image"]), made.x[7].permute(1, 2, 0).numpy())
     assert read["client"][-1] == 3
+    train(f"fedssyn:{MINE},n_syn=2", tmp_path / "other")
+    other = datasets.load_dataset(str(tmp_path / "other" / "synthetic"), cache_dir=str(tmp_path / "cache"))["train"]
+    assert len(other) == 8
     log = [json.loads(line) for line in (folder / "generators.jsonl").read_text().splitlines()]
     assert [row["client"] for row in log] == [0, 1, 2, 3]
 
