@@ -308,6 +308,8 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
         (["--p", "0,x"], "not a list of shares"),
         (["--p", "2"], "between 0 and 1"),
         (["--epsilon", "0"], "above 0"),
+        (["--epsilon", "inf"], "and finite"),
+        (["--mu", "1", "--no-curvature"], "measure curvature"),
         (["--model", "resnet"], "no model"),
         (["--no-curvature", "--out", "x.xyz"], "known ending"),
     ],
