@@ -119,6 +119,9 @@ def _make(
     tell: Tell,
     warn: Callable[[str], None],
 ) -> SyntheticSet:
+    if recipe.privacy is not None:
+        largest = max(federation.clients[k].examples for k in recipe.sharing)
+        recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), warn)
     parts: list[tuple[Tensor, Tensor]] = []
     epsilons: dict[int, float] = {}
     began, before = time.perf_counter(), 0.0

@@ -39,7 +39,7 @@ from unskew.data.shares import check_fits, mean_size, one_client, with_shares
 from unskew.data.synthetic import SyntheticSet
 from unskew.errors import ConfigError, DataError
 from unskew.generators.choose import factory, imported
-from unskew.generators.privacy import Privacy
+from unskew.generators.privacy import Positive, Privacy
 from unskew.generators.workshop import Recipe, make_set
 from unskew.methods.preparation import NOWHERE, Changed, Place
 from unskew.methods.rules import DataRule, Method, Weights
@@ -83,10 +83,10 @@ class Fedssyn(DataRule):
     refuse: str = ""
     keep: str | Callable[..., Any] | None = None
     match_steps: bool = True
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    noise_multiplier: Annotated[float, Field(gt=0)] | None = None
+    epsilon: Positive | None = None
+    noise_multiplier: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    clip: Positive = 1.0
     accountant: Literal["rdp", "prv"] = "rdp"
 
     def __post_init__(self) -> None:
