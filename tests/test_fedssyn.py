@@ -324,7 +324,9 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
         "classes 3, but the data here 4": {"federation": pictures(classes=4), "model": SmallBatchNorm(4, 3)},
         "with n_syn=5, not 6": {"method": "fedssyn:n_syn=6"},
         "with rho=0.75, not 0.5": {"method": "fedssyn:rho=0.5"},
-        "with privacy=None": {"method": "fedssyn:epsilon=3"},
+        "without epsilon, not with 3": {"method": "fedssyn:epsilon=3"},
+        "without refuse, not with 0": {"method": "fedssyn:refuse=0"},
+        "without epochs, not with 7": {"method": f"fedssyn:{MINE};epochs=7"},
         "makes no synthetic data": {"method": "fedavg"},
     }.items():
         with pytest.raises(ConfigError, match=words):
@@ -360,6 +362,25 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     )
     assert len(Colours.fitted) == 4, "one generator a client for all methods"
     assert len(list((tmp_path / "c" / "synthetic").iterdir())) == 1
+    spellings = [
+        "vae-small;beta=2;epochs=1",
+        "vae-small; epochs=1;beta=2,data=local",
+        "vae-small;beta=2,epochs=1,data=local",
+    ]
+    made_once = unskew.compare(
+        pictures(),
+        methods=[f"fedssyn:n_syn=5,generator={s}" for s in spellings],
+        seeds=1,
+        rounds=1,
+        model="logistic",
+        out=tmp_path / "s",
+    )
+    assert len(list((tmp_path / "s" / "synthetic").iterdir())) == 1
+    other = {
+        "model": "logistic",
+        "synthetic": made_once.summaries[f"fedssyn:n_syn=5,generator={spellings[0]}"][0]["synthetic"],
+    }
+    assert train("fedssyn:generator=vae-small;epochs=1;beta=2", **other).summary["synthetic_images"] == 20
     assert made.summaries[methods[0]][0]["synthetic"] == made.summaries[methods[2]][0]["synthetic"]
     args = ["compare", "fedavg", "fedssyn:generator=vae-small,epochs=1,n_syn=5", "--seeds", "1", "--model", "logistic"]
     out = call(capsys, *args, "--rounds", "2", "--target", "0.05", "--clients", "3", "--out", "d").out
@@ -386,6 +407,9 @@ def test_what_cannot_be_is_refused_in_a_sentence():
 
     monkey = Fedssyn(n_syn=2, generator="test_fedssyn:Colours")
     sys.modules["test_fedssyn"].Wrong = Wrong
+    words = Fedssyn(n_syn=2, generator="test_fedssyn:Colours", keep=lambda images, labels: ["no", "yes"])
+    with pytest.raises(DataError, match="keep must return 2 truth values"):
+        words.prepare(pictures(), 0)
     with pytest.raises(DataError, match="must return uint8 images"):
         replace(monkey, generator="test_fedssyn:Wrong").prepare(pictures(), 0)
 

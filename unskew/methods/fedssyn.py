@@ -38,7 +38,7 @@ from unskew.data.federation import Federation
 from unskew.data.shares import check_fits, mean_size, one_client, with_shares
 from unskew.data.synthetic import SyntheticSet
 from unskew.errors import ConfigError, DataError
-from unskew.generators.choose import factory, imported
+from unskew.generators.choose import factory, imported, spelled
 from unskew.generators.privacy import Positive, Privacy
 from unskew.generators.workshop import Recipe, make_set
 from unskew.methods.preparation import NOWHERE, Changed, Place
@@ -173,9 +173,13 @@ class Fedssyn(DataRule):
             if made.about["recipe"]["data"][1] != federation.fingerprint:
                 place.warn("The synthetic set was made by clients that hold other samples than those here.")
             return noted(made, synthetic.find(place.given))
+        chosen, epochs = spelled(self.generator, self.epochs)
         recipe = {
             "seed": seed,
-            **{name: getattr(self, name) for name in ("rho", "generator", "epochs", "refuse")},
+            "rho": self.rho,
+            "generator": chosen,
+            "epochs": epochs,
+            "refuse": self.refuse,
             "count": count,
             "keep": self.kept,
             "privacy": None if self.privacy is None else vars_of(self.privacy),
@@ -203,19 +207,19 @@ class Fedssyn(DataRule):
         Raises:
             ConfigError: It was.
         """
-        privacy = None if self.privacy is None else vars_of(self.privacy)
-        asked: dict[str, Any] = {
-            "rho": self.rho,
-            "n_syn": self.n_syn,
-            "generator": self.generator,
-            "epochs": self.epochs,
-        }
-        asked |= {"refuse": self.refuse, "keep": self.kept, "privacy": privacy}
-        usual = {field.name: field.default for field in fields(self)} | {"privacy": None}
+        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
+        asked = {name: getattr(self, name) for name in names} | {"keep": self.kept}
+        asked["generator"], asked["epochs"] = spelled(self.generator, self.epochs)
+        known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
+        known["generator"], known["epochs"] = spelled(recipe["generator"], recipe["epochs"])
+        usual = {field.name: field.default for field in fields(self)}
         for name, value in asked.items():
-            held = recipe["count" if name == "n_syn" else name]
+            held = known.get(name)
             if value != usual[name] and value != held:
-                raise ConfigError(f"The synthetic set was made with {name}={held}, not {value}; leave that option out.")
+                how = f"without {name}, not with {value}" if held in (None, "") else f"with {name}={held}, not {value}"
+                raise ConfigError(
+                    f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
+                )
 
     def local_epochs(self, epochs: int, before: Federation, after: Federation) -> int:
         """``max(1, floor(E n / (n + n~)))``, so that local steps stay as many."""
