@@ -153,9 +153,16 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     assert max(shares) - min(shares) <= 1
     assert traffic[1] == (0, shares[1] * size)
     assert [refusing("0;2", 4), refusing("0.5", 4), refusing("", 4)] == [{0, 2}, {2, 3}, set()]
-    for refuse, words in (("7", "the clients are 0 to 3"), ("x", "neither"), ("1.5", "neither")):
+    for refuse, words in (
+        ("7", "there are 4 clients"),
+        ("-1", "numbered from 0"),
+        ("x", "neither"),
+        ("1.5", "neither"),
+    ):
         with pytest.raises(ConfigError, match=words):
             replace(rule, refuse=refuse).prepare(fed, 0)
+    with pytest.raises(ConfigError, match="there are 1 clients"):
+        replace(rule, refuse="5").prepare(pictures([9]), 0)
     with pytest.raises(ConfigError, match="every client refuses"):
         replace(rule, refuse="1.0").prepare(fed, 0)
     with pytest.raises(DataError, match="keep all of their images back"):

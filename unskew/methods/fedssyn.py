@@ -103,7 +103,7 @@ class Fedssyn(DataRule):
             )
         if isinstance(self.keep, str):
             imported(self.keep, "keep")
-        refusing(self.refuse, 1)
+        refusing(self.refuse)
 
     def refuses(self, whole: Method) -> str | None:
         """Training in one place has no clients that a rule could act on."""
@@ -251,8 +251,10 @@ def vars_of(privacy: Privacy) -> dict[str, Any]:
     return {name: getattr(privacy, name) for name in names}
 
 
-def refusing(refuse: str, clients: int) -> set[int]:
+def refusing(refuse: str, clients: int | None = None) -> set[int]:
     """Which clients refuse: ``"0;3"`` names them, ``"0.2"`` is a share, rounded, of those with the highest numbers.
+
+    Without the number of clients only what is wrong with any number is found.
 
     Raises:
         ConfigError: It is neither.
@@ -265,10 +267,13 @@ def refusing(refuse: str, clients: int) -> set[int]:
             share = float(refuse)
             if not 0 <= share <= 1:
                 raise ValueError
-            return set(range(clients - round(share * clients), clients))
+            total = clients or 0
+            return set(range(total - round(share * total), total))
         found = {int(piece) for piece in refuse.split(";") if piece.strip()}
     except ValueError:
         raise ConfigError(f"fedssyn:refuse={refuse} is neither clients such as 0;3 nor a share such as 0.2.") from None
-    if found and (min(found) < 0 or (clients > 1 and max(found) >= clients)):
-        raise ConfigError(f"fedssyn:refuse={refuse}: the clients are 0 to {clients - 1}.")
+    if found and min(found) < 0:
+        raise ConfigError(f"fedssyn:refuse={refuse}: clients are numbered from 0.")
+    if found and clients is not None and max(found) >= clients:
+        raise ConfigError(f"fedssyn:refuse={refuse}: there are {clients} clients, numbered from 0.")
     return found
