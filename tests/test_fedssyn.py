@@ -321,6 +321,8 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
     assert not (tmp_path / "b" / "synthetic").exists()
     assert again.summary["synthetic"] == str(folder)
     assert again.summary["bytes_up"] == first.summary["bytes_up"]
+    with pytest.warns(UserWarning, match="hold other samples than those here"):
+        train("fedssyn", federation=pictures([12, 20, 9, 14]), synthetic=str(tmp_path / "a"))
     both = unskew.compare(
         pictures(), methods=["fedavg", "fedssyn"], seeds=1, rounds=1, model="logistic", synthetic=str(tmp_path / "a")
     )
