@@ -151,6 +151,7 @@ def test_corollary_one_in_numbers():
     assert lemma.iterations(0.1, 10, 5, 7, 2.0, 3.0, mu=0.5) == pytest.approx(
         3 / (0.5 * 10 * 0.1) + math.sqrt(7) * drift / (0.5 * math.sqrt(0.1)) + 7 * 5 / 0.5 * math.log(10)
     )
+    assert lemma.iterations(1e-300, 10, 5, 2.0, 0.4, 6.0) == math.inf
 
 
 def test_label_figures():
@@ -308,6 +309,8 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
         (["--p", "0,x"], "not a list of shares"),
         (["--p", "2"], "between 0 and 1"),
         (["--epsilon", "0"], "above 0"),
+        (["--epsilon", "inf"], "and finite"),
+        (["--mu", "1", "--no-curvature"], "measure curvature"),
         (["--model", "resnet"], "no model"),
         (["--no-curvature", "--out", "x.xyz"], "known ending"),
     ],

@@ -153,9 +153,16 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     assert max(shares) - min(shares) <= 1
     assert traffic[1] == (0, shares[1] * size)
     assert [refusing("0;2", 4), refusing("0.5", 4), refusing("", 4)] == [{0, 2}, {2, 3}, set()]
-    for refuse, words in (("7", "the clients are 0 to 3"), ("x", "neither"), ("1.5", "neither")):
+    for refuse, words in (
+        ("7", "there are 4 clients"),
+        ("-1", "numbered from 0"),
+        ("x", "neither"),
+        ("1.5", "neither"),
+    ):
         with pytest.raises(ConfigError, match=words):
             replace(rule, refuse=refuse).prepare(fed, 0)
+    with pytest.raises(ConfigError, match="there are 1 clients"):
+        replace(rule, refuse="5").prepare(pictures([9]), 0)
     with pytest.raises(ConfigError, match="every client refuses"):
         replace(rule, refuse="1.0").prepare(fed, 0)
     with pytest.raises(DataError, match="keep all of their images back"):
@@ -301,6 +308,9 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
     assert read.features["label"].names == ["0", "1", "2"]
     assert np.array_equal(np.asarray(read[7]["image"]), made.x[7].permute(1, 2, 0).numpy())
     assert read["client"][-1] == 3
+    train(f"fedssyn:{MINE},n_syn=2", tmp_path / "other")
+    other = datasets.load_dataset(str(tmp_path / "other" / "synthetic"), cache_dir=str(tmp_path / "cache"))["train"]
+    assert len(other) == 8
     log = [json.loads(line) for line in (folder / "generators.jsonl").read_text().splitlines()]
     assert [row["client"] for row in log] == [0, 1, 2, 3]
 
@@ -311,6 +321,8 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
     assert not (tmp_path / "b" / "synthetic").exists()
     assert again.summary["synthetic"] == str(folder)
     assert again.summary["bytes_up"] == first.summary["bytes_up"]
+    with pytest.warns(UserWarning, match="hold other samples than those here"):
+        train("fedssyn", federation=pictures([12, 20, 9, 14]), synthetic=str(tmp_path / "a"))
     both = unskew.compare(
         pictures(), methods=["fedavg", "fedssyn"], seeds=1, rounds=1, model="logistic", synthetic=str(tmp_path / "a")
     )
@@ -321,7 +333,9 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
         "classes 3, but the data here 4": {"federation": pictures(classes=4), "model": SmallBatchNorm(4, 3)},
         "with n_syn=5, not 6": {"method": "fedssyn:n_syn=6"},
         "with rho=0.75, not 0.5": {"method": "fedssyn:rho=0.5"},
-        "with privacy=None": {"method": "fedssyn:epsilon=3"},
+        "without epsilon, not with 3": {"method": "fedssyn:epsilon=3"},
+        "without refuse, not with 0": {"method": "fedssyn:refuse=0"},
+        "without epochs, not with 7": {"method": f"fedssyn:{MINE};epochs=7"},
         "makes no synthetic data": {"method": "fedavg"},
     }.items():
         with pytest.raises(ConfigError, match=words):
@@ -357,6 +371,25 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     )
     assert len(Colours.fitted) == 4, "one generator a client for all methods"
     assert len(list((tmp_path / "c" / "synthetic").iterdir())) == 1
+    spellings = [
+        "vae-small;beta=2;epochs=1",
+        "vae-small; epochs=1;beta=2,data=local",
+        "vae-small;beta=2,epochs=1,data=local",
+    ]
+    made_once = unskew.compare(
+        pictures(),
+        methods=[f"fedssyn:n_syn=5,generator={s}" for s in spellings],
+        seeds=1,
+        rounds=1,
+        model="logistic",
+        out=tmp_path / "s",
+    )
+    assert len(list((tmp_path / "s" / "synthetic").iterdir())) == 1
+    other = {
+        "model": "logistic",
+        "synthetic": made_once.summaries[f"fedssyn:n_syn=5,generator={spellings[0]}"][0]["synthetic"],
+    }
+    assert train("fedssyn:generator=vae-small;epochs=1;beta=2", **other).summary["synthetic_images"] == 20
     assert made.summaries[methods[0]][0]["synthetic"] == made.summaries[methods[2]][0]["synthetic"]
     args = ["compare", "fedavg", "fedssyn:generator=vae-small,epochs=1,n_syn=5", "--seeds", "1", "--model", "logistic"]
     out = call(capsys, *args, "--rounds", "2", "--target", "0.05", "--clients", "3", "--out", "d").out
@@ -383,6 +416,9 @@ def test_what_cannot_be_is_refused_in_a_sentence():
 
     monkey = Fedssyn(n_syn=2, generator="test_fedssyn:Colours")
     sys.modules["test_fedssyn"].Wrong = Wrong
+    words = Fedssyn(n_syn=2, generator="test_fedssyn:Colours", keep=lambda images, labels: ["no", "yes"])
+    with pytest.raises(DataError, match="keep must return 2 truth values"):
+        words.prepare(pictures(), 0)
     with pytest.raises(DataError, match="must return uint8 images"):
         replace(monkey, generator="test_fedssyn:Wrong").prepare(pictures(), 0)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import unskew
 from unskew.errors import ConfigError
 from unskew.generators.choose import factory
 from unskew.generators.job import Job
@@ -152,3 +153,19 @@ def test_batchnorm_is_replaced_aloud():
     assert not told
     with pytest.raises(ConfigError, match="cannot be trained privately"):
         without_batchnorm(torch.nn.LSTM(2, 2), told.append)
+
+
+def test_what_is_said_never_understates_and_a_useless_delta_is_named():
+    said = Privacy(epsilon=20.0).sentence(10.01, "")
+    assert "is (10.1, 1e-05)-differentially private" in said
+    told = []
+    Privacy(epsilon=1.0, delta=0.02).check_delta(49, told.append)
+    assert not told
+    Privacy(epsilon=1.0, delta=0.02).check_delta(50, told.append)
+    assert "guarantees little to generators of up to 50 samples" in told[0]
+
+
+@pytest.mark.parametrize("option", ["epsilon", "noise_multiplier", "epsilon=1,clip"])
+def test_a_budget_or_noise_without_end_is_refused(option):
+    with pytest.raises(ConfigError, match="it must be a finite number"):
+        unskew.method(f"fedssyn:generator={TINY},{option}=inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -169,8 +170,12 @@ def check_scope(scope: Scope) -> Scope:
         if not 0 <= p <= 1:
             raise ConfigError(f"p={p} is not a share of synthetic data: it must lie between 0 and 1.")
     for name, number in (("epsilon", scope.epsilon), ("mu", scope.mu)):
-        if number is not None and not number > 0:
-            raise ConfigError(f"{name}={number} is not valid: it must be above 0.")
+        if number is not None and not 0 < number < math.inf:
+            raise ConfigError(f"{name}={number} is not valid: it must be above 0 and finite.")
+    if scope.mu is not None and not scope.curvature:
+        raise ConfigError(
+            "With mu, predicted rounds depend on the smoothness: measure curvature, too, or leave mu out."
+        )
     return scope
 
 

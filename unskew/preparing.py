@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from unskew.errors import ConfigError
 from unskew.files import write_atomic
 from unskew.methods.preparation import Place
 from unskew.methods.rules import Method
-from unskew.records.recorder import Callback
+from unskew.records.recorder import Callback, warn
 
 SYNTHETIC = "synthetic"
 """Folder of what was made, in a run folder or in that of several runs."""
@@ -67,19 +68,14 @@ def prepare(
     What they make is kept in ``shared`` if there is one, else in the run folder, which then can be resumed from the start.
     """
     listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "prepare")]
-    warned: list[Any] = [callback for callback in callbacks if hasattr(callback, "warn")]
 
     def tell(text: str, done: float, total: float) -> None:
         for listener in listeners:
             listener.prepare(text, done, total)
 
-    def warn(text: str) -> None:
-        for listener in warned:
-            listener.warn(text)
-
     given = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
-    place = Place(where, shared is not None, device, given, tell, warn)
+    place = Place(where, shared is not None, device, given, tell, partial(warn, callbacks))
     training, traffic = config.training, list[tuple[int, tuple[int, int]]]()
     for rule in chosen.data:
         if rule.makes and folder is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from unskew.files import write_atomic
 from unskew.methods.fedavg import FedAvg
 from unskew.methods.rules import Method
 from unskew.models.vector import ModelSpec
-from unskew.records.recorder import Callback, Recorder, write_summary
+from unskew.records.recorder import Callback, Recorder, warn, write_summary
 from unskew.records.result import Result
 from unskew.simulation import checkpoint, personal
 from unskew.simulation.at_server import Bench
@@ -198,12 +197,7 @@ class Session:
             self._save(done)
 
     def _warn(self, text: str) -> None:
-        """Tell the user through the followers that can, else as a Python warning."""
-        listeners = [callback for callback in self.callbacks if hasattr(callback, "warn")]
-        for callback in listeners:
-            callback.warn(text)
-        if not listeners:
-            warnings.warn(text, stacklevel=2)
+        warn(self.callbacks, text)
 
     def _save(self, done: int) -> None:
         if self.folder is None or done == self._saved:

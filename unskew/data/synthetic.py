@@ -2,7 +2,8 @@
 
 The folder is a data set as the Hugging Face hub has them: ``data/train-00000-of-00001.parquet`` with the columns ``image``
 (PNG, so nothing is lost), ``label`` and ``client`` (who made it), and a README.md that names the file. So
-``datasets.load_dataset(folder)`` reads it, and ``unskew`` itself. ``synthetic.json`` says how it was made.
+``datasets.load_dataset(folder)`` reads it, and ``unskew`` itself. ``synthetic.json`` says how it was made. The cache of that
+library tells folders apart by their own name and the configuration's alone, so the configuration is named by the images.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PARQUET = "data/train-00000-of-00001.parquet"
 ABOUT = "synthetic.json"
 CARD = """---
 configs:
-- config_name: default
+- config_name: "{digest}"
   data_files:
   - split: train
     path: {path}
@@ -116,9 +117,9 @@ def save(folder: Path, made: SyntheticSet, classes: int, class_names: Sequence[s
     with writing(folder):
         (folder / "data").mkdir(parents=True, exist_ok=True)
     write_atomic(folder / PARQUET, out.getvalue())
-    card = CARD.format(path=PARQUET, total=len(made.y), clients=clients, about=ABOUT)
-    write_atomic(folder / "README.md", card.encode())
     about = {**made.about, "digest": made.digest}
+    card = CARD.format(digest=made.digest, path=PARQUET, total=len(made.y), clients=clients, about=ABOUT)
+    write_atomic(folder / "README.md", card.encode())
     write_atomic(folder / ABOUT, (json.dumps(about, indent=1) + "\n").encode())
 
 

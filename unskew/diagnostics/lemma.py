@@ -55,7 +55,7 @@ def iterations(
     """
     drift, root = tau * math.sqrt(zeta2) + math.sqrt(tau * sigma2), math.sqrt(epsilon)
     if mu is None:
-        return L * (sigma2 / (clients * epsilon * epsilon) + drift / (epsilon * root) + tau / epsilon)
+        return L * (sigma2 / clients / epsilon / epsilon + drift / epsilon / root + tau / epsilon)
     return (
         sigma2 / (mu * clients * epsilon)
         + math.sqrt(L) * drift / (mu * root)

@@ -87,6 +87,19 @@ def factory(spec: str, epochs: int | None = None) -> Factory:
     return typing.cast(Factory, cls(**checked))
 
 
+def spelled(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
+    """The same generator in one spelling, so that equal ones are known as equal: options sorted, epochs apart.
+
+    >>> spelled("ddpm; steps=9;epochs=5;batch=4;"), spelled("vae", 5)
+    (('ddpm;batch=4;steps=9', 5), ('vae', 5))
+    """
+    name, *rest = (piece.strip() for piece in spec.split(";"))
+    options = {key.strip(): value.strip() for key, _, value in (item.partition("=") for item in rest if item)}
+    if epochs is None and options.get("epochs", "").isdecimal():
+        epochs = int(options.pop("epochs"))
+    return ";".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))]), epochs
+
+
 def imported(path: str, what: str) -> Callable[..., Any]:
     """The callable at ``package.module:name``.
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from unskew.errors import ConfigError
 from unskew.seeding import derive, generator
 
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AT_ONCE = 64  # samples whose gradients are held at the same time
 
 
@@ -56,9 +56,27 @@ class Privacy:
     def sentence(self, epsilon: float, share: str) -> str:
         """The guarantee in words: ``epsilon`` is the most that any client spent; ``share`` says what the client sends."""
         return (
-            f"Each client's generator is ({epsilon:.3g}, {self.delta:g})-differentially private for one example of that "
-            f"client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
+            f"Each client's generator is ({rounded_up(epsilon):g}, {self.delta:g})-differentially private for one example of "
+            f"that client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
         )
+
+    def check_delta(self, examples: int, warn: Callable[[str], None]) -> None:
+        """Say so where ``delta`` is so large that a generator may give some of its ``examples`` away entirely."""
+        if self.delta * examples >= 1:
+            warn(
+                f"delta={self.delta:g} guarantees little to generators of up to {examples} samples: one that gives each "
+                f"sample away with this probability would do. Take delta well below {1 / examples:.2g}."
+            )
+
+
+def rounded_up(epsilon: float) -> float:
+    """To three digits, never below what was spent.
+
+    >>> rounded_up(9.213), rounded_up(10.01), rounded_up(3.0)
+    (9.22, 10.1, 3.0)
+    """
+    shown = float(f"{epsilon:.3g}")
+    return shown if shown >= epsilon else float(f"{shown + 10 ** (math.floor(math.log10(epsilon)) - 2):.3g}")
 
 
 def _opacus() -> Any:

@@ -119,6 +119,9 @@ def _make(
     tell: Tell,
     warn: Callable[[str], None],
 ) -> SyntheticSet:
+    if recipe.privacy is not None:
+        largest = max(federation.clients[k].examples for k in recipe.sharing)
+        recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), warn)
     parts: list[tuple[Tensor, Tensor]] = []
     epsilons: dict[int, float] = {}
     began, before = time.perf_counter(), 0.0
@@ -193,9 +196,10 @@ def _client(
         raise DataError(f"The generator must return uint8 images {(recipe.count, *shape)}, not {got}.")
     images = images.cpu()
     if recipe.keep is not None:
-        mask = torch.as_tensor(np.asarray(recipe.keep(images, wanted)))
-        if mask.dtype != torch.bool or mask.shape != wanted.shape:
+        kept = np.asarray(recipe.keep(images, wanted))
+        if kept.dtype != bool or kept.shape != wanted.shape:
             raise DataError(f"keep must return {recipe.count} truth values, one per image.")
+        mask = torch.from_numpy(kept)
         images, wanted = take(images, mask.nonzero().flatten()), wanted[mask]
     spent: float | None = getattr(made, "epsilon", None) if recipe.privacy is not None else None
     return images, wanted, spent

@@ -38,8 +38,8 @@ from unskew.data.federation import Federation
 from unskew.data.shares import check_fits, mean_size, one_client, with_shares
 from unskew.data.synthetic import SyntheticSet
 from unskew.errors import ConfigError, DataError
-from unskew.generators.choose import factory, imported
-from unskew.generators.privacy import Privacy
+from unskew.generators.choose import factory, imported, spelled
+from unskew.generators.privacy import Positive, Privacy
 from unskew.generators.workshop import Recipe, make_set
 from unskew.methods.preparation import NOWHERE, Changed, Place
 from unskew.methods.rules import DataRule, Method, Weights
@@ -83,10 +83,10 @@ class Fedssyn(DataRule):
     refuse: str = ""
     keep: str | Callable[..., Any] | None = None
     match_steps: bool = True
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    noise_multiplier: Annotated[float, Field(gt=0)] | None = None
+    epsilon: Positive | None = None
+    noise_multiplier: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    clip: Positive = 1.0
     accountant: Literal["rdp", "prv"] = "rdp"
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Fedssyn(DataRule):
             )
         if isinstance(self.keep, str):
             imported(self.keep, "keep")
-        refusing(self.refuse, 1)
+        refusing(self.refuse)
 
     def refuses(self, whole: Method) -> str | None:
         """Training in one place has no clients that a rule could act on."""
@@ -173,9 +173,13 @@ class Fedssyn(DataRule):
             if made.about["recipe"]["data"][1] != federation.fingerprint:
                 place.warn("The synthetic set was made by clients that hold other samples than those here.")
             return noted(made, synthetic.find(place.given))
+        chosen, epochs = spelled(self.generator, self.epochs)
         recipe = {
             "seed": seed,
-            **{name: getattr(self, name) for name in ("rho", "generator", "epochs", "refuse")},
+            "rho": self.rho,
+            "generator": chosen,
+            "epochs": epochs,
+            "refuse": self.refuse,
             "count": count,
             "keep": self.kept,
             "privacy": None if self.privacy is None else vars_of(self.privacy),
@@ -203,19 +207,19 @@ class Fedssyn(DataRule):
         Raises:
             ConfigError: It was.
         """
-        privacy = None if self.privacy is None else vars_of(self.privacy)
-        asked: dict[str, Any] = {
-            "rho": self.rho,
-            "n_syn": self.n_syn,
-            "generator": self.generator,
-            "epochs": self.epochs,
-        }
-        asked |= {"refuse": self.refuse, "keep": self.kept, "privacy": privacy}
-        usual = {field.name: field.default for field in fields(self)} | {"privacy": None}
+        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
+        asked = {name: getattr(self, name) for name in names} | {"keep": self.kept}
+        asked["generator"], asked["epochs"] = spelled(self.generator, self.epochs)
+        known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
+        known["generator"], known["epochs"] = spelled(recipe["generator"], recipe["epochs"])
+        usual = {field.name: field.default for field in fields(self)}
         for name, value in asked.items():
-            held = recipe["count" if name == "n_syn" else name]
+            held = known.get(name)
             if value != usual[name] and value != held:
-                raise ConfigError(f"The synthetic set was made with {name}={held}, not {value}; leave that option out.")
+                how = f"without {name}, not with {value}" if held in (None, "") else f"with {name}={held}, not {value}"
+                raise ConfigError(
+                    f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
+                )
 
     def local_epochs(self, epochs: int, before: Federation, after: Federation) -> int:
         """``max(1, floor(E n / (n + n~)))``, so that local steps stay as many."""
@@ -247,8 +251,10 @@ def vars_of(privacy: Privacy) -> dict[str, Any]:
     return {name: getattr(privacy, name) for name in names}
 
 
-def refusing(refuse: str, clients: int) -> set[int]:
+def refusing(refuse: str, clients: int | None = None) -> set[int]:
     """Which clients refuse: ``"0;3"`` names them, ``"0.2"`` is a share, rounded, of those with the highest numbers.
+
+    Without the number of clients only what is wrong with any number is found.
 
     Raises:
         ConfigError: It is neither.
@@ -261,10 +267,13 @@ def refusing(refuse: str, clients: int) -> set[int]:
             share = float(refuse)
             if not 0 <= share <= 1:
                 raise ValueError
-            return set(range(clients - round(share * clients), clients))
+            total = clients or 0
+            return set(range(total - round(share * total), total))
         found = {int(piece) for piece in refuse.split(";") if piece.strip()}
     except ValueError:
         raise ConfigError(f"fedssyn:refuse={refuse} is neither clients such as 0;3 nor a share such as 0.2.") from None
-    if found and (min(found) < 0 or (clients > 1 and max(found) >= clients)):
-        raise ConfigError(f"fedssyn:refuse={refuse}: the clients are 0 to {clients - 1}.")
+    if found and min(found) < 0:
+        raise ConfigError(f"fedssyn:refuse={refuse}: clients are numbered from 0.")
+    if found and clients is not None and max(found) >= clients:
+        raise ConfigError(f"fedssyn:refuse={refuse}: there are {clients} clients, numbered from 0.")
     return found

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,15 @@ class Callback(Protocol):
 
     def end(self, summary: dict[str, Any]) -> None:
         """The run is finished."""
+
+
+def warn(callbacks: Sequence[Callback], text: str) -> None:
+    """Tell the user through the callbacks that can, else as a Python warning."""
+    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "warn")]
+    for listener in listeners:
+        listener.warn(text)
+    if not listeners:
+        warnings.warn(text, stacklevel=3)
 
 
 class Recorder:
