@@ -26,8 +26,8 @@ def tables(preset: str, scale: str) -> str:
     """The tables of a preset from the outcomes that are kept."""
     if preset in study_names():
         runs = StudyRuns(load_study(preset), scale, ROOT / "results" / "runs")
-        known = runs.study.lines(runs.found(range(MOST_SEEDS)))
-        return _as_text(known)
+        known = runs.found(range(MOST_SEEDS))  # may turn to the study of other data
+        return _as_text(runs.study.lines(known))
     chosen = load_preset(preset)
     sweep = Sweep(chosen, scale, ROOT / "runs", ROOT / "results" / "runs", {})
     found = list(sweep.found(range(MOST_SEEDS)))
