@@ -55,8 +55,8 @@ CATALOGUE: dict[str, str] = {
     "feddm": "unskew.methods.feddm:FedDM",
 }
 
-LARGEST = 1e30
-"""Of an option; beyond it float32 overflows in a product with almost anything."""
+LARGEST = 3.4e38
+"""Of an option; float32 holds no larger number."""
 
 MethodLike = str | Part | Method | Sequence["str | Part | Method"]
 
