@@ -149,7 +149,7 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     preset = load_preset("fedcog/table-1")
     accuracies = {"FedAvg": [0.50, 0.60, 0.70], "FedCOG": [0.52, 0.61, 0.73]}
     outcomes = [
-        (Cell(row, "NIID-1", experiment({"seed": seed})), {"summary": {"accuracy": value}})
+        (Cell(row, "NIID-1", experiment({"seed": seed})), {"summary": {"accuracy": value}, "curve": {}})
         for row, values in accuracies.items()
         for seed, value in enumerate(values)
     ]
@@ -162,6 +162,13 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     assert title == "NIID-1: accuracy after the last round, %"
     assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "64.83", "-2.83"]
     assert report.markdown(header, body).count("\n") == 3
+
+
+def test_what_only_the_curve_has_is_a_mean_over_rounds():
+    curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
+    cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
+    found = report.entries(load_preset("feddle/figure-7"), [(cell, {"summary": {"accuracy": 0.3}, "curve": curve})])
+    assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
 
 
 def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
