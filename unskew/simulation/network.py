@@ -49,7 +49,11 @@ class Network:
     def stuck(self, rounds: int) -> str:
         """What to tell of a model that did not move in so many rounds."""
         waiting = len(self.pending)
-        what = f"{waiting} updates were still on their way" if waiting else "no update was used, or those that were are zero"
+        what = (
+            f"{waiting} updates were still on their way"
+            if waiting
+            else "no update was used, or those that were are zero"
+        )
         return (
             f"The model did not change in {rounds} rounds: {what}, or the server waited for more of them (figures of the "
             "rounds show which). Use more rounds, shorter delays or a smaller buffer."
