@@ -36,17 +36,17 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
     for spare in axes.ravel()[count:]:
         spare.set_visible(False)
     for (column, row), axis in zip(barred, axes.ravel()[len(panels) :], strict=False):
-        above, below = (_mean([o for c, o in made if (c.column, c.row) == (column, row)], value) for value in SIGNS)
-        signs(axis, list(above), list(above.values()), [below[t] for t in above])
+        mine = [o for c, o in made if (c.column, c.row) == (column, row)]
+        (rounds, above), (_, below) = (_over_seeds(mine, value) for value in SIGNS)
+        signs(axis, rounds, above.mean(0).tolist(), below.mean(0).tolist())
         axis.set_title(f"{column}: {row}", fontsize=8)
     for (column, value), axis in zip(panels, axes.ravel(), strict=False):
         label, factor, _ = shown(value)
         for number, row in enumerate(rows):
-            curves = [_points(o, value) for c, o in made if (c.column, c.row) == (column, row)]
-            rounds = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
+            rounds, points = _over_seeds([o for c, o in made if (c.column, c.row) == (column, row)], value)
             if not rounds:
                 continue
-            points = factor * np.array([[curve[t] for t in rounds] for curve in curves])
+            points = factor * points
             mean, spread = points.mean(0), points.std(0, ddof=1) if len(points) > 1 else np.zeros(len(rounds))
             axis.plot(rounds, mean, label=row, marker=MARKERS[number % len(MARKERS)], markersize=3)
             axis.fill_between(rounds, mean - spread, mean + spread, alpha=0.15, linewidth=0)
@@ -57,11 +57,11 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
     return save_figure(figure, path)
 
 
-def _mean(outcomes: Sequence[Outcome], value: str) -> dict[int, float]:
-    """The mean over seeds by round, of the rounds that all of them have."""
+def _over_seeds(outcomes: Sequence[Outcome], value: str) -> tuple[list[int], np.ndarray]:
+    """The rounds that all seeds have, ``T`` of them, and the values there ``[seeds, T]``."""
     curves = [_points(outcome, value) for outcome in outcomes]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
-    return {t: sum(curve[t] for curve in curves) / len(curves) for t in rounds}
+    return rounds, np.array([[curve[t] for t in rounds] for curve in curves])
 
 
 def _points(outcome: Outcome, value: str) -> dict[int, float]:
