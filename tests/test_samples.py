@@ -8,7 +8,8 @@ from matplotlib.image import imread
 from running import TINY, call
 
 import unskew
-from unskew.data.federation import Federation, Normalisation
+from unskew.data.federation import Federation
+from unskew.data.normalisation import Normalisation
 from unskew.data.pixels import Pixels
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError

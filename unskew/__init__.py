@@ -25,7 +25,7 @@ _PLACES = {
     "Federation": "unskew.data.federation",
     "Method": "unskew.methods.rules",
     "ModelSpec": "unskew.models.vector",
-    "Normalisation": "unskew.data.federation",
+    "Normalisation": "unskew.data.normalisation",
     "Result": "unskew.records.result",
     "ServerData": "unskew.data.federation",
     "ServerRule": "unskew.methods.rules",
@@ -69,8 +69,9 @@ __all__ = [
 if TYPE_CHECKING:
     from unskew.comparison import Comparison, compare
     from unskew.config import Experiment
-    from unskew.data.federation import ClientData, Federation, Normalisation, ServerData
+    from unskew.data.federation import ClientData, Federation, ServerData
     from unskew.data.load import load_federation
+    from unskew.data.normalisation import Normalisation
     from unskew.diagnosing import diagnose
     from unskew.errors import UnskewError
     from unskew.methods.catalogue import method

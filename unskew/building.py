@@ -11,7 +11,8 @@ from torch import nn
 
 from unskew.config import Experiment, experiment, set_field
 from unskew.data.checks import check_tokens
-from unskew.data.federation import Federation, Normalisation
+from unskew.data.federation import Federation
+from unskew.data.normalisation import Normalisation
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.fedavg import FedAvg
 from unskew.methods.rules import Method

@@ -35,13 +35,8 @@ from unskew.simulation.sampler import Sampler
 from unskew.simulation.samples import Samples
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
+from unskew.summary import summarise
 from unskew.tasks import TASKS
-
-MEASURED = (
-    *("begin_seconds", "train_seconds", "local_", "consensus/", "generalization/", "gradients/"),
-    *("server/", "surrogate/", "coefficients/"),
-)
-"""Figures of the last round that the summary repeats: these, and those that begin so."""
 
 
 class Session:
@@ -136,7 +131,7 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        summary = self._summary(client_scores)
+        summary = summarise(self.config, self.setup, self.server, self.recorder, client_scores, self.engine_name)
         if self.folder is not None:
             weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
             # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
@@ -263,49 +258,3 @@ class Session:
         elif personal.personalises(self.method, self.spec):
             figures |= score(partial(personal.kept, server)).figures("personal_accuracy")
         return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
-
-    def _summary(self, client_scores: dict[str, Any]) -> dict[str, Any]:
-        config, server, traffic = self.config, self.server, self.server.traffic
-        history = self.recorder.history
-        best, best_round = self.recorder.best()
-        final = history[-1]
-        scored = [row["accuracy"] for row in history if row["accuracy"] is not None]
-        summary: dict[str, Any] = {
-            "method": self.method.spelling or self.method.name,
-            "data": self.federation.name,
-            "partition": self.federation.partition,
-            "partition_hash": self.federation.fingerprint,
-            "clients": len(self.federation.clients),
-            "seed": config.seed,
-            "rounds": len(history),
-            "model": config.model,
-            "parameters": self.spec.size,
-            "buffers": config.buffers if self.spec.buffer_sizes else "none",
-            "weights": self.weights,
-            "engine": self.engine_name,
-            "accuracy": final["accuracy"],
-            "best_accuracy": best,
-            "best_round": best_round,
-            "best_of_last_five": max(scored[-5:]),
-            "loss": final["loss"],
-            **{name: final[name] for name in self.task.figures},
-            **{f"best_{name}": self.recorder.best(name)[0] for name in self.task.figures if name.endswith("f1")},
-            **{f"best_{name}": self.recorder.best(name, lowest=True)[0] for name in self.task.lower_is_better},
-            **client_scores,
-            **{name: value for name, value in final.items() if name.startswith(MEASURED)},
-            "bytes_up": traffic.up + traffic.buffers_up,
-            "bytes_down": traffic.down + traffic.buffers_down,
-            "buffer_bytes_up": traffic.buffers_up,
-            "buffer_bytes_down": traffic.buffers_down,
-            "updates_skipped": server.skipped,
-            "seconds": round(self.recorder.seconds, 3),
-        }
-        if self.method.data and self.setup.training.local_steps is None:
-            summary["local_epochs"] = self.setup.training.local_epochs
-        for told in self.federation.told.values():
-            summary |= told
-        if config.target is not None:
-            summary["target"] = config.target
-            summary["rounds_to_target"] = self.recorder.rounds_to(config.target)
-            summary["bytes_to_target"] = self.recorder.bytes_to(config.target)
-        return summary

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from unskew.data.checks import as_inputs, as_targets, check_targets
-from unskew.data.federation import Normalisation, take
+from unskew.data.federation import take
 from unskew.data.images import decode_column, is_binary, with_channels, with_size
 from unskew.data.labels import class_names_of, read_labels
+from unskew.data.normalisation import Normalisation
 from unskew.errors import ConfigError, DataError, unknown
 
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment

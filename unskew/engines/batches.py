@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.augment import crop_and_flip, draw_crop_and_flip
-from unskew.data.federation import Normalisation
+from unskew.data.normalisation import Normalisation
 from unskew.engines.base import Training
 from unskew.seeding import generator
 

@@ -29,7 +29,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation, Normalisation, take
+from unskew.data.federation import Federation, take
+from unskew.data.normalisation import Normalisation
 from unskew.errors import ConfigError, DataError
 from unskew.generators.clusters import gaussian
 from unskew.generators.style import style_images

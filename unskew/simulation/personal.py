@@ -10,7 +10,8 @@ from torch import Tensor
 from unskew.engines.base import Engine
 from unskew.methods.rules import ClientRule, Method
 from unskew.models.vector import ModelSpec, mask_of
-from unskew.simulation.server import Server, usable
+from unskew.simulation.server import Server
+from unskew.simulation.sound import usable
 
 Served = Iterator[tuple[Tensor, Tensor]]
 

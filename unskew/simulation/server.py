@@ -16,6 +16,7 @@ from unskew.methods.at_server import AtServer
 from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Slices, Tensors, Update, Updates
 from unskew.models.vector import ModelSpec
 from unskew.seeding import derive
+from unskew.simulation.sound import finite, usable
 from unskew.simulation.store import ClientStore, flat
 from unskew.simulation.travel import Traffic, Travel, complement, extras, sliced
 
@@ -299,14 +300,3 @@ def everything(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:
         **{f"state/{name}": t for name, t in state.items()},
         **{f"rules/{name}": t for name, t in flat(rules).items()},
     }
-
-
-def finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. A sum shows any NaN or infinity, many times faster than a look at each."""
-    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
-
-
-def usable(update: Update) -> bool:
-    """Whether every number is finite, of what is sent and of what would stay at the client."""
-    kept = [t for rules in (update.upload, update.state) for tensors in rules.values() for t in tensors.values()]
-    return all(map(finite, [update.delta, update.buffers, *kept]))
