@@ -7,11 +7,15 @@ import pytest
 import torch
 from conftest import SmallBatchNorm, blobs
 from running import call
+from safetensors import safe_open
 
 import unskew
+from unskew import session
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.methods.messages import Aggregate, Update, Updates
+from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.delays import Delays
+from unskew.simulation.store import ClientStore
 
 SIZES = [9, 14, 11, 8, 12, 10]
 
@@ -205,14 +209,32 @@ def test_a_single_client_and_a_round_in_which_all_are_on_their_way():
 
 
 @pytest.mark.parametrize("method", ["scaffold+fedavgm", "fedcog:start_round=0,n=6,g_steps=2"])
-def test_a_run_goes_on_with_its_updates_on_their_way(tmp_path, method):
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_a_run_goes_on_with_its_updates_on_their_way(tmp_path, monkeypatch, method, room):
     whole = train("half-normal:3", method, rounds=12)
+    monkeypatch.setattr(session, "ClientStore", lambda folder: ClientStore(folder, room))
     train("half-normal:3", method, rounds=5, out=tmp_path / "a", checkpoint_every=1)
     torch.manual_seed(0)
     rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=12)
     assert torch.equal(rest.vector, whole.vector)
     names = ("accuracy", "in_flight", "staleness", "staleness_counts", "bytes_up")
     assert [[r[n] for n in names] for r in rest.history] == [[r[n] for n in names] for r in whole.history]
+    assert not (tmp_path / "a" / "in-flight").exists()
+
+
+def test_a_model_that_many_were_sent_is_kept_once(tmp_path):
+    """A rule that remembers what was sent: its checkpoint has one model for each round on its way."""
+    run = {"delay": "half-normal:3", "method": "fedasync"}
+    torch.manual_seed(0)
+    whole = train(rounds=9, **run)
+    train(rounds=5, out=tmp_path / "a", checkpoint_every=5, **run)
+    with safe_open(tmp_path / "a" / "checkpoints" / "0000005" / "server.safetensors", "pt") as file:
+        kept = [name for name in file.keys() if name.startswith("sent/")]  # noqa: SIM118
+    manifest = read_manifest(tmp_path / "a" / "checkpoints" / "0000005")
+    assert len(kept) == len({born for _, born in manifest["sent"].values()}) < len(manifest["sent"])
+    torch.manual_seed(0)
+    rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=9)
+    assert torch.equal(rest.vector, whole.vector)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ class Session:
         )
         delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
         delays.check(len(federation.clients))
-        self.network = Network(config.network.drop, config.seed, delays)
+        flying = ClientStore(None if folder is None else folder / "in-flight")
+        self.network = Network(config.network.drop, config.seed, delays, flying, device)
         self.task = task
         self.evaluator = Evaluator(spec, original, task, device)
         self.setup = Setup(spec, federation, chosen.client, task, training, config.seed, device)
@@ -140,8 +141,8 @@ class Session:
             data = save({name: t.contiguous() for name, t in weights.items()}, about)
             write_atomic(self.folder / "model.safetensors", data)
             write_summary(self.folder, summary)
-        self.server.store.close()
-        self.server.cache.close()
+        for store in (self.server.store, self.server.cache, self.network.store):
+            store.close()
         for callback in self.callbacks:
             callback.end(summary)
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
@@ -205,7 +206,7 @@ class Session:
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
         }
-        checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, extra, self.network.pending)
+        checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
         self._saved = done
 
     def _restore(self) -> int:
@@ -230,7 +231,7 @@ class Session:
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")
-        self.network.pending = checkpoint.restore(path, manifest, self.server)
+        checkpoint.restore(path, manifest, self.server, self.network)
         self.recorder.resume(done, extra["seconds"])
         return done
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,18 @@ from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
-from unskew.methods.rules import Method, Tensors, Update
-from unskew.simulation.inflight import PLAIN, packed, unpacked
+from unskew.methods.rules import Method, Tensors
+from unskew.simulation.inflight import light, plain
+from unskew.simulation.network import Network
 from unskew.simulation.server import Sent, Server
 from unskew.simulation.store import ClientStore, State, encode, flat, nested, size_of
 from unskew.simulation.travel import Traffic
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
-CLIENTS, CACHE = "client", "cached"  # beginnings of file names: what clients keep, and what the server keeps of them
+CLIENTS, CACHE, FLYING = "client", "cached", "flying"
+"""Beginnings of file names: what clients keep, what the server keeps of them, and updates on their way."""
 
 
 def _chunks(store: ClientStore) -> Iterator[Tensors]:
@@ -45,17 +47,15 @@ def _chunks(store: ClientStore) -> Iterator[Tensors]:
         yield chunk
 
 
-def save_checkpoint(
-    folder: Path, round: int, server: Server, extra: dict[str, Any], pending: Sequence[Update] = ()
-) -> Path:
+def save_checkpoint(folder: Path, round: int, server: Server, network: Network, extra: dict[str, Any]) -> Path:
     """Write the checkpoint after ``round`` rounds into ``folder`` and drop all but the last two.
 
     Args:
         folder: The run's ``checkpoints`` folder.
         round: Rounds finished.
         server: Whose state is saved.
+        network: Whose updates on their way are saved.
         extra: What else the run needs to go on; JSON.
-        pending: Updates on their way.
 
     Raises:
         CheckpointError: The disk is full or cannot be written; older checkpoints are left as they were.
@@ -72,14 +72,12 @@ def save_checkpoint(
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
             put("server.safetensors", encode(server.tensors()))
-            for kind, store in ((CLIENTS, server.store), (CACHE, server.cache)):
+            for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
                 for number, chunk in enumerate(_chunks(store)):
                     put(f"{kind}s-{number:04d}.safetensors", encode(chunk))
                 for client, path in store.on_disk():
                     name = f"{kind}-{client}.safetensors"
                     checksums[name] = _keep(path, fresh / name)
-            if pending:
-                put("in-flight.safetensors", encode(packed(pending)))
             manifest = {
                 "format": FORMAT,
                 "round": round,
@@ -87,9 +85,9 @@ def save_checkpoint(
                 "skipped": server.skipped,
                 "last": server.last,
                 "version": server.version,
-                "sent": {client: sent.version for client, sent in server.sent.items()},
+                "sent": {client: [sent.version, sent.born] for client, sent in server.sent.items()},
                 "traffic": asdict(server.traffic),
-                "in_flight": [{name: getattr(update, name) for name in PLAIN} for update in pending],
+                "in_flight": [plain(update) for update in network.pending],
                 "extra": extra,
             }
             text = json.dumps({**manifest, "files": checksums})
@@ -190,8 +188,8 @@ def model_in(path: Path) -> tuple[int, Tensor, Tensor]:
     return done, tensors["state/v"], tensors["b"]
 
 
-def restore(path: Path, manifest: dict[str, Any], server: Server) -> list[Update]:
-    """Put a checkpoint's contents into a freshly made server; returns the updates that were on their way.
+def restore(path: Path, manifest: dict[str, Any], server: Server, network: Network) -> None:
+    """Put a checkpoint's contents into a freshly made server and network.
 
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
@@ -202,14 +200,14 @@ def restore(path: Path, manifest: dict[str, Any], server: Server) -> list[Update
         raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
     server.state, server.b = state, b
     server.travel.state = plan
-    server.version = manifest.get("version", 0)
+    server.version = manifest["version"]
     server.sent = sent
     server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
-    for kind, store in ((CLIENTS, server.store), (CACHE, server.cache)):
+    for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
         for client, held in _client_parts(path, kind):
             store.put(client, held)
     _counters(manifest, server)
-    return unpacked(path, manifest.get("in_flight", []), server.b.device)
+    network.pending = [light(values) for values in manifest["in_flight"]]
 
 
 def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
@@ -269,8 +267,8 @@ def _server_part(
     mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
     plan = {n.removeprefix("sync/"): t for n, t in tensors.items() if n.startswith("sync/")}
     sent = {
-        int(k): Sent(version, tensors.get(f"sent/{k}"), tensors.get(f"sent-b/{k}"))
-        for k, version in manifest.get("sent", {}).items()
+        int(k): Sent(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{k}"))
+        for k, (version, born) in manifest["sent"].items()
     }
     return state, rules, tensors["b"], mean, plan, sent
 

@@ -1,42 +1,43 @@
-"""Updates on their way, as tensors and plain values, so that a checkpoint can hold them."""
+"""An update on its way: plain values in memory, and tensors that a store can put away."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors.torch import load
 
-from unskew.methods.rules import Tensors, Update
-from unskew.simulation.store import flat, nested
+from unskew.methods.rules import Update
+from unskew.simulation.store import State, flat, nested
 
 PLAIN = ("client", "born", "examples", "weight", "metrics", "arrived")
 """What an update has beside tensors."""
 
 
-def packed(pending: Sequence[Update]) -> Tensors:
-    """The tensors of updates on their way, by number."""
-    packed: Tensors = {}
-    for number, update in enumerate(pending):
-        packed |= {f"{number}/delta": update.delta, f"{number}/buffers": update.buffers}
-        for part, nested_ in (("upload", update.upload), ("state", update.state)):
-            packed |= {f"{number}/{part}/{key}": tensor for key, tensor in flat(nested_).items()}
-    return packed
+def plain(update: Update) -> dict[str, Any]:
+    """What a manifest says of it."""
+    return {name: getattr(update, name) for name in PLAIN}
 
 
-def unpacked(path: Path, plain: list[dict[str, Any]], device: torch.device) -> list[Update]:
-    """Inverse of ``packed``, with what the manifest says of each update."""
-    if not plain:
-        return []
-    tensors = {n: t.to(device) for n, t in load((path / "in-flight.safetensors").read_bytes()).items()}
-    found = []
-    for number, fields in enumerate(plain):
-        mine = {n.removeprefix(f"{number}/"): t for n, t in tensors.items() if n.startswith(f"{number}/")}
-        upload, state = (
-            nested({n.removeprefix(f"{part}/"): t for n, t in mine.items() if n.startswith(f"{part}/")})
-            for part in ("upload", "state")
-        )
-        found.append(Update(delta=mine["delta"], buffers=mine["buffers"], upload=upload, state=state, **fields))
-    return found
+def light(values: dict[str, Any]) -> Update:
+    """An update without its tensors, from its plain values."""
+    return Update(delta=torch.empty(0), buffers=torch.empty(0), upload={}, state={}, **values)
+
+
+def packed(update: Update) -> State:
+    """Its tensors, in the memory of the CPU."""
+    state = {
+        "update": {"delta": update.delta, "buffers": update.buffers},
+        "upload": flat(update.upload),
+        "state": flat(update.state),
+    }
+    return {part: {name: t.cpu() for name, t in tensors.items()} for part, tensors in state.items()}
+
+
+def whole(update: Update, tensors: State, device: torch.device) -> Update:
+    """A light update with its tensors again, on ``device``."""
+    parts = {part: {name: t.to(device) for name, t in held.items()} for part, held in tensors.items()}
+    upload, state = (nested(parts.get(part, {})) for part in ("upload", "state"))
+    return replace(
+        update, delta=parts["update"]["delta"], buffers=parts["update"]["buffers"], upload=upload, state=state
+    )

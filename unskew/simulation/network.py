@@ -6,9 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from unskew.methods.rules import Update
 from unskew.seeding import numpy_generator
 from unskew.simulation.delays import Delays
+from unskew.simulation.inflight import light, packed, plain, whole
+from unskew.simulation.store import ClientStore
 
 
 class Network:
@@ -16,13 +20,29 @@ class Network:
 
     A client that drops out received the model (those bytes are counted) but sends nothing and keeps no new state.
 
+    Args:
+        drop: Probability that a client fails in a round.
+        seed: Of the run.
+        delays: How many rounds an update takes; None: none.
+        store: Where the tensors of updates on their way wait.
+        device: Where they are wanted when they arrive.
+
     Attributes:
-        pending: Updates on their way, with the round of their arrival in ``arrived``.
+        pending: Updates on their way without their tensors, with the round of their arrival in ``arrived``.
     """
 
-    def __init__(self, drop: float, seed: int, delays: Delays | None = None):
+    def __init__(
+        self,
+        drop: float,
+        seed: int,
+        delays: Delays | None = None,
+        store: ClientStore | None = None,
+        device: torch.device | None = None,
+    ):
         self.drop, self.seed = drop, seed
         self.delays = delays or Delays("none", seed)
+        self.store = ClientStore() if store is None else store  # an empty one is false
+        self.device = device or torch.device("cpu")
         self.pending: list[Update] = []
         self.ages: list[int] = []
 
@@ -39,12 +59,18 @@ class Network:
         """The updates that reach the server in ``round``, by round of their broadcast and by client."""
         if self.delays.instant:
             return (replace(update, arrived=round) for update in results)
-        fresh = [replace(update, arrived=round + self.delays(round, update.client)) for update in results]
-        everything = [*self.pending, *fresh]
-        self.pending = [update for update in everything if update.arrived > round]
-        arrivals = [update for update in everything if update.arrived == round]
+        arrivals = [update for update in self.pending if update.arrived == round]
+        self.pending = [update for update in self.pending if update.arrived > round]
+        for update in results:
+            update = replace(update, arrived=round + self.delays(round, update.client))
+            if update.arrived == round:
+                arrivals.append(update)
+            else:
+                self.store.put(update.client, packed(update))
+                self.pending.append(light(plain(update)))
         self.ages = [round - update.born for update in arrivals]
-        return iter(sorted(arrivals, key=lambda update: (update.born, update.client)))
+        arrivals.sort(key=lambda update: (update.born, update.client))
+        return (u if u.born == round else whole(u, self.store.take(u.client), self.device) for u in arrivals)
 
     def stuck(self, rounds: int) -> str:
         """What to tell of a model that did not move in so many rounds."""

@@ -25,9 +25,10 @@ Buffers = Literal["average", "local", "reset"]
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rule asked to remember of a broadcast: model ``[d]``, statistics ``[m]``, updates taken in before."""
+    """What a rule asked to remember of a broadcast: updates taken in before, round, model ``[d]``, statistics ``[m]``."""
 
     version: int
+    born: int
     v: Tensor | None = None
     b: Tensor | None = None
 
@@ -105,7 +106,9 @@ class Server:
         """All that the server holds, by name."""
         mean = {} if self.mean is None else {"mean/v": self.mean[0], "mean/b": self.mean[1]}
         plan = {f"sync/{name}": t for name, t in self.travel.state.items()}
-        sent = {f"sent/{client}": sent.v for client, sent in self.sent.items() if sent.v is not None}
+        sent = {
+            f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None
+        }  # one for all of a round
         sent |= {f"sent-b/{client}": sent.b for client, sent in self.sent.items() if sent.b is not None}
         return {**everything(self.state, self.rules, self.b), **mean, **plan, **sent}
 
@@ -116,7 +119,7 @@ class Server:
         statistics_too = self.rule.remembers_statistics and self.mode == "average"
         if self.rule.remembers or statistics_too:
             v, b = (self.v if self.rule.remembers else None), (cast.b if statistics_too else None)
-            self.sent[client] = Sent(self.version, v, b)
+            self.sent[client] = Sent(self.version, round, v, b)
         statistics = self.travel.statistics(down, self.b) if self.mode == "average" else 0
         self.traffic.count(client, "down", sliced(down, self.v) + extras(cast.download, down, self.v), statistics)
         return cast
@@ -191,7 +194,7 @@ class Server:
             for watch in self.watchers:
                 watch(update)
             if individual is not None:
-                sent = self.sent.pop(update.client, Sent(0))
+                sent = self.sent.pop(update.client, Sent(0, 0))
                 individual.append(replace(update, start=sent.v, version=sent.version, b_start=sent.b))
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
             taken.append(replace(update, delta=torch.empty(0), upload={}))

@@ -1,4 +1,4 @@
-"""What stays at the clients between rounds: states of rules, slices that did not travel, local statistics.
+"""What is kept per client between rounds: what stays there, such as states of rules, and updates on their way.
 
 A client is absent until it first writes something: "never took part" is None, not zeros. Entries beyond ``limit`` bytes of
 memory are moved to files, one per client, oldest first; such a file is never changed, only replaced, so a checkpoint can
@@ -94,6 +94,14 @@ class ClientStore:
         self._bytes += size_of(state)
         while self.folder is not None and self._bytes > self.limit and len(self._memory) > 1:
             self._spill(next(iter(self._memory)))
+
+    def take(self, client: int) -> State:
+        """What the client kept, which is forgotten."""
+        state = self.get(client)
+        if client in self._disk:
+            self._path(client).unlink()
+        self._forget(client)
+        return state
 
     def in_memory(self) -> Iterator[tuple[int, State]]:
         """Entries that lie in memory."""
