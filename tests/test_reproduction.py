@@ -164,6 +164,31 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     assert report.markdown(header, body).count("\n") == 3
 
 
+def test_rounds_and_traffic_are_those_to_the_tables_own_target():
+    """A run is the same whatever its target was, so a table of another target reads them off its curve."""
+    preset = load_preset("fedssyn/subset")
+
+    def found(target, told):
+        outcomes = []
+        for row, accuracy in (("FedAvg", [0.1, 0.1, 0.3, 0.2]), ("SCAFFOLD", [0.1, 0.3, 0.5, 0.5])):
+            curve = {"round": [1, 2, 4, 5], "bytes": [10, 20, 40, 50], "accuracy": accuracy}
+            config = experiment({"seed": 0, "target": target})
+            outcomes.append(
+                (Cell(row, "α=0.1", config), {"summary": {"bytes_up": 30, "bytes_down": 20, **told}, "curve": curve})
+            )
+        made = report.entries(preset, outcomes)
+        return {(e.value, e.row): e.mean for e in made if e.value != "accuracy"}
+
+    other = {"target": 0.2, "rounds_to_target": 1, "bytes_to_target": 10}
+    for told in (other, {}):
+        assert found(0.3, told) == {
+            ("rounds_to_target", "FedAvg"): 4, ("rounds_to_target", "SCAFFOLD"): 2, ("saving", "SCAFFOLD"): 50.0,
+        }  # fmt: skip
+        # FedAvg does not get there, so what it spent in all is the least it would have needed.
+        assert found(0.4, told) == {("rounds_to_target", "SCAFFOLD"): 4, ("saving", "SCAFFOLD"): pytest.approx(20.0)}
+    assert found(0.2, other)[("rounds_to_target", "FedAvg")] == 1
+
+
 def test_what_only_the_curve_has_is_a_mean_over_rounds():
     curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
     cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))

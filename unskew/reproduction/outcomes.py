@@ -50,7 +50,8 @@ def keep(
 ) -> Path:
     """Write the outcome of a finished run into ``folder``."""
     scored = [row for row in history if row["accuracy"] is not None]
-    curve = {"round": [row["round"] for row in scored], **_curves(scored)}
+    sent = [row["bytes_up"] + row["bytes_down"] for row in scored]
+    curve = {"round": [row["round"] for row in scored], "bytes": sent, **_curves(scored)}
     return write_outcome(folder, identity(config, parent), {"summary": summary, "curve": curve})
 
 

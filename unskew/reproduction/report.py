@@ -49,6 +49,8 @@ VALUES: dict[str, tuple[str, float, int]] = {
 """What tables show: its name in a summary, how it is called, its factor and its decimals."""
 
 
+TO_TARGET = {"rounds_to_target": "round", "bytes_to_target": "bytes"}
+"""What a table with a target shows, and the curves it can be read from."""
 COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled
 
 
@@ -122,8 +124,18 @@ class Entry:
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
     """The mean of each curve over the evaluated rounds that have it."""
-    known = {name: [y for y in values if y is not None] for name, values in curve.items() if name != "round"}
+    known = {n: [y for y in values if y is not None] for n, values in curve.items() if n not in ("round", "bytes")}
     return {name: sum(values) / len(values) for name, values in known.items() if values}
+
+
+def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
+    """Rounds and bytes to a table's target; the run may have been made for another one, or for none."""
+    summary, curve = outcome["summary"], outcome["curve"]
+    if target is None or summary.get("target") == target:
+        return {name: summary.get(name) for name in TO_TARGET}
+    reached = (i for i, accuracy in enumerate(curve["accuracy"]) if accuracy is not None and accuracy >= target)
+    at = next(reached, None)
+    return {name: None if at is None else curve[of][at] for name, of in TO_TARGET.items()}
 
 
 def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[Entry]:
@@ -133,6 +145,7 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
         by.setdefault((cell.column, cell.row), {})[cell.config.seed] = {
             **_over_rounds(outcome["curve"]),
             **outcome["summary"],
+            **to_target(outcome, cell.config.target),
         }
     found = []
     first = next(iter(preset.rows))
