@@ -16,7 +16,7 @@ from running import TIMES, TINY, Process, assert_same_run, call, end_all, metric
 
 import unskew
 from unskew.errors import CheckpointError
-from unskew.simulation.checkpoint import checkpoints
+from unskew.simulation.checkpoint import FORMAT, checkpoints
 
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
 RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")
@@ -256,7 +256,7 @@ def test_damaged_checkpoint_does_not_push_out_a_good_one(stopped, capsys):
 def test_checkpoint_of_another_version_is_refused_and_kept(stopped, capsys):
     run = stopped
     path = checkpoints(run / "checkpoints")[0] / "manifest.json"
-    text = json.loads(path.read_text())["manifest"].replace('"format": 1', '"format": 99')
+    text = json.loads(path.read_text())["manifest"].replace(f'"format": {FORMAT}', '"format": 99')
     path.write_text(json.dumps({"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
     outcome = call(capsys, "resume", run)
     assert outcome.code == 2
