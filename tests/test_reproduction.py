@@ -164,11 +164,17 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     assert report.markdown(header, body).count("\n") == 3
 
 
-def test_what_only_the_curve_has_is_a_mean_over_rounds():
+def test_what_is_called_a_mean_over_rounds_is_none_of_the_last_round():
+    """A summary repeats the coefficients and the cosine of the last round."""
     curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
     cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
-    found = report.entries(load_preset("feddle/figure-7"), [(cell, {"summary": {"accuracy": 0.3}, "curve": curve})])
+    outcome = {"summary": {"accuracy": 0.3, "coefficients/negative": 7}, "curve": curve}
+    found = report.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
+    curve = {"surrogate/cosine": [0.5, 0.0, 0.1], "accuracy": [0.1, 0.2, 0.3]}
+    outcome = {"summary": {"accuracy": 0.3, "surrogate/cosine": 0.1}, "curve": curve}
+    found = report.entries(load_preset("feddle/figure-8"), [(cell, outcome)])
+    assert {entry.value: entry.mean for entry in found} == {"surrogate/cosine": pytest.approx(0.2), "accuracy": 30}
 
 
 def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
