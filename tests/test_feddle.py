@@ -96,6 +96,16 @@ def test_without_search_and_with_a_buffer_it_is_fedbuff(size, eta):
     torch.testing.assert_close(feddle.vector, fedbuff.vector, rtol=0, atol=1e-13)
 
 
+def test_without_search_the_statistics_are_fedbuffs_too():
+    """So the model that is evaluated is the same in every round, also in those in which a buffer waits."""
+    options = {"model": SmallBatchNorm, "rounds": 12}
+    feddle = train("feddle:trigger=buffer,buffer_size=3,epochs=0", **options)
+    fedbuff = train("fedbuff:buffer_size=3", **options)
+    for mine, theirs in zip(feddle.model.state_dict().values(), fedbuff.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    assert [r["loss"] for r in feddle.history] == pytest.approx([r["loss"] for r in fedbuff.history], abs=1e-12)
+
+
 def test_zero_steps_for_any_norms_and_any_number_of_retained_anchors():
     """Lengths over twelve orders of magnitude, a zero among them."""
     server = Server(atlas=9, epochs=0)
