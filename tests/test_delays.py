@@ -251,6 +251,29 @@ def test_the_flag_of_the_command_line(capsys, tmp_path):
     assert "delay: fixed:1" in (tmp_path / "a" / "config.yaml").read_text()
 
 
+def test_a_delay_in_short_stays_when_another_field_of_the_network_is_set(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_text("network: fixed:1\nmodel: logistic\nrounds: 3\nclients: 4\npartition: iid\n")
+    args = ("run", str(tmp_path / "run.yaml"), "--engine", "inline", "--set", "network.drop=0.1")
+    assert call(capsys, *args, "--out", str(tmp_path / "a")).code == 0
+    written = (tmp_path / "a" / "config.yaml").read_text()
+    assert "delay: fixed:1" in written
+    assert "drop: 0.1" in written
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_traffic_is_counted_when_it_crosses_the_network(buffers):
+    """A model down for every dispatch, also to clients that drop out; one up for every arrival, but not before."""
+    result = train("half-normal:2", rounds=12, network={"drop": 0.3}, buffers=buffers)
+    sent, arrived = (np.cumsum([row[name] for row in result.history]) for name in ("cohort", "arrivals"))
+    assert sent[-1] > arrived[-1] + result.history[-1]["in_flight"]  # some dropped out
+    statistics = 8 * 8 if buffers == "average" else 0
+    each = 8 * len(result.vector) + statistics
+    assert [row["bytes_down"] for row in result.history] == [each * n for n in sent]
+    assert [row["bytes_up"] for row in result.history] == [each * n for n in arrived]
+    assert result.summary["buffer_bytes_up"] == statistics * arrived[-1]
+    assert result.summary["buffer_bytes_down"] == statistics * sent[-1]
+
+
 def test_fedbuff_moves_when_its_buffer_is_full():
     """Deltas 1, 2, 3 ... one after the other, against a loop over them."""
     rule = unskew.method("fedbuff:buffer_size=3,eta=0.5").server
