@@ -15,6 +15,8 @@ from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.methods.messages import Aggregate, Update, Updates
 from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.delays import Delays
+from unskew.simulation.network import Network
+from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 
 SIZES = [9, 14, 11, 8, 12, 10]
@@ -271,6 +273,29 @@ def test_the_flag_of_the_command_line(capsys, tmp_path):
     assert "delay: fixed:1" in (tmp_path / "a" / "config.yaml").read_text()
 
 
+def test_a_delay_in_short_stays_when_another_field_of_the_network_is_set(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_text("network: fixed:1\nmodel: logistic\nrounds: 3\nclients: 4\npartition: iid\n")
+    args = ("run", str(tmp_path / "run.yaml"), "--engine", "inline", "--set", "network.drop=0.1")
+    assert call(capsys, *args, "--out", str(tmp_path / "a")).code == 0
+    written = (tmp_path / "a" / "config.yaml").read_text()
+    assert "delay: fixed:1" in written
+    assert "drop: 0.1" in written
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_traffic_is_counted_when_it_crosses_the_network(buffers):
+    """A model down for every dispatch, also to clients that drop out; one up for every arrival, but not before."""
+    result = train("half-normal:2", rounds=12, network={"drop": 0.3}, buffers=buffers)
+    sent, arrived = (np.cumsum([row[name] for row in result.history]) for name in ("cohort", "arrivals"))
+    assert sent[-1] > arrived[-1] + result.history[-1]["in_flight"]  # some dropped out
+    statistics = 8 * 8 if buffers == "average" else 0
+    each = 8 * len(result.vector) + statistics
+    assert [row["bytes_down"] for row in result.history] == [each * n for n in sent]
+    assert [row["bytes_up"] for row in result.history] == [each * n for n in arrived]
+    assert result.summary["buffer_bytes_up"] == statistics * arrived[-1]
+    assert result.summary["buffer_bytes_down"] == statistics * sent[-1]
+
+
 def test_fedbuff_moves_when_its_buffer_is_full():
     """Deltas 1, 2, 3 ... one after the other, against a loop over them."""
     rule = unskew.method("fedbuff:buffer_size=3,eta=0.5").server
@@ -297,6 +322,49 @@ def test_fedbuff_moves_when_its_buffer_is_full():
         assert rule.metrics(state) == {"fedbuff_waiting": len(buffer)}
 
 
+@pytest.mark.parametrize("method", ["fedbuff", "ca2fl"])
+def test_statistics_wait_with_the_model_and_move_by_the_mean_change_of_the_buffer(monkeypatch, method):
+    """A loop over what was sent to whom and what came back, with buffers that fill over several rounds."""
+    sent, b, change, expected = {}, None, [], []
+    cast, deliver = Server.broadcast, Network.deliver
+
+    def broadcast(server, round, client):
+        sent[client] = server.b.numpy().copy()
+        return cast(server, round, client)
+
+    def delivered(network, round, results):
+        nonlocal b
+        b = next(iter(sent.values())) if b is None else b
+        arrived = list(deliver(network, round, results))
+        for update in arrived:
+            change.append(update.buffers.numpy() - sent[update.client])
+            if len(change) == 4:
+                b = b + np.mean(change, axis=0)
+                change.clear()
+        expected.append(b)
+        return iter(arrived)
+
+    monkeypatch.setattr(Server, "broadcast", broadcast)
+    monkeypatch.setattr(Network, "deliver", delivered)
+    result = train("half-normal:2", f"{method}:buffer_size=4", rounds=15)
+    norm = result.model.norm
+    np.testing.assert_allclose(
+        torch.cat([norm.running_mean, norm.running_var]).numpy(), expected[-1], rtol=0, atol=1e-12
+    )
+    waits = [t for t in range(1, 15) if expected[t] is expected[t - 1]]
+    assert 4 < len(waits) < 13
+    losses = [row["loss"] for row in result.history]
+    assert all(losses[t] == losses[t - 1] for t in waits)
+
+
+@pytest.mark.parametrize("buffers", ["local", "reset"])
+def test_statistics_that_are_not_averaged_are_as_with_fedavg(buffers):
+    """Where the server sent none, the mean of the arrivals' is what is evaluated."""
+    for method in ("fedbuff:buffer_size=3", "ca2fl:buffer_size=3"):
+        pair = [train("none", m, rounds=1, buffers=buffers, weights="uniform") for m in (method, "fedavg")]
+        torch.testing.assert_close(pair[0].model.norm.running_var, pair[1].model.norm.running_var)
+
+
 def test_fedbuff_without_delay_and_with_a_buffer_of_the_cohort_is_fedavg():
     for delay in ("none", "fixed:0"):
         buffered = train(delay, "fedbuff:buffer_size=3")
@@ -313,6 +381,7 @@ def test_fedbuff_waits_over_rounds_and_goes_on_after_an_interruption(tmp_path):
     torch.manual_seed(0)
     rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=12)
     assert torch.equal(rest.vector, whole.vector)
+    assert [r["loss"] for r in rest.history] == [r["loss"] for r in whole.history]  # statistics included
 
 
 def test_fedavg_may_discard_what_is_late():
@@ -332,18 +401,28 @@ def test_fedasync_mixes_each_model_by_its_age(spec):
     draws = np.random.default_rng(0)
     v = draws.normal(size=3)
     starts, deltas, versions = draws.normal(size=(4, 3)), draws.normal(size=(4, 3)), [7, 3, 9, 0]
+    b, buffers = draws.normal(size=2), draws.normal(size=(4, 2))
     updates = [
-        Update(k, 0, 5, 1.0, torch.tensor(d), torch.zeros(0), {}, {}, {}, start=torch.tensor(s), version=n)
-        for k, (s, d, n) in enumerate(zip(starts, deltas, versions, strict=True))
+        Update(k, 0, 5, 1.0, torch.tensor(d), torch.tensor(own), {}, {}, {}, start=torch.tensor(s), version=n)
+        for k, (s, d, own, n) in enumerate(zip(starts, deltas, buffers, versions, strict=True))
     ]
-    found = rule.step({"v": torch.tensor(v)}, Updates(0, Aggregate(), updates, version=9))["v"]
-    for number, (s, d, n) in enumerate(zip(starts, deltas, versions, strict=True)):
+    made = Updates(0, Aggregate(), updates, version=9, b_global=torch.tensor(b))
+    found = rule.step({"v": torch.tensor(v)}, made)
+    for number, (s, d, own, n) in enumerate(zip(starts, deltas, buffers, versions, strict=True)):
         age = 9 + number - n
         share = {"constant": 1.0, "polynomial": (1 + age) ** -rule.a}.get(rule.staleness)
         if share is None:
             share = 1.0 if age <= 1 else 1 / (10 * (age - 1) + 1)
         v = (1 - rule.alpha0 * share) * v + rule.alpha0 * share * (s + d)
-    np.testing.assert_allclose(found.numpy(), v, atol=1e-12)
+        b = (1 - rule.alpha0 * share) * b + rule.alpha0 * share * own
+    np.testing.assert_allclose(found["v"].numpy(), v, atol=1e-12)
+    np.testing.assert_allclose(found["b"].numpy(), b, atol=1e-12)
+
+
+def test_fedasync_mixes_statistics_as_the_model():
+    """With next to no weight both stay."""
+    losses = [row["loss"] for row in train("half-normal:2", "fedasync:alpha0=1e-12", rounds=5).history]
+    assert losses == pytest.approx([losses[0]] * 5, abs=1e-9)
 
 
 def test_fedasync_gives_no_weight_to_what_is_far_too_old():

@@ -17,9 +17,10 @@ from unskew.engines.base import Training
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import method
 from unskew.methods.feddle import Anchor, Feddle
-from unskew.methods.feddle_search import Directions, cosine, minimise, norms, scales, surrogate
+from unskew.methods.feddle_search import Directions, cosine, minimise, new_head, norms, scales, surrogate
 from unskew.methods.messages import Aggregate, Update, Updates
 from unskew.models.vector import ModelSpec
+from unskew.seeding import fold
 from unskew.simulation.at_server import Bench
 
 FULL = torch.float64
@@ -94,6 +95,16 @@ def test_without_search_and_with_a_buffer_it_is_fedbuff(size, eta):
     chosen = f"feddle:trigger=buffer,buffer_size={size},eta={eta},epochs=0"
     feddle, fedbuff = train(chosen, rounds=12), train(f"fedbuff:buffer_size={size},eta={eta}", rounds=12)
     torch.testing.assert_close(feddle.vector, fedbuff.vector, rtol=0, atol=1e-13)
+
+
+def test_without_search_the_statistics_are_fedbuffs_too():
+    """So the model that is evaluated is the same in every round, also in those in which a buffer waits."""
+    options = {"model": SmallBatchNorm, "rounds": 12}
+    feddle = train("feddle:trigger=buffer,buffer_size=3,epochs=0", **options)
+    fedbuff = train("fedbuff:buffer_size=3", **options)
+    for mine, theirs in zip(feddle.model.state_dict().values(), fedbuff.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    assert [r["loss"] for r in feddle.history] == pytest.approx([r["loss"] for r in fedbuff.history], abs=1e-12)
 
 
 def test_zero_steps_for_any_norms_and_any_number_of_retained_anchors():
@@ -186,6 +197,42 @@ def test_a_whole_search_is_that_of_numpy():
         c -= 0.02 * m / (1 - 0.9**t) / (np.sqrt(s / (1 - 0.999**t)) + 1e-8)
     np.testing.assert_allclose(server.state["found"][:, 1].numpy(), c, rtol=0, atol=1e-10)
     np.testing.assert_allclose(server.v.numpy(), v + c @ bars, rtol=0, atol=1e-10)
+
+
+def test_a_whole_search_out_of_domain_is_that_of_torch():
+    """The head at the fallback, then the coefficients with the head frozen: autograd through the sum and torch's Adam."""
+    server = Server(OTHER, epochs=2, batch=7, lr=0.03, head_lr=0.05, lam=0.2, cohort=3)
+    server.arrive(*server.noise(3, 0.2))
+    v, old, new = server.v.clone(), server.state["anchors"].clone(), server.noise(2, 0.5, seed=5)
+    found = server.arrive(*new)
+    A = torch.stack([*old, *new])
+    lengths = A.norm(dim=1)
+    r = float(np.median(lengths.numpy()))
+    bars = A * (r / lengths)[:, None]
+    c0 = torch.cat([torch.zeros(3, dtype=FULL), lengths[3:] / r / 2])
+    x, y, loss = OTHER.server.x.double(), OTHER.server.y, torch.nn.functional.cross_entropy
+    key = fold(torch.tensor(101), 1)  # of the second round; its second arrival completes it
+    plans = [server.bench.plan(fold(key, i), len(y), local_epochs=2, batch_size=7, drop_last=False) for i in range(2)]
+
+    def logits(c, theta, index):
+        features = server.spec.forward(v + c @ bars, server.b, x[index]).features
+        return features @ theta[:, :-1].T + theta[:, -1]
+
+    def adam(leaf, lr, plan, objective):
+        optimizer = torch.optim.Adam([leaf.requires_grad_()], lr=lr)
+        for index in plan:
+            optimizer.zero_grad()
+            objective(leaf, index).backward()
+            optimizer.step()
+        return leaf.detach()
+
+    head = new_head(fold(key, 2), int(y.max()) + 1, 4, v).clone()
+    theta = adam(head, 0.05, plans[1], lambda theta, i: loss(logits(c0, theta, i), y[i]))
+    c = adam(
+        c0.clone(), 0.03, plans[0], lambda c, i: loss(logits(c, theta, i), y[i]) + 0.1 * (c - c0).square().sum()
+    )  # fmt: skip
+    torch.testing.assert_close(found[:, 1], c, rtol=0, atol=1e-12)
+    torch.testing.assert_close(server.v, v + c @ bars, rtol=0, atol=1e-12)
 
 
 def test_the_length_of_an_update_changes_the_fallback_but_no_direction():

@@ -8,6 +8,7 @@ from running import call
 from unskew import runs
 from unskew.config import experiment
 from unskew.errors import ConfigError, DataError
+from unskew.methods.catalogue import method
 from unskew.reproduction import report, sweep
 from unskew.reproduction.outcomes import identity, kept, key_of
 from unskew.reproduction.preset import SCALES, Cell, cells, filled, load_preset, merged, names, seeds_of
@@ -48,6 +49,40 @@ def test_the_paper_scale_has_the_papers_settings(name):
         if "fedcog" in config.method:
             assert "start_round=50" in config.method
             assert "n=256" in config.method or name == "fedcog/table-11"
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n.startswith("feddle/table-")])
+def test_what_the_feddle_paper_says_of_its_runs_holds_at_its_scale(name):
+    """Clients, evaluations, searches, and the epochs that are on its grids."""
+    users, costs = name.startswith("feddle/table-2"), name == "feddle/table-6"
+    for cell in cells(load_preset(name), "paper", 0, {}):
+        config = cell.config
+        size = (1000, 50) if users or costs else (500, 10)
+        assert (config.clients, round(config.participation * config.clients)) == size
+        assert f"{size[1]} of {size[0]}" == cell.column or not costs
+        assert (config.set_aside, config.holdout, config.eval_every) == (
+            200 if "celeba" in name else 1000,
+            0,
+            3 if costs else 10,
+        )
+        if "celeba" in name:
+            assert config.partition == "natural:celeb_id,min=5"  # LEAF leaves out people with fewer images
+        options = method(config.method).server
+        if costs:
+            assert config.rounds == 3
+        elif cell.row == "Center":
+            assert config.rounds * options.epochs in (10, 20, 50)
+        else:
+            assert config.rounds == 200
+            assert getattr(options, "epochs", None) in (None, 1, 10, 20)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_costs_of_a_server_say_how_many_clients_report(scale):
+    for cell in cells(load_preset("feddle/table-6"), scale, 0, {}):
+        config = cell.config
+        assert cell.column == f"{round(config.participation * config.clients)} of {config.clients}"
+        assert config.rounds == 3
 
 
 def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):
@@ -189,11 +224,17 @@ def test_rounds_and_traffic_are_those_to_the_tables_own_target():
     assert found(0.2, other)[("rounds_to_target", "FedAvg")] == 1
 
 
-def test_what_only_the_curve_has_is_a_mean_over_rounds():
+def test_what_is_called_a_mean_over_rounds_is_none_of_the_last_round():
+    """A summary repeats the coefficients and the cosine of the last round."""
     curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
     cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
-    found = report.entries(load_preset("feddle/figure-7"), [(cell, {"summary": {"accuracy": 0.3}, "curve": curve})])
+    outcome = {"summary": {"accuracy": 0.3, "coefficients/negative": 7}, "curve": curve}
+    found = report.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
+    curve = {"surrogate/cosine": [0.5, 0.0, 0.1], "accuracy": [0.1, 0.2, 0.3]}
+    outcome = {"summary": {"accuracy": 0.3, "surrogate/cosine": 0.1}, "curve": curve}
+    found = report.entries(load_preset("feddle/figure-8"), [(cell, outcome)])
+    assert {entry.value: entry.mean for entry in found} == {"surrogate/cosine": pytest.approx(0.2), "accuracy": 30}
 
 
 def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):

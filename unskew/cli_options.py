@@ -60,6 +60,9 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     from unskew.config import load_yaml, set_field
 
     values = load_yaml(config) if config is not None else {}
+    for section, field in (("network", "delay"), ("text", "columns")):
+        if isinstance(values.get(section), str | list):  # short for one field: the others may be set
+            values[section] = {field: values[section]}
     flags = {name: context.params.get(name) for name in _FLAGS}
     given = {name: value for name, value in flags.items() if value is not None}
     if context.params.get("network") is not None:

@@ -9,7 +9,8 @@ in the buffer::
 
 and the buffer is emptied; ``h`` is the mean from before the buffer. What the buffer holds is by how much the sum of all
 ``h_j`` has grown, so the new mean is ``h + buffer / J``. A client that arrives twice in one buffer is calibrated by its own
-first update. With empty caches the first step is FedBuff's. Every client counts the same, whatever its size.
+first update. With empty caches the first step is FedBuff's. Every client counts the same, whatever its size. Normalisation
+statistics are not calibrated: as with FedBuff they move with the model, by the mean change of the buffer's clients.
 
 The cache is one vector of the model's size per client that ever sent an update. It is kept where clients' states are: in
 memory up to a limit, the rest in files of the run folder.
@@ -43,6 +44,7 @@ class CA2FL(ServerRule):
     needs: ClassVar[Literal["sum", "individual"]] = "individual"
     weights: ClassVar[Weights | None] = "uniform"
     caches: ClassVar[bool] = True
+    remembers_statistics: ClassVar[bool] = True
 
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
@@ -58,23 +60,28 @@ class CA2FL(ServerRule):
         zero = torch.zeros((), dtype=torch.int64)
         clients = torch.tensor(len(federation.clients))
         empty = {"h": torch.zeros_like(v), "sum": torch.zeros_like(v), "count": zero, "cached": zero.clone()}
-        return {"v": v, **empty, "clients": clients}
+        return {"v": v, **empty, "moved": v.new_zeros(0), "clients": clients}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Each arrival in turn; a full buffer moves the model."""
-        v, h, total, clients = (state[name] for name in ("v", "h", "sum", "clients"))
+        v, h, total, moved, clients = (state[name] for name in ("v", "h", "sum", "moved", "clients"))
+        b = updates.b_global
         count, cached = int(state["count"]), int(state["cached"])
         total = total.clone()
         for update in updates:
             last = updates.cached(update.client)
             total += update.delta if last is None else update.delta - last
             count, cached = count + 1, cached + (last is None)
+            if update.b_start is not None:
+                moved = update.buffers - update.b_start + (moved if len(moved) else 0)
             if count == self.buffer_size:
                 v = v + self.eta * (h + total / count)
                 h = h + total / int(clients)
-                total, count = torch.zeros_like(total), 0
+                b = b + moved / count if b is not None and len(moved) else b
+                total, moved, count = torch.zeros_like(total), moved[:0], 0
         counts = {"count": torch.tensor(count), "cached": torch.tensor(cached)}
-        return {"v": v, "h": h, "sum": total, "clients": clients, **counts}
+        after = {"v": v, "h": h, "sum": total, "moved": moved, "clients": clients, **counts}
+        return after if b is None or updates.aggregate.moved is None else {**after, "b": b}
 
     def metrics(self, state: Tensors) -> dict[str, float]:
         """How full the buffer is after the round, and how large the cache."""

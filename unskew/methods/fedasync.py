@@ -11,6 +11,7 @@ of arrival, with ``omega_j`` the client's whole model and ``s`` its age in versi
 
 The paper's clients also have a proximal term: ``fedasync+fedprox``. The server needs every single model, and remembers
 which one each client on its way was sent. With ``alpha0 = 1`` and constant staleness the last arrival replaces the model.
+A client's whole model is mixed in, its normalisation statistics too.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class FedAsync(ServerRule):
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Each arrival in turn."""
-        v = state["v"]
+        v, b = state["v"], updates.b_global
+        assert b is not None
         for number, update in enumerate(updates):
             assert update.start is not None
-            local = update.start + update.delta
-            v = v + self.weight(updates.version + number - update.version) * (local - v)
-        return {"v": v}
+            alpha = self.weight(updates.version + number - update.version)
+            v = v + alpha * (update.start + update.delta - v)
+            b = b + alpha * (update.buffers - b)
+        return {"v": v, "b": b}

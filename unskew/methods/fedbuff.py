@@ -8,6 +8,7 @@ in the buffer::
 
 ``Delta_m`` is the client's model minus the one it was sent, which may be an older one. A buffer that fills up in the middle
 of a round's arrivals is emptied there; what arrives after that fills the next. The server needs only each buffer's sum.
+Normalisation statistics wait as the model does: they move by the mean change of the buffer's clients.
 Without delays and with a buffer of the whole cohort this is FedAvg with uniform weights.
 """
 
@@ -38,6 +39,7 @@ class FedBuff(ServerRule):
     summary: ClassVar[str] = "moves whenever a buffer of updates is full"
     paper: ClassVar[str] = "Nguyen et al. 2021, arXiv:2106.06639"
     weights: ClassVar[Weights | None] = "uniform"
+    remembers_statistics: ClassVar[bool] = True
 
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
@@ -45,7 +47,7 @@ class FedBuff(ServerRule):
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """An empty buffer."""
         zero = torch.zeros((), dtype=torch.float64)
-        return {"v": v, "sum": torch.zeros_like(v), "weight": zero, "count": zero.clone()}
+        return {"v": v, "sum": torch.zeros_like(v), "moved": v.new_zeros(0), "weight": zero, "count": zero.clone()}
 
     def portions(self, state: Tensors) -> Iterator[int]:
         """What the buffer still lacks, then whole buffers."""
@@ -55,13 +57,19 @@ class FedBuff(ServerRule):
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Add portion by portion; a full buffer moves the model."""
-        v, total, weight, count = (state[name] for name in ("v", "sum", "weight", "count"))
+        v, total, moved, weight, count = (state[name] for name in ("v", "sum", "moved", "weight", "count"))
+        b = updates.b_global
         for part in updates.portions:
+            if part.moved is not None:
+                moved = part.moved * part.weight + (moved if len(moved) else 0)
             total, weight, count = total + part.delta * part.weight, weight + part.weight, count + part.count
             if int(count) == self.buffer_size:
                 v = v + self.eta * total / float(weight)
-                total, weight, count = torch.zeros_like(total), torch.zeros_like(weight), torch.zeros_like(count)
-        return {"v": v, "sum": total, "weight": weight, "count": count}
+                b = b + moved / float(weight) if b is not None and len(moved) else b
+                total, moved = torch.zeros_like(total), moved[:0]
+                weight, count = torch.zeros_like(weight), torch.zeros_like(count)
+        after = {"v": v, "sum": total, "moved": moved, "weight": weight, "count": count}
+        return after if b is None or updates.aggregate.moved is None else {**after, "b": b}
 
     def metrics(self, state: Tensors) -> dict[str, float]:
         """How full the buffer is after the round."""

@@ -84,6 +84,7 @@ class Aggregate:
         self.count, self.weight, self.examples = 0, 0.0, 0
         self._delta: Tensor | None = None
         self._buffers: Tensor | None = None
+        self._moved: Tensor | None = None
         self.upload: dict[str, Tensors] = {}
 
     def add(self, update: Update) -> None:
@@ -96,6 +97,9 @@ class Aggregate:
         else:
             self._delta.add_(update.delta, alpha=update.weight)
             self._buffers.add_(update.buffers, alpha=update.weight)
+        if update.b_start is not None:
+            moved = (update.buffers - update.b_start) * update.weight
+            self._moved = moved if self._moved is None else self._moved + moved
         for rule, tensors in update.upload.items():
             if rule in self.single:
                 continue
@@ -114,6 +118,11 @@ class Aggregate:
         """The weighted mean of the clients' statistics, ``[m]``."""
         assert self._buffers is not None, "an aggregate of no update has no mean"
         return self._buffers / self.weight
+
+    @property
+    def moved(self) -> Tensor | None:
+        """The weighted mean of how far their statistics moved, ``[m]``; None unless the rule ``remembers_statistics``."""
+        return None if self._moved is None else self._moved / self.weight
 
 
 class Updates:

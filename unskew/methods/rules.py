@@ -247,7 +247,10 @@ class ServerRule(Part):
     """Whether the server keeps each client's last update (``updates.cached``); such a rule needs individual updates."""
 
     remembers_statistics: ClassVar[bool] = False
-    """Whether it comes with the statistics that its client was sent (``update.b_start``), where these are averaged."""
+    """Whether it comes with the statistics that its client was sent (``update.b_start``), where these are averaged.
+
+    Then sums of updates tell how far statistics moved (``aggregate.moved``). Not where only slices of the model travel.
+    """
 
     without_updates: ClassVar[bool] = False
     """Whether ``step`` is also called in rounds without any update; ``updates.aggregate`` is then empty."""

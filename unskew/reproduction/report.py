@@ -51,6 +51,8 @@ VALUES: dict[str, tuple[str, float, int]] = {
 
 TO_TARGET = {"rounds_to_target": "round", "bytes_to_target": "bytes"}
 """What a table with a target shows, and the curves it can be read from."""
+MEANS = ("coefficients/", "surrogate/")
+"""Values of single rounds of which the last tells little: tables show their mean over the evaluated rounds."""
 COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled
 
 
@@ -123,8 +125,8 @@ class Entry:
 
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
-    """The mean of each curve over the evaluated rounds that have it."""
-    known = {n: [y for y in values if y is not None] for n, values in curve.items() if n not in ("round", "bytes")}
+    """The mean of each curve that is shown so over the evaluated rounds that have it."""
+    known = {name: [y for y in values if y is not None] for name, values in curve.items() if name.startswith(MEANS)}
     return {name: sum(values) / len(values) for name, values in known.items() if values}
 
 
@@ -143,8 +145,8 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
     by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for cell, outcome in outcomes:
         by.setdefault((cell.column, cell.row), {})[cell.config.seed] = {
-            **_over_rounds(outcome["curve"]),
             **outcome["summary"],
+            **_over_rounds(outcome["curve"]),  # the summary has the last round's
             **to_target(outcome, cell.config.target),
         }
     found = []

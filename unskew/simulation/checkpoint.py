@@ -267,7 +267,7 @@ def _server_part(
     mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
     plan = {n.removeprefix("sync/"): t for n, t in tensors.items() if n.startswith("sync/")}
     sent = {
-        int(k): Sent(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{k}"))
+        int(k): Sent(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
     return state, rules, tensors["b"], mean, plan, sent

@@ -109,14 +109,15 @@ class Server:
         sent = {
             f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None
         }  # one for all of a round
-        sent |= {f"sent-b/{client}": sent.b for client, sent in self.sent.items() if sent.b is not None}
+        sent |= {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
         return {**everything(self.state, self.rules, self.b), **mean, **plan, **sent}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
         down, up = self.travel.slices(round, client, self.last.get(client))
         cast = replace(self._cast(round, client, self.v, self.b, down, up), keeps=self.travel.keeps_optimizer)
-        statistics_too = self.rule.remembers_statistics and self.mode == "average"
+        # Where only slices travel, a client may begin with statistics of its own.
+        statistics_too = self.rule.remembers_statistics and self.mode == "average" and self.method.sync is None
         if self.rule.remembers or statistics_too:
             v, b = (self.v if self.rule.remembers else None), (cast.b if statistics_too else None)
             self.sent[client] = Sent(self.version, round, v, b)
@@ -177,6 +178,8 @@ class Server:
                 self.left_out.append(update.client)
                 self.lost(update.client)
                 continue
+            sent = self.sent.pop(update.client, Sent(0, 0))
+            update = replace(update, start=sent.v, version=sent.version, b_start=sent.b)
             if not room and (room := next(sizes, 0)):
                 portions.append(Aggregate(self.single))
             with self.meter():
@@ -194,10 +197,9 @@ class Server:
             for watch in self.watchers:
                 watch(update)
             if individual is not None:
-                sent = self.sent.pop(update.client, Sent(0, 0))
-                individual.append(replace(update, start=sent.v, version=sent.version, b_start=sent.b))
+                individual.append(update)
             # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
-            taken.append(replace(update, delta=torch.empty(0), upload={}))
+            taken.append(replace(update, delta=torch.empty(0), upload={}, start=None, b_start=None))
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
         before = self.v
         updates = Updates(
