@@ -153,6 +153,9 @@ def test_batchnorm_is_replaced_aloud():
     assert not told
     with pytest.raises(ConfigError, match="cannot be trained privately"):
         without_batchnorm(torch.nn.LSTM(2, 2), told.append)
+    with pytest.raises(ConfigError, match="what without_batchnorm makes"):
+        private_of(module)
+    private_of(fixed).close()
 
 
 def test_what_is_said_never_understates_and_a_useless_delta_is_named():
