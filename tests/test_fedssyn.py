@@ -391,6 +391,14 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     }
     assert train("fedssyn:generator=vae-small;epochs=1;beta=2", **other).summary["synthetic_images"] == 20
     assert made.summaries[methods[0]][0]["synthetic"] == made.summaries[methods[2]][0]["synthetic"]
+    Colours.fitted.clear()
+    again = unskew.resume(
+        tmp_path / "c" / "fedssyn-generator=test_fedssyn-Colours,n_syn=5" / "seed-0",
+        federation=pictures(),
+        rounds=2,
+    )
+    assert not Colours.fitted, "a single run of a comparison goes on with the images of all"
+    assert Path(again.summary["synthetic"]) == Path(made.summaries[methods[0]][0]["synthetic"])
     args = ["compare", "fedavg", "fedssyn:generator=vae-small,epochs=1,n_syn=5", "--seeds", "1", "--model", "logistic"]
     out = call(capsys, *args, "--rounds", "2", "--target", "0.05", "--clients", "3", "--out", "d").out
     assert "Rounds and traffic to 5.0% test accuracy" in out
