@@ -116,7 +116,12 @@ def noise_for(privacy: Privacy, q: float, steps: int) -> float:
     while epsilon_after(steps, high, q, privacy.delta, privacy.accountant) > privacy.epsilon:
         low, high = high, 2 * high
         if high > 1e5:
-            raise ConfigError(f"No noise gives epsilon={privacy.epsilon:g} at delta={privacy.delta:g} here.")
+            # The orders that rdp knows end at 63, so it never gives less than 0.1 (at delta = 1e-5), whatever the noise.
+            remedy = "accountant=prv, which has no such limit, or a larger epsilon"
+            raise ConfigError(
+                f"No noise gives epsilon={privacy.epsilon:g} at delta={privacy.delta:g} by the accountant "
+                f"{privacy.accountant}: take {remedy if privacy.accountant == 'rdp' else 'a larger epsilon'}."
+            )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         if epsilon_after(steps, middle, q, privacy.delta, privacy.accountant) > privacy.epsilon:
