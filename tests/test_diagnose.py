@@ -118,7 +118,10 @@ def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
     zeta2 = np.square(g - g.mean(0)).sum(1).mean()
     steps = [
         lemma.iterations(epsilon, 4, 4, L, z, s / 2, mu)
-        for L, z, s in ((max(map(top, H)), zeta2, noise.mean()), *((r["L"], r["zeta2"], r["sigma2"]) for r in found.shares))
+        for L, z, s in (
+            (max(map(top, H)), zeta2, noise.mean()),
+            *((r["L"], r["zeta2"], r["sigma2"]) for r in found.shares),
+        )
     ]
     assert [row["rounds"] for row in found.shares] == pytest.approx([s / steps[0] for s in steps[1:]], rel=1e-5)
 

@@ -20,6 +20,7 @@ from running import call
 import unskew
 from unskew import Federation
 from unskew.data import synthetic
+from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
 from unskew.generators.workshop import note, subset
 from unskew.methods.fedssyn import Fedssyn, refusing
@@ -240,6 +241,20 @@ def test_a_sum_is_the_host_on_the_augmented_data_on_every_engine(host):
         other = train(f"fedssyn:{MINE},n_syn=15+{host}", engine=engine, workers=2)
         torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
         assert other.summary["bytes_up"] == reference.summary["bytes_up"]
+
+
+def test_before_feddle_it_is_feddle_on_the_augmented_data():
+    def served(fed):
+        draws = np.random.default_rng(5)
+        x = draws.integers(0, 255, (9, *SHAPE)).astype(np.uint8)
+        return replace(fed, server=ServerData(torch.from_numpy(x), torch.arange(9) % 3, True))
+
+    rule, host = Fedssyn(n_syn=15, generator="test_fedssyn:Colours"), "feddle:epochs=2"
+    after = rule.prepare(pictures(), 0)[0]
+    plain = train(host, federation=served(replace(after, told={}, made="")), weights="uniform", local_epochs=1)
+    summed = train(f"fedssyn:{MINE},n_syn=15+{host}", federation=served(pictures()))
+    assert torch.equal(summed.vector, plain.vector)
+    assert not torch.equal(summed.vector, train(host, federation=served(pictures()), weights="uniform").vector)
 
 
 def test_traffic_is_twice_the_images_and_the_model_in_every_round():
