@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,6 +102,28 @@ def test_all_quantities_of_least_squares_are_the_closed_forms(shared):
             assert row["zeta2"] == pytest.approx(row["zeta2_bound"], rel=1e-9, abs=1e-12)
             assert row["sigma2"] == pytest.approx(row["sigma2_bound"], rel=1e-9)
             assert row["L"] <= row["L_bound"] * (1 + 1e-9)
+
+
+def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
+    """By default a tenth of what bounds the distance from the minimum: ``||grad f||^2 / (2 mu)``."""
+    A, b = problem(SIZES)
+    fed, spec = quadratics(A, b)
+    v, mu = np.array([0.3, -1.0, 2.0]), 0.2
+    probe = Probe(spec, HalfSquares(), fed, torch.tensor(v), spec.flatten_buffers())
+    pair = fed.clients[0].x, fed.clients[0].y
+    found = measure(probe, fed, replace(ALL, mu=mu, shares=(0.0, 0.5)), lambda k: pair)
+    g, noise, H = oracle(A, b, v)
+    epsilon = 0.1 * np.square(g.mean(0)).sum() / (2 * mu)
+    assert found.figures["epsilon"] == pytest.approx(epsilon, rel=1e-9)
+    zeta2 = np.square(g - g.mean(0)).sum(1).mean()
+    steps = [
+        lemma.iterations(epsilon, 4, 4, L, z, s / 2, mu)
+        for L, z, s in (
+            (max(map(top, H)), zeta2, noise.mean()),
+            *((r["L"], r["zeta2"], r["sigma2"]) for r in found.shares),
+        )
+    ]
+    assert [row["rounds"] for row in found.shares] == pytest.approx([s / steps[0] for s in steps[1:]], rel=1e-5)
 
 
 def test_identical_clients_have_no_dissimilarity_and_identical_samples_no_noise():

@@ -20,6 +20,7 @@ from running import call
 import unskew
 from unskew import Federation
 from unskew.data import synthetic
+from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
 from unskew.generators.workshop import note, subset
 from unskew.methods.fedssyn import Fedssyn, refusing
@@ -242,6 +243,20 @@ def test_a_sum_is_the_host_on_the_augmented_data_on_every_engine(host):
         assert other.summary["bytes_up"] == reference.summary["bytes_up"]
 
 
+def test_before_feddle_it_is_feddle_on_the_augmented_data():
+    def served(fed):
+        draws = np.random.default_rng(5)
+        x = draws.integers(0, 255, (9, *SHAPE)).astype(np.uint8)
+        return replace(fed, server=ServerData(torch.from_numpy(x), torch.arange(9) % 3, True))
+
+    rule, host = Fedssyn(n_syn=15, generator="test_fedssyn:Colours"), "feddle:epochs=2"
+    after = rule.prepare(pictures(), 0)[0]
+    plain = train(host, federation=served(replace(after, told={}, made="")), weights="uniform", local_epochs=1)
+    summed = train(f"fedssyn:{MINE},n_syn=15+{host}", federation=served(pictures()))
+    assert torch.equal(summed.vector, plain.vector)
+    assert not torch.equal(summed.vector, train(host, federation=served(pictures()), weights="uniform").vector)
+
+
 def test_traffic_is_twice_the_images_and_the_model_in_every_round():
     """Section 2.4: N (2 M_s + 2 R M_c)."""
     result = train(f"fedssyn:{MINE},n_syn=9", rounds=3, precision="fp32", target=0.01)
@@ -391,6 +406,14 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     }
     assert train("fedssyn:generator=vae-small;epochs=1;beta=2", **other).summary["synthetic_images"] == 20
     assert made.summaries[methods[0]][0]["synthetic"] == made.summaries[methods[2]][0]["synthetic"]
+    Colours.fitted.clear()
+    again = unskew.resume(
+        tmp_path / "c" / "fedssyn-generator=test_fedssyn-Colours,n_syn=5" / "seed-0",
+        federation=pictures(),
+        rounds=2,
+    )
+    assert not Colours.fitted, "a single run of a comparison goes on with the images of all"
+    assert Path(again.summary["synthetic"]) == Path(made.summaries[methods[0]][0]["synthetic"])
     args = ["compare", "fedavg", "fedssyn:generator=vae-small,epochs=1,n_syn=5", "--seeds", "1", "--model", "logistic"]
     out = call(capsys, *args, "--rounds", "2", "--target", "0.05", "--clients", "3", "--out", "d").out
     assert "Rounds and traffic to 5.0% test accuracy" in out

@@ -13,6 +13,7 @@ from unskew.generators.choose import GENERATORS, factory
 from unskew.generators.ddpm import DDPM, unet
 from unskew.generators.diffusion import Diffusion, betas, spaced
 from unskew.generators.job import Job, as_pixels, halvings, pad
+from unskew.generators.privacy import Privacy
 from unskew.generators.training import Average, Trained
 from unskew.generators.vae import VAE, VAEGenerator, kl, negative_bound
 
@@ -225,6 +226,30 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
     (tmp_path / training.STATE).write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="damaged"):
         factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tmp_path, monkeypatch):
+    """What is sampled after fewer epochs is what a checkpoint of that epoch would give, with privacy at a given noise."""
+    if private:
+        pytest.importorskip("opacus")
+    privacy = Privacy(noise_multiplier=1.0) if private else None
+    monkeypatch.setattr(training, "SECONDS", 0.0)
+    x, y = images()
+    spec, wanted, kept = TINY["ddpm"].replace("epochs=2;", ""), torch.tensor([0, 1, 2]), []
+
+    def keep(figures):
+        # The checkpoint of the epoch before lies there when an epoch is reported.
+        if figures["epoch"] == 3:
+            kept.append((tmp_path / training.STATE).read_bytes())
+
+    factory(spec, 5)(Job((1, 8, 8), 3, 7, folder=tmp_path, report=keep, privacy=privacy)).fit(x, y)
+    (tmp_path / training.STATE).write_bytes(kept[0])
+    early, short = (factory(spec, 2)(Job((1, 8, 8), 3, 7, folder=f, privacy=privacy)) for f in (tmp_path, None))
+    early.fit(x, y)  # nothing is left to do
+    short.fit(x, y)
+    assert torch.equal(early.sample(wanted), short.sample(wanted))
+    assert early.epsilon == short.epsilon
 
 
 def test_generators_learn_what_classes_look_like():

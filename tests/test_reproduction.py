@@ -32,6 +32,9 @@ def test_every_run_of_every_preset_is_a_valid_experiment(name, scale):
             assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
     for value in preset.values:
         assert report.shown(value.removesuffix("*"))[0]
+        stem, slash, _ = value.partition("/")
+        if slash and stem in ("consensus", "generalization", "gradients"):
+            assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
     for value, columns in preset.published.items():
         assert value in preset.values
         assert set(columns) <= set(preset.columns)
@@ -83,6 +86,14 @@ def test_the_costs_of_a_server_say_how_many_clients_report(scale):
         config = cell.config
         assert cell.column == f"{round(config.participation * config.clients)} of {config.clients}"
         assert config.rounds == 3
+
+
+def test_the_experiment_on_gradients_measures_them_at_the_papers_shares():
+    for cell, n_syn in zip(cells(load_preset("fedssyn/gradients"), "paper", 0, {}), (0, 287, 4500), strict=True):
+        share = float(cell.row.removeprefix("p="))
+        assert n_syn / (4500 + n_syn) == pytest.approx(share, abs=5e-5)
+        assert f"n_syn={n_syn}" in cell.config.method or n_syn == 0
+        assert cell.config.diagnose == ("gradients",)
 
 
 def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from conftest import SmallBatchNorm, blobs
 from quadratic import Quadratics, optimum, problem
 from test_methods import LR, STEPS, gradient
+from torch import nn
 
 import unskew
 from unskew.engines.base import Training
@@ -52,6 +53,37 @@ def test_fedpvr_on_a_model_that_is_only_a_head_is_scaffold():
     torch.testing.assert_close(fedpvr.vector, scaffold.vector, rtol=0, atol=1e-12)
     extra = [s.summary["bytes_up"] for s in (scaffold, fedpvr)]
     assert extra[0] == extra[1]
+
+
+@pytest.mark.parametrize(("spelling", "first"), [("fedpvr", 0), ("fedpvr:layers=1", 365), ("fedpvr:layers=2", 0)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fedpvr_equals_the_papers_algorithm(spelling, first, momentum):
+    """Variates on the last linear layers only; 360 and 5 numbers of the first layer, 15 and 3 of the second."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3))
+    fed, lr, steps = blobs([12, 23, 17, 9]), 0.1, 3
+    x = torch.cat([p.detach().flatten() for p in net.parameters()]).double()
+    chosen = (torch.arange(383) >= first).double()
+
+    def loss(v, data):
+        h = torch.tanh(data.x.double().flatten(1) @ v[:360].view(5, 72).T + v[360:365])
+        return nn.functional.cross_entropy(h @ v[365:380].view(3, 5).T + v[380:], data.y)
+
+    c, c_k = torch.zeros(383).double(), torch.zeros(4, 383).double()
+    for _ in range(4):
+        ends, new = [], torch.zeros_like(c_k)
+        for k in range(4):
+            y, buffer = x.clone(), torch.zeros_like(x)
+            for _ in range(steps):
+                g = torch.func.grad(loss)(y, fed.clients[k])
+                new[k] += chosen * g / steps
+                buffer = momentum * buffer + g + chosen * (c - c_k[k])
+                y = y - lr * buffer
+            ends.append(y)
+        c, c_k, x = c + (new - c_k).mean(0), new, torch.stack(ends).mean(0)
+    given = {"rounds": 4, "lr": lr, "local_steps": steps, "batch_size": 100, "precision": "fp64", "engine": "inline"}
+    found = unskew.run(fed, model=net, method=spelling, momentum=momentum, **given).vector
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-10)
 
 
 def test_fedpvr_pays_for_the_classifier_only():

@@ -77,7 +77,8 @@ def diagnose(
         curvature: Whether smoothness is measured; it is most of the work.
         iterations: Of the power iteration, at most.
         epsilon: Accuracy, of the squared gradient norm, for which rounds are predicted; a tenth of the present one if None.
-        mu: Strong convexity, if the loss has it; ``epsilon`` is then in units of the loss.
+        mu: Strong convexity, if the loss has it; ``epsilon`` is then in units of the loss, by default a tenth of the present
+            ``||grad f||^2 / (2 mu)``, which bounds its distance from the minimum.
         options: Any field of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget that predictions are for.
 
     Returns:

@@ -12,7 +12,7 @@ import torch
 
 from unskew.config import Experiment
 from unskew.data.federation import Federation
-from unskew.data.synthetic import find
+from unskew.data.synthetic import ABOUT, find
 from unskew.engines.base import Training
 from unskew.errors import ConfigError
 from unskew.files import write_atomic
@@ -52,6 +52,15 @@ def check_given_set(config: Experiment, chosen: Method) -> None:
         )
     if config.synthetic is not None:
         find(Path(config.synthetic))
+
+
+def kept_beside(folder: Path) -> Path | None:
+    """Where a run of a comparison or a table finds what it and the others made, if it keeps nothing itself."""
+    if (folder / SYNTHETIC).exists():
+        return None
+    above = folder.resolve().parents
+    places = [parent / SYNTHETIC for parent in above[:2]]
+    return next((p for p in places if any(p.glob("*/work")) or any(p.glob(f"*/{ABOUT}"))), None)
 
 
 def prepare(

@@ -16,7 +16,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, make_folder, occupied, unmake_folder
 from unskew.methods.catalogue import MethodLike, method
 from unskew.models.registry import HUB
-from unskew.preparing import SYNTHETIC, check_given_set, prepare
+from unskew.preparing import SYNTHETIC, check_given_set, kept_beside, prepare
 from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
@@ -184,7 +184,8 @@ def resume(
         model: The same model, if it was given in Python.
         method: The same method, if it was given in Python.
         callbacks: Followers of the run.
-        shared: Where what its method made before training is kept for several runs, if not in ``folder``.
+        shared: Where what its method made before training is kept for several runs, if not in ``folder``; found by itself
+            where ``unskew compare`` and ``unskew reproduce`` keep it.
         changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers``, ``checkpoint_every``,
             ``target`` or ``save_samples``.
 
@@ -210,7 +211,7 @@ def resume(
         out=folder,
         resume=True,
         callbacks=callbacks,
-        shared=shared,
+        shared=kept_beside(folder) if shared is None else shared,
     )
 
 

@@ -46,7 +46,7 @@ class Scope:
         curvature: Whether ``L`` is measured: by far the most work.
         iterations, tolerance: Of the power iteration.
         tau: Local steps per round; ``batch``: samples per step.
-        epsilon: Accuracy of Corollary I; None takes a tenth of ``||grad f(x, D)||^2``.
+        epsilon: Accuracy of Corollary I; None takes a tenth of ``||grad f(x, D)||^2``, with ``mu`` over ``2 mu``.
         mu: Strong convexity, where the loss has it.
         seed: Decides what is drawn.
     """
@@ -226,7 +226,9 @@ def curvature(
 def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
     """Add Corollary I's rounds, relative to no synthetic data, for every share."""
     figures = result.figures
-    epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(figures["gradient2"] or 0)
+    # With strong convexity the loss is at most ||grad f||^2 / (2 mu) above its minimum: a tenth of that.
+    unit = 1.0 if scope.mu is None else 2 * scope.mu
+    epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(figures["gradient2"] or 0) / unit
     figures["epsilon"] = epsilon
 
     def steps(zeta2: float | None, sigma2: float | None, L: float | None) -> float:

@@ -116,7 +116,12 @@ def noise_for(privacy: Privacy, q: float, steps: int) -> float:
     while epsilon_after(steps, high, q, privacy.delta, privacy.accountant) > privacy.epsilon:
         low, high = high, 2 * high
         if high > 1e5:
-            raise ConfigError(f"No noise gives epsilon={privacy.epsilon:g} at delta={privacy.delta:g} here.")
+            # The orders that rdp knows end at 63, so it never gives less than 0.1 (at delta = 1e-5), whatever the noise.
+            remedy = "accountant=prv, which has no such limit, or a larger epsilon"
+            raise ConfigError(
+                f"No noise gives epsilon={privacy.epsilon:g} at delta={privacy.delta:g} by the accountant "
+                f"{privacy.accountant}: take {remedy if privacy.accountant == 'rdp' else 'a larger epsilon'}."
+            )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         if epsilon_after(steps, middle, q, privacy.delta, privacy.accountant) > privacy.epsilon:
@@ -141,10 +146,24 @@ def without_batchnorm(module: nn.Module, warn: Callable[[str], None]) -> nn.Modu
         )
         fixed: nn.Module = opacus.validators.ModuleValidator.fix(module)
         module = fixed
-    errors = opacus.validators.ModuleValidator.validate(module, strict=False)
+    check_module(module)
+    return module
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse a module that has no gradient per sample.
+
+    Raises:
+        ConfigError: It is so.
+    """
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        raise ConfigError(
+            "BatchNorm mixes the samples of a batch, so a private training cannot have it: train what "
+            "without_batchnorm makes of the module."
+        )
+    errors = _opacus().validators.ModuleValidator.validate(module, strict=False)
     if errors:
         raise ConfigError(f"This generator cannot be trained privately: {errors[0]}")
-    return module
 
 
 class PrivateSteps:
@@ -156,6 +175,9 @@ class PrivateSteps:
         optimizer: Of its parameters.
         seed: Of the generator. Whoever knows it knows the noise: on real machines it must be the client's secret.
         examples, epochs, batch: Of the training; ``batch`` is the expected size.
+
+    Raises:
+        ConfigError: The module has no gradients per sample, or the budget does not allow one step.
 
     Attributes:
         module: What a loss must call.
@@ -174,6 +196,7 @@ class PrivateSteps:
         batch: int,
     ):
         opacus = _opacus()
+        check_module(module)
         self.privacy, self.seed, self.examples = privacy, seed, examples
         self.per_epoch = math.ceil(examples / batch)
         self.q = 1 / self.per_epoch

@@ -3,6 +3,9 @@
 Li, Schmidt, Alstrøm, Stich, "Partial Variance Reduction improves Non-Convex Federated learning on heterogeneous data",
 2022, arXiv:2212.02191. The last layers differ most between clients, so only they are corrected; variates are zero
 elsewhere and neither kept nor sent. The default are all linear layers (for VGG-11 its three); ``layers=1`` is the head alone.
+
+The paper trains these layers without momentum. Here the run's optimizer means the same for all parameters and methods; the
+variate is the mean of the gradients, which stays right with momentum.
 """
 
 from __future__ import annotations
