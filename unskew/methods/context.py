@@ -43,6 +43,7 @@ class Context:
         common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
         pixels: How intensities of images become the model's inputs.
         sent: Which parameters go to the server after this round, boolean ``[d]``; None if all do.
+        received: Which parameters came from the server before this round, boolean ``[d]``; None if all did.
     """
 
     round: int
@@ -66,5 +67,6 @@ class Context:
     common: Tensors = field(default_factory=dict)
     pixels: Pixels = AS_THEY_ARE
     sent: Tensor | None = None
+    received: Tensor | None = None
     label_pairs: Tensor | None = None
     exemplars: Tensor | None = None

@@ -1,0 +1,130 @@
+"""Sums of methods, and a part of the clients per round, against NumPy: what one rule must know of what the others do."""
+
+import numpy as np
+import pytest
+import torch
+from quadratic import Quadratics, problem
+from test_methods import gradient
+
+from unskew.engines.base import Training
+from unskew.methods.catalogue import method
+from unskew.methods.rules import ServerRule
+
+LR, STEPS, HIDDEN = 0.03, 3, 2
+BODY = np.arange(HIDDEN * 3 + HIDDEN) < HIDDEN * 3
+
+
+def two_layers():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(3, HIDDEN, bias=False), torch.nn.Linear(HIDDEN, 1, bias=False))
+
+
+def slope(a, y, v):
+    """Gradient of the mean half square of ``u W a - y`` at ``v = [W, u]``."""
+    W, u = v[BODY].reshape(HIDDEN, 3), v[~BODY]
+    error = (a @ W.T @ u - y) / len(y)
+    return np.concatenate([np.outer(u, error @ a).ravel(), (a @ W.T).T @ error])
+
+
+def run(spelling, participation, engine="inline", momentum=0.0):
+    A, b = problem()
+    training = Training(local_steps=STEPS, batch_size=100, lr=LR, momentum=momentum, precision="fp64")
+    return A, b, Quadratics(A, b, spelling, training, None, participation, engine=engine, module=two_layers())
+
+
+def scaffold_by_parts(A, b, rounds, cohort, start, alpha, momentum=0.0):
+    """FedALS with SCAFFOLD's variates per part; a client that missed an average of the body begins anew from it.
+
+    Variates are the mean gradients of a client's interval, which for plain SGD is the difference quotient.
+    """
+    K, d = len(A), len(start)
+    server, c, c_k, averaged = start.copy(), np.zeros(d), np.zeros((K, d)), -1
+    theta, sums, steps, last, buffers = {}, {}, {}, {}, dict.fromkeys(range(K), np.zeros(d))
+    for t in range(rounds):
+        chosen = cohort(t)
+        for k in chosen:
+            new = ~BODY if k in last and averaged < last[k] else np.full(d, True)
+            theta[k] = np.where(new, server, theta.get(k)) if k in last else server.copy()
+            sums[k], steps[k] = (np.where(new, 0, part.get(k, 0.0)) for part in (sums, steps))
+            for _ in range(STEPS):
+                g = slope(A[k], b[k], theta[k])
+                sums[k], steps[k] = sums[k] + g, steps[k] + 1
+                buffers[k] = momentum * buffers[k] + g - c_k[k] + c
+                theta[k] = theta[k] - LR * buffers[k]
+            last[k] = t
+        for part, period in ((~BODY, 1), (BODY, alpha)):
+            if (t + 1) % period == 0:
+                change = np.zeros(d)
+                for k in chosen:
+                    new = np.where(part, sums[k] / steps[k], c_k[k])
+                    change, c_k[k] = change + new - c_k[k], new
+                c = c + change / K
+                server = np.where(part, np.mean([theta[k] for k in chosen], axis=0), server)
+                averaged = t if period == alpha else averaged
+        yield server.copy(), c.copy()
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize(("variate", "momentum"), [("auto", 0.0), ("mean", 0.0), ("auto", 0.9)])
+def test_scaffold_forgets_the_steps_before_a_body_that_it_missed(variate, momentum, participation, engine):
+    A, b, mine = run(f"fedals:alpha=3+scaffold:variate={variate}", participation, engine, momentum)
+    start = mine.server.v.numpy().copy()
+    found = mine.rounds(12)
+    expected = list(scaffold_by_parts(A, b, 12, mine.sampler.draw, start, 3, momentum))
+    np.testing.assert_allclose(found, [v for v, _ in expected], atol=1e-12)
+    np.testing.assert_allclose(mine.server.rules["scaffold"]["c"], expected[-1][1], atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["scaffold:variate=mean", "fedpvr"])
+@pytest.mark.parametrize("outer", ["fedsam:rho=1e-9", "ditto"])
+def test_a_variate_counts_one_gradient_a_step(rule, outer):
+    """Both outer rules ask for a second gradient in every step."""
+    name = rule.partition(":")[0]
+    variates = []
+    for chosen in (rule, f"{outer}+{rule}", f"{rule}+{outer}"):
+        _, _, mine = run(chosen, 1.0)
+        mine.rounds(1)
+        variates.append(mine.server.rules[name]["c"].numpy())
+    np.testing.assert_allclose(variates[1], variates[0], rtol=1e-6)
+    np.testing.assert_allclose(variates[2], variates[0], rtol=1e-6)
+
+
+class Norms(ServerRule):
+    """FedExP's step, from the updates one by one."""
+
+    name, summary, paper, needs = "norms", "for tests", "none", "individual"
+
+    def step(self, state, updates):
+        squares = sum(u.weight * float(u.delta.square().sum()) for u in updates) / updates.aggregate.weight
+        mean = updates.aggregate.delta
+        eta = max(1.0, squares / (2 * (float(mean.square().sum()) + 1e-3)))
+        return {"v": state["v"] + eta * mean}
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_fedexp_measures_the_updates_that_are_sent(participation, engine):
+    """A body that stays at the client is no part of the update, and one that is sent has moved since it was received."""
+    _, _, mine = run("fedals:alpha=3+fedexp:evaluate=last", participation, engine)
+    _, _, theirs = run(method(["fedals:alpha=3", Norms()]), participation, engine)
+    np.testing.assert_allclose(mine.rounds(9), theirs.rounds(9), atol=1e-12)
+
+
+def test_an_untracked_pass_of_another_rule_leaves_scaffold_the_correction():
+    """FedSAM around SCAFFOLD steps along the corrected gradient at the perturbed point."""
+    A, b = problem()
+    rho, x, c, c_k = 0.3, np.zeros(3), np.zeros(3), np.zeros((4, 3))
+    training = Training(local_steps=STEPS, batch_size=100, lr=LR, precision="fp64")
+    for found in Quadratics(A, b, f"scaffold:variate=mean+fedsam:rho={rho}", training).rounds(3):
+        moved, new = [], []
+        for k in range(4):
+            y, seen = x.copy(), []
+            for _ in range(STEPS):
+                seen.append(gradient(A[k], b[k], y))
+                g = seen[-1] - c_k[k] + c
+                y = y - LR * (gradient(A[k], b[k], y + rho * g / np.linalg.norm(g)) - c_k[k] + c)
+            moved.append(y)
+            new.append(np.mean(seen, axis=0))
+        x, c, c_k = np.mean(moved, axis=0), c + np.mean(np.array(new) - c_k, axis=0), np.array(new)
+        np.testing.assert_allclose(found, x, atol=1e-12)
