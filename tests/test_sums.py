@@ -9,6 +9,7 @@ from test_methods import gradient
 from unskew.engines.base import Training
 from unskew.methods.catalogue import method
 from unskew.methods.rules import ServerRule
+from unskew.simulation.network import Network
 
 LR, STEPS, HIDDEN = 0.03, 3, 2
 BODY = np.arange(HIDDEN * 3 + HIDDEN) < HIDDEN * 3
@@ -128,3 +129,15 @@ def test_an_untracked_pass_of_another_rule_leaves_scaffold_the_correction():
             new.append(np.mean(seen, axis=0))
         x, c, c_k = np.mean(moved, axis=0), c + np.mean(np.array(new) - c_k, axis=0), np.array(new)
         np.testing.assert_allclose(found, x, atol=1e-12)
+
+
+def test_auto_sets_its_periods_although_nobody_reports_at_the_end_of_an_epoch(monkeypatch):
+    """Then the next round with an update is the epoch's last: everything is averaged, and the periods are set anew."""
+    monkeypatch.setattr(Network, "drops", lambda self, t, client: t == 5)
+    _, _, mine = run("fedals:auto,alpha=3,longest=6,budget=0.6", 1.0)
+    mine.rounds(6)
+    assert int(mine.server.travel.state["begun"]) == 0
+    mine.rounds(1)
+    state = mine.server.travel.state
+    assert int(state["begun"]) == 7
+    assert state["synced"].tolist() == [6.0, 6.0]
