@@ -9,6 +9,7 @@ from torch import nn
 import unskew
 from unskew.engines.base import Training
 from unskew.engines.batches import Plan
+from unskew.generators.inversion import learn
 from unskew.seeding import derive, normal
 from unskew.simulation.sampler import Sampler
 
@@ -123,3 +124,15 @@ def test_fedcog_with_its_hosts_equals_the_loop(hosts, momentum, participation, e
     )  # fmt: skip
     expected = by_hand(hosts, participation, momentum, ALPHA if "fedals" in hosts else 1)
     torch.testing.assert_close(result.vector, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_inputs_of_a_whole_cohort_are_learned_at_once():
+    """No operation of it falls back to one client after the other."""
+    start = torch.randn(3, 4, 2, dtype=torch.float64)
+
+    def learned(x):
+        return learn(x, lambda x, t: ((x - 1).square().sum(), x), 5, 0.1)[0]
+
+    together = torch.func.vmap(learned)(start)
+    torch.testing.assert_close(together, torch.stack([learned(x) for x in start]), rtol=0, atol=1e-12)
