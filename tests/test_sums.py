@@ -141,3 +141,19 @@ def test_auto_sets_its_periods_although_nobody_reports_at_the_end_of_an_epoch(mo
     state = mine.server.travel.state
     assert int(state["begun"]) == 7
     assert state["synced"].tolist() == [6.0, 6.0]
+
+
+def test_an_interval_that_another_method_left_at_a_client_is_over():
+    """A run with SCAFFOLD alone may begin where one with FedALS ended: then everything is received in every round."""
+    _, _, first = run("fedals:alpha=3+scaffold", 1.0)
+    first.rounds(2)
+    variates = []
+    for names in (("c",), ("c", "start", "steps")):
+        _, _, mine = run("scaffold", 1.0)
+        mine.server.rules["scaffold"] = first.server.rules["scaffold"]
+        for k in range(4):
+            kept = first.server.store.get(k)["scaffold"]
+            mine.server.store.put(k, {"scaffold": {name: kept[name] for name in names}})
+        mine.rounds(2)
+        variates.append(mine.server.rules["scaffold"]["c"])
+    assert torch.equal(*variates)

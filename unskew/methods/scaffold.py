@@ -74,9 +74,9 @@ class Scaffold(ClientRule):
         """The correction ``c - c_k`` is the same for all steps; an interval of several rounds goes on with its sums."""
         c = ctx.download["c"]
         c_k = ctx.state.get("c", torch.zeros_like(c))
-        steps = ctx.state.get("steps", 0 * ctx.steps)
+        steps = 0 * ctx.steps
         if ctx.received is not None:
-            steps = torch.where(ctx.received, 0.0, steps)
+            steps = torch.where(ctx.received, steps, ctx.state.get("steps", steps))
         name, first = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_start)
         since = torch.where(steps == 0, first, ctx.state.get(name, first))
         return {"c_k": c_k, "correction": c - c_k, "steps": steps, name: since}
