@@ -157,3 +157,15 @@ def test_an_interval_that_another_method_left_at_a_client_is_over():
         mine.rounds(2)
         variates.append(mine.server.rules["scaffold"]["c"])
     assert torch.equal(*variates)
+
+
+def test_scaffold_doubles_the_traffic_of_fedals():
+    """Variates travel with their part of the model, both ways."""
+    sent = []
+    for chosen in ("fedals:alpha=3", "fedals:alpha=3+scaffold"):
+        _, _, mine = run(chosen, 0.5)
+        mine.rounds(7)
+        sent.append((mine.server.traffic.up, mine.server.traffic.down))
+    up, down = sent[0]
+    assert sent[1] == (2 * up, 2 * down)
+    assert up == 2 * 8 * (7 * HIDDEN + 2 * 3 * HIDDEN)  # two clients a round; the body after rounds 3 and 6
