@@ -169,3 +169,25 @@ def test_scaffold_doubles_the_traffic_of_fedals():
     up, down = sent[0]
     assert sent[1] == (2 * up, 2 * down)
     assert up == 2 * 8 * (7 * HIDDEN + 2 * 3 * HIDDEN)  # two clients a round; the body after rounds 3 and 6
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_feddyn_keeps_h_the_mean_of_all_linear_terms_part_by_part(participation, engine):
+    A, b, mine = run("fedals:alpha=3+feddyn:alpha=0.3", participation, engine)
+    server, K, d = mine.server.v.numpy().copy(), len(A), len(BODY)
+    h, g, averaged, theta, start, last = np.zeros(d), np.zeros((K, d)), -1, {}, {}, {}
+    for t, found in enumerate(mine.rounds(9)):
+        sent = ~BODY | ((t + 1) % 3 == 0)
+        chosen = mine.sampler.draw(t)
+        for k in chosen:
+            new = ~BODY if k in last and averaged < last[k] else np.full(d, True)
+            theta[k], start[k] = (np.where(new, server, part.get(k, server)) for part in (theta, start))
+            for _ in range(STEPS):
+                theta[k] = theta[k] - LR * (slope(A[k], b[k], theta[k]) - g[k] + 0.3 * (theta[k] - start[k]))
+            g[k], last[k] = np.where(sent, g[k] - 0.3 * (theta[k] - start[k]), g[k]), t
+        h = np.where(sent, h - 0.3 / K * sum(theta[k] - start[k] for k in chosen), h)
+        server = np.where(sent, np.mean([theta[k] for k in chosen], axis=0) - h / 0.3, server)
+        averaged = t if (t + 1) % 3 == 0 else averaged
+        np.testing.assert_allclose(found, server, atol=1e-12)
+    np.testing.assert_allclose(mine.server.state["h"], g.mean(0), atol=1e-12)

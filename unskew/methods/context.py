@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from unskew.data.pixels import AS_THEY_ARE, Pixels
@@ -70,3 +71,9 @@ class Context:
     received: Tensor | None = None
     label_pairs: Tensor | None = None
     exemplars: Tensor | None = None
+
+    def last_received(self) -> Tensor:
+        """The model as the server last sent it, ``[d]``, also slices of earlier rounds, which the rule keeps as ``start``."""
+        if self.received is None:
+            return self.v_start
+        return torch.where(self.received, self.v_start, self.state.get("start", self.v_start))

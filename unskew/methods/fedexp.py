@@ -43,9 +43,7 @@ class FedExP(ClientRule, ServerRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """What the update is measured from: what the server sent, also in earlier rounds."""
-        if ctx.received is None:
-            return {"start": ctx.v_start}
-        return {"start": torch.where(ctx.received, ctx.v_start, ctx.state.get("start", ctx.v_start))}
+        return {"start": ctx.last_received()}
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload ``w_k ||Delta_k||^2``."""
