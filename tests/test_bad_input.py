@@ -313,6 +313,16 @@ def test_data_in_arrays_are_refused(clients, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("budget", [{"local_steps": 2}, {"local_epochs": 1}])
+def test_a_client_without_samples_is_refused_when_it_is_drawn(budget):
+    """Clients of one's own sequence are looked at only then; a number of steps would never be reached."""
+    x, y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])
+    clients = [unskew.ClientData(k, x[:n], y[:n], x[:0], y[:0]) for k, n in enumerate((4, 0))]
+    fed = unskew.Federation(clients=clients, test=(x, y), classes=2)
+    with pytest.raises(DataError, match="Client 1 has no samples to train on"):
+        unskew.run(fed, model="logistic", rounds=1, engine="inline", eval_clients=0, **budget)
+
+
 @pytest.mark.parametrize("cell", ["nan", "inf", ""])
 def test_data_in_a_table_are_refused(capsys, cell):
     draws = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from unskew.data.augment import crop_and_flip, draw_crop_and_flip
 from unskew.data.normalisation import Normalisation
 from unskew.engines.base import Training
+from unskew.errors import DataError
 from unskew.seeding import generator
 
 PADDING = 4
@@ -23,6 +24,8 @@ class Plan:
     """
 
     def __init__(self, training: Training, examples: int, seed: int, round: int, client: int):
+        if not examples:
+            raise DataError(f"Client {client} has no samples to train on; leave it out of the federation.")
         draws = generator(seed, "batches", round, client)
         cuts, steps = training.cuts(examples), training.steps(examples)
         self.batches: list[Tensor] = []

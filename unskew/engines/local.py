@@ -14,7 +14,7 @@ from unskew.engines import optimizers
 from unskew.engines.base import Setup, Training
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
-from unskew.methods.rules import Broadcast, ClientRule, Context, Tensors, Update
+from unskew.methods.rules import Broadcast, ClientRule, Context, Slices, Tensors, Update
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.models.vector import mask_of
 from unskew.seeding import derive, fold, generator
@@ -38,9 +38,9 @@ def start_of(cast: Broadcast) -> Tensor:
     return torch.where(mask_of(cast.down, len(kept)).to(cast.v.device), cast.v, kept.to(cast.v.device))
 
 
-def sent_by(cast: Broadcast, device: torch.device) -> Tensor | None:
-    """The parameters that go to the server, boolean ``[d]``; None for all."""
-    return None if cast.up is None else mask_of(cast.up, len(cast.v)).to(device)
+def travelling(slices: Slices | None, v: Tensor, device: torch.device) -> Tensor | None:
+    """The parameters that travel, boolean ``[d]``; None for all."""
+    return None if slices is None else mask_of(slices, len(v)).to(device)
 
 
 def moments_of(training: Training, cast: Broadcast, v: Tensor, freezes: bool) -> Tensors:
@@ -214,7 +214,8 @@ class LocalTrainer:
             "epoch_steps": torch.tensor(float(len(training.cuts(client.examples))), dtype=v_start.dtype, device=device),
             "label_pairs": self.label_pairs(client) if self.needs_label_pairs else None,
             "exemplars": self.exemplars(client) if self.needs_exemplars else None,
-            "sent": sent_by(cast, device),
+            "sent": travelling(cast.up, cast.v, device),
+            "received": travelling(cast.down, cast.v, device),
         }
         state, download = on_device(cast.state, device), on_device(cast.download, device)
         ctxs = contexts(setup.rules, shared, state, download, self.common)

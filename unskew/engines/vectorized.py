@@ -31,8 +31,8 @@ from unskew.engines.local import (
     moments_of,
     moving,
     on_device,
-    sent_by,
     start_of,
+    travelling,
 )
 from unskew.methods.rules import Broadcast, Context, Tensors, Update
 from unskew.models.trainable import Batch, FunctionalModel
@@ -125,7 +125,6 @@ class VectorizedEngine:
             if self.single.needs_full_gradient
             else None
         )
-        sent = [sent_by(cast, device) for cast in casts]
         given, dims = stack(
             [
                 {
@@ -140,7 +139,8 @@ class VectorizedEngine:
                     "epoch_steps": epochs[k],
                     "label_pairs": self.single.label_pairs(clients[k]) if self.single.needs_label_pairs else None,
                     "exemplars": self.single.exemplars(clients[k]) if self.single.needs_exemplars else None,
-                    "sent": sent[k],
+                    "sent": travelling(cast.up, cast.v, device),
+                    "received": travelling(cast.down, cast.v, device),
                     "state": on_device(cast.state, device),
                     "download": on_device(cast.download, device),
                 }

@@ -63,7 +63,7 @@ def learn(
             best = torch.where(better, loss, best)
             best_x, best_kept = torch.where(better, x, best_x), torch.where(better, kept, best_kept)
         m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
-        second.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        second = torch.addcmul(second.mul_(betas[1]), g, g, value=1 - betas[1])
         root = (second / (1 - betas[1] ** (t + 1))).sqrt_().add_(eps)
         x = torch.addcdiv(x, m, root, value=-lr / (1 - betas[0] ** (t + 1)))
     assert best_kept is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from unskew.data.pixels import AS_THEY_ARE, Pixels
@@ -43,6 +44,7 @@ class Context:
         common: What the rule's ``prepare`` put into ``Federation.common``, the same tensors for every client.
         pixels: How intensities of images become the model's inputs.
         sent: Which parameters go to the server after this round, boolean ``[d]``; None if all do.
+        received: Which parameters came from the server before this round, boolean ``[d]``; None if all did.
     """
 
     round: int
@@ -66,5 +68,12 @@ class Context:
     common: Tensors = field(default_factory=dict)
     pixels: Pixels = AS_THEY_ARE
     sent: Tensor | None = None
+    received: Tensor | None = None
     label_pairs: Tensor | None = None
     exemplars: Tensor | None = None
+
+    def last_received(self) -> Tensor:
+        """The model as the server last sent it, ``[d]``, also slices of earlier rounds, which the rule keeps as ``start``."""
+        if self.received is None:
+            return self.v_start
+        return torch.where(self.received, self.v_start, self.state.get("start", self.v_start))

@@ -78,7 +78,8 @@ class AutoPeriods(Sync):
     def due(self, round: int) -> list[bool]:
         """Which layers are averaged after ``round``."""
         age = round - self.begun + 1
-        return [age % p == 0 or age == self.longest for p in self.periods]
+        # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
+        return [age % p == 0 or age >= self.longest for p in self.periods]
 
     def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
@@ -110,7 +111,7 @@ class AutoPeriods(Sync):
         state["growth"] = state["growth"] + torch.where(due, distances.cpu().to(torch.float64) / elapsed, 0.0)
         state["count"] = state["count"] + due
         state["synced"] = torch.where(due, float(round), state["synced"])
-        if round - rule.begun + 1 == self.longest:
+        if round - rule.begun + 1 >= self.longest:
             rates = state["growth"] / state["count"].clamp_min(1)
             sizes = torch.tensor([group.size for group in layer_groups(spec)], dtype=torch.float64)
             state["periods"] = best_periods(sizes, rates, self.budget, self.longest)

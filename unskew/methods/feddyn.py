@@ -8,6 +8,9 @@ arXiv:2111.04263, Algorithm 1::
 
 ``g_k = h = 0`` at first; ``K`` counts all clients, so ``h`` stays the mean of all ``g_k``. The average is uniform. The paper
 clips gradients at 10: set ``clip=10`` in the run. Fedssyn's code uses the norm in the quadratic term; this is its square.
+
+Where a part of the model is sent only every so many rounds (FedALS), ``theta^t`` of that part is what the client last
+received, and ``g_k`` of it is renewed when it is sent, so ``h`` stays the mean also if clients miss an average.
 """
 
 from __future__ import annotations
@@ -42,19 +45,23 @@ class FedDyn(ClientRule, ServerRule):
     def begin(self, ctx: Context) -> Tensors:
         """The client's linear term."""
         g_k = ctx.state.get("g")
-        return {"g": torch.zeros_like(ctx.v_global) if g_k is None else g_k}
+        return {"g": torch.zeros_like(ctx.v_global) if g_k is None else g_k, "start": ctx.last_received()}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``g - g_k + alpha (theta - theta^t)``."""
 
         def regularised(v: Tensor, batch: Batch) -> Tensor:
-            return grad_fn(v, batch) - carry["g"] + self.alpha * (v - ctx.v_global)
+            return grad_fn(v, batch) - carry["g"] + self.alpha * (v - carry["start"])
 
         return regularised
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""
-        ctx.state["g"] = carry["g"] - self.alpha * (v - ctx.v_global)
+        delta = v - carry["start"]
+        if ctx.sent is not None:
+            ctx.state["start"] = carry["start"]
+            delta = torch.where(ctx.sent, delta, 0.0)
+        ctx.state["g"] = carry["g"] - self.alpha * delta
 
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """``h = 0``."""

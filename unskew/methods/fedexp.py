@@ -6,7 +6,8 @@ Algorithm 1::
     eta_g = max{1, sum_k p_k ||Delta_k||^2 / (2 (||sum_k p_k Delta_k||^2 + epsilon))}
     theta <- theta + eta_g sum_k p_k Delta_k
 
-The server needs only sums: each client uploads one more number, its weighted squared norm. The paper evaluates the mean of
+The server needs only sums: each client uploads one more number, its weighted squared norm. Where only slices of the model
+are sent (FedALS), ``Delta_k`` is what is sent: these slices, since they were last received. The paper evaluates the mean of
 the last two server iterates (``evaluate="mean"``, the default); ``evaluate="last"`` takes the last one.
 """
 
@@ -40,9 +41,17 @@ class FedExP(ClientRule, ServerRule):
     epsilon: Annotated[float, Field(gt=0)] = 1e-3
     evaluate: Literal["mean", "last"] = "mean"
 
+    def begin(self, ctx: Context) -> Tensors:
+        """What the update is measured from: what the server sent, also in earlier rounds."""
+        return {"start": ctx.last_received()}
+
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload ``w_k ||Delta_k||^2``."""
-        ctx.upload["square"] = ctx.weight * (v - ctx.v_start).square().sum()
+        delta = v - carry["start"]
+        if ctx.sent is not None:
+            ctx.state["start"] = carry["start"]
+            delta = torch.where(ctx.sent, delta, 0.0)
+        ctx.upload["square"] = ctx.weight * delta.square().sum()
 
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """Both iterates are the initial model."""

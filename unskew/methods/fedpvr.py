@@ -72,7 +72,8 @@ class FedPVR(ClientRule):
 
         def corrected(v: Tensor, batch: Batch) -> Tensor:
             g = grad_fn(v, batch)
-            carry["sum"] = carry["sum"] + g[carry["index"]]
+            if batch.track:  # a step's other gradients, such as FedSAM's second one, do not count
+                carry["sum"] = carry["sum"] + g[carry["index"]]
             return g.index_add(0, carry["index"], carry["correction"])
 
         return corrected

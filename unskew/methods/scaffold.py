@@ -9,13 +9,15 @@ arXiv:1910.06378, Algorithm 1. With ``x`` the global model, ``c`` the server's v
     x <- x + eta_g mean_S(y - x),  c <- c + (1/K) sum_S (c_k+ - c_k)
 
 Where a part of the model is sent only every so many rounds (FedALS, its Algorithm 3 in the standard form), ``x``, ``y``,
-``tau`` and both variates of that part are those of the interval since it was last sent.
+``tau`` and both variates of that part are those of the interval since it was last sent. A client that was absent when the
+part was sent, and so downloads it, begins a new interval there; what it did before counts in no variate.
 
 ``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
 uniform, as in the paper (``weights="samples"`` of the run overrides it). Variates cover parameters, not statistics.
 
 For plain SGD the quotient of option II is the mean of the gradients on the way. With momentum, weight decay or an adaptive
-optimizer it is not; there (``variate="auto"``) the mean of the gradients is kept instead.
+optimizer it is not; there (``variate="auto"``) the mean of the gradients is kept instead, one gradient a step: what rules
+around this one ask for besides (FedSAM, Ditto), in passes that leave no trace, does not count.
 """
 
 from __future__ import annotations
@@ -72,12 +74,12 @@ class Scaffold(ClientRule):
         """The correction ``c - c_k`` is the same for all steps; an interval of several rounds goes on with its sums."""
         c = ctx.download["c"]
         c_k = ctx.state.get("c", torch.zeros_like(c))
-        carry = {"c_k": c_k, "correction": c - c_k, "steps": ctx.state.get("steps", 0 * ctx.steps)}
-        if self._averages(ctx):
-            carry["sum"] = ctx.state.get("sum", torch.zeros_like(c))
-        else:
-            carry["start"] = torch.where(carry["steps"] == 0, ctx.v_start, ctx.state.get("start", ctx.v_start))
-        return carry
+        steps = 0 * ctx.steps
+        if ctx.received is not None:
+            steps = torch.where(ctx.received, steps, ctx.state.get("steps", steps))
+        name, first = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_start)
+        since = torch.where(steps == 0, first, ctx.state.get(name, first))
+        return {"c_k": c_k, "correction": c - c_k, "steps": steps, name: since}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``g - c_k + c``."""
@@ -85,7 +87,7 @@ class Scaffold(ClientRule):
 
         def corrected(v: Tensor, batch: Batch) -> Tensor:
             g = grad_fn(v, batch)
-            if averages:
+            if averages and batch.track:
                 carry["sum"] = carry["sum"] + g
             return g + carry["correction"]
 
