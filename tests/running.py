@@ -39,7 +39,7 @@ def call(capsys, *args) -> Outcome:
     return Outcome(code, *capsys.readouterr())
 
 
-TIMES = ("seconds", "begin_seconds", "train_seconds")
+TIMES = ("seconds", "begin_seconds", "train_seconds", "client_seconds")
 
 
 def metrics(folder, without=TIMES):

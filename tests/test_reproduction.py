@@ -1,17 +1,21 @@
 """The papers' tables as presets: what they hold, how their runs are carried out, kept, reused and shown."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from conftest import blobs
 from running import call
 
 from unskew import runs
+from unskew.building import check_delays
 from unskew.config import experiment
+from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.reproduction import report, sweep
 from unskew.reproduction.outcomes import identity, kept, key_of
-from unskew.reproduction.preset import SCALES, Cell, cells, filled, load_preset, merged, names, seeds_of
+from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
 from unskew.reproduction.study import study_names
 
 FEW = ["FedAvg", "FedCOG"]
@@ -45,9 +49,15 @@ def test_every_run_of_every_preset_is_a_valid_experiment(name, scale):
 def test_the_paper_scale_has_the_papers_settings(name):
     for cell in cells(load_preset(name), "paper", 0, {}):
         config = cell.config
-        assert (config.data, config.model, config.batch_size, config.lr) == ("cifar10", "cnn", 64, 0.01)
-        assert (config.momentum, config.weight_decay, config.augment) == (0.9, 1e-5, True)
-        assert config.rounds == (51 if name == "fedcog/table-3" else 70)
+        data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
+        assert (config.data, config.model, config.batch_size, config.lr) == (data, "cnn", 64, 0.01)
+        plain = config.method == "fedreg"
+        assert (config.momentum, config.weight_decay, config.augment) == (
+            0.0 if plain else 0.9,
+            0.0 if plain else 1e-5,
+            True,
+        )
+        assert config.rounds == (51 if name in ("fedcog/table-3", "fedcog/table-4") else 70)
         assert config.local_steps == 400 or name == "fedcog/table-6"
         if "fedcog" in config.method:
             assert "start_round=50" in config.method
@@ -94,6 +104,31 @@ def test_the_experiment_on_gradients_measures_them_at_the_papers_shares():
         assert n_syn / (4500 + n_syn) == pytest.approx(share, abs=5e-5)
         assert f"n_syn={n_syn}" in cell.config.method or n_syn == 0
         assert cell.config.diagnose == ("gradients",)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", names())
+def test_every_method_of_every_preset_takes_its_optimizer_and_network(name, scale):
+    federation = blobs([8, 8], shape=(1, 8, 8), classes=10)
+    federation = replace(federation, server=ServerData(*federation.test))
+    for cell in cells(load_preset(name), scale, 0, {}):
+        chosen = method(cell.config.method)
+        for rule in chosen.client:
+            rule.check(federation, cell.config.training.plain_sgd)
+        if cell.config.network.delay != "none":
+            check_delays(chosen, [])
+
+
+def test_a_method_that_does_not_fit_is_refused_before_any_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run_experiment", lambda *args, **options: pytest.fail("something was trained"))
+    settings = {"data": "digits", "clients": 4, "rounds": 1, "model": "mlp", "momentum": 0.9}
+    preset = Preset(
+        name="x/y", title="", where="", reference="", settings=settings, columns={"iid": {"partition": "iid"}},
+        rows={"FedAvg": {"method": "fedavg"}, "FedReg": {"method": "fedreg"}},
+    )  # fmt: skip
+    made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {})
+    with pytest.raises(ConfigError, match="fedreg corrects plain SGD steps"):
+        list(made.carry_out([0]))
 
 
 def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):

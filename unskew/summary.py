@@ -68,6 +68,8 @@ def summarise(
         "buffer_bytes_down": traffic.buffers_down,
         "updates_skipped": server.skipped,
         "seconds": round(recorder.seconds, 3),
+        # A client that takes part in every round spends this much in all.
+        "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
     }
     if server.method.data and setup.training.local_steps is None:
         summary["local_epochs"] = setup.training.local_epochs

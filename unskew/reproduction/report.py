@@ -25,11 +25,13 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "perplexity": ("perplexity after the last round", 1, 3),
     "begin_seconds": ("seconds of generation per client and round", 1, 2),
     "train_seconds": ("seconds of local training per client and round", 1, 2),
+    "client_seconds": ("seconds of a client over all rounds", 1, 1),
     "local_distance": ("distance of local models from their mean", 1, 3),
     "local_accuracy": ("accuracy of local models on the global test set, %", 100, 2),
     "local_personal_accuracy": ("personalised accuracy of local models, %", 100, 2),
     "bytes_per_client": ("MB up and down per client, statistics not included", 1e-6, 2),
     "rounds_to_target": ("rounds to the target accuracy, over the seeds that reach it", 1, 1),
+    "bytes_total": ("MB of all clients in all rounds", 1e-6, 1),
     "bytes_to_target": ("MB of all clients to the target accuracy, over the seeds that reach it", 1e-6, 1),
     "saving": ("saving of traffic to the target over the first row, at least, %", 100, 1),
     "epsilon": ("epsilon spent by a client's generator", 1, 2),
@@ -85,6 +87,8 @@ def saving(summary: dict[str, Any], base: dict[str, Any]) -> float | None:
 
 def value_of(summary: dict[str, Any], name: str) -> float | None:
     """A value of a run, in its own unit; None if the run has none."""
+    if name == "bytes_total":
+        return float(summary["bytes_up"] + summary["bytes_down"])
     if name not in ("bytes_per_client", "scalars_per_client"):
         number: float | None = summary.get(name)
         return number

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from unskew.building import check_method
 from unskew.config import DATA_FIELDS, Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
+from unskew.methods.catalogue import method
 from unskew.preparing import SYNTHETIC
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
@@ -79,7 +81,8 @@ class Sweep:
         return made
 
     def carry_out(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
-        """Every chosen run and its outcome, seed by seed."""
+        """Every chosen run and its outcome, seed by seed; before the first is trained, every row's method is checked."""
+        self._check(seeds[0])
         for seed in seeds:
             for cell in self.cells(seed):
                 yield cell, self._outcome(cell)
@@ -98,6 +101,13 @@ class Sweep:
         if self._data is None or self._data[0] != key:
             self._data = key, load_data(config)
         return self._data[1]
+
+    def _check(self, seed: int) -> None:
+        """Refuse a method that does not fit now and not after hours; columns differ in data only, so one will do."""
+        open_ = [cell for cell in self.cells(seed) if kept(self.results, cell.config, cell.parent) is None]
+        for cell in open_:
+            if cell.column == open_[0].column:
+                check_method(cell.config, self.federation(cell.config), None, method(cell.config.method))
 
     def _outcome(self, cell: Cell) -> Outcome:
         known = kept(self.results, cell.config, cell.parent)
