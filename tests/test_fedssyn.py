@@ -522,3 +522,17 @@ def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch,
     monkeypatch.setattr("unskew.comparison._one", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(ConfigError, match="holds a finished synthetic set"):
         unskew.compare(methods=["fedavg", "fedssyn"], data="digits", rounds=1, synthetic=str(tmp_path / "none"))
+
+
+def test_the_preparation_tells_of_training_and_of_sampling_and_never_goes_back():
+    seen = []
+    spec = "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2"
+    place = Place(tell=lambda *told: seen.append(told))
+    Fedssyn(n_syn=3, generator=spec).made(pictures([9, 8]), 0, place)
+    done = [at for _, at, _ in seen]
+    assert done == sorted(done)
+    assert done[-1] == pytest.approx(2)
+    assert {total for _, _, total in seen} == {2}
+    for k in range(2):
+        mine = [text for text, _, _ in seen if text.startswith(f"client {k}:")]
+        assert mine == [f"client {k}: generator epoch {e} of 2" for e in (1, 2)] + [f"client {k}: making 3 images"] * 5

@@ -294,3 +294,15 @@ def test_the_defaults_are_the_papers():
     assert {name.removesuffix("-small") for name in GENERATORS} == set(TINY)
     assert replace(factory("ddpm-small"), epochs=3) == factory("ddpm-small", 3)
     assert as_pixels(torch.full((1, 1, 1, 1), 2.0)).item() == 255
+
+
+@pytest.mark.parametrize("asked", [4, 50])
+def test_sampling_tells_how_far_it_is(asked):
+    seen = []
+    spec = TINY["ddpm"].replace("sampling_steps=4", f"sampling_steps={asked}").replace("epochs=2", "epochs=1")
+    made = factory(spec)(Job((1, 8, 8), 3, 0, sampled=seen.append))
+    made.fit(*images())
+    assert seen == []
+    made.sample(torch.tensor([0, 1, 2]))
+    steps = min(asked, 20)
+    assert seen == pytest.approx([(i + 1) / steps for i in range(steps)])

@@ -199,14 +199,18 @@ class DDPMGenerator:
         net, options = self.average.module, self.options
         _, height, width = self.padded
         size = max(1, min(1024, PIXELS // (height * width)))
-        made = []
-        for number, part in enumerate(torch.split(labels, size)):
+        made, parts = [], torch.split(labels, size)
+        passes, steps = 0, len(parts) * min(options.sampling_steps, options.steps)
+        for number, part in enumerate(parts):
             draws = generator(self.job.seed, "generator sample", number)
             y = part.to(self.job.device)
             start = torch.randn(len(part), *self.padded, generator=draws).to(self.job.device)
 
             def predict(x: Tensor, t: Tensor, y: Tensor = y) -> Tensor:
+                nonlocal passes
                 eps: Tensor = net(x, t, y)
+                passes += 1
+                self.job.sampled(passes / steps)
                 return eps
 
             x = self.diffusion.sample(predict, start, options.sampling_steps, options.sampler, draws)

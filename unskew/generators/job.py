@@ -52,6 +52,7 @@ class Job:
         folder: Where a half-trained generator is kept, or None. It is there already.
         privacy: The guarantee asked for, or None. Only generators that say ``private = True`` are given one.
         report: Told the figures of each finished epoch: ``epoch``, ``epochs``, ``loss`` and, if private, ``epsilon``.
+        sampled: Told while ``sample`` works which share of it is done, from 0 to 1.
         warn: Told what the user should know.
     """
 
@@ -62,6 +63,7 @@ class Job:
     folder: Path | None = None
     privacy: Privacy | None = None
     report: Callable[[Figures], None] = _nothing
+    sampled: Callable[[float], None] = _nothing
     warn: Callable[[str], None] = _nothing
 
 

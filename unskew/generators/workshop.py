@@ -31,6 +31,7 @@ from unskew.seeding import derive, generator
 
 LOG = "generators.jsonl"
 DRAWN = 100  # clients whose images are drawn
+TRAINING = 0.8  # of a client's part of the progress bar; the rest is for making its images
 Keep = Callable[[Tensor, Tensor], Any]
 Tell = Callable[[str, float, float], None]
 
@@ -177,19 +178,23 @@ def _client(
     number, tell = listener
 
     def report(figures: Figures) -> None:
-        share = figures["epoch"] / figures["epochs"]
+        share = TRAINING * figures["epoch"] / figures["epochs"]
         text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
         tell(text, number + share, len(recipe.sharing))
         if folder is not None:
             note(folder / LOG, {"client": client.id, **figures})
 
+    def sampled(share: float) -> None:
+        text = f"client {client.id}: making {recipe.count} images"
+        tell(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
+
     shape = (federation.shape[0], federation.shape[1], federation.shape[2])
     key = derive(seed, "client's generator", 0, client.id)
-    made = recipe.factory(Job(shape, federation.classes, key, device, work, recipe.privacy, report, warn))
+    made = recipe.factory(Job(shape, federation.classes, key, device, work, recipe.privacy, report, sampled, warn))
     made.fit(x, y)
     counts = torch.bincount(y, minlength=federation.classes)
     wanted = labels_of(allocate(counts, recipe.count), recipe.count)
-    tell(f"client {client.id}: making {recipe.count} images", number + 1, len(recipe.sharing))
+    sampled(0.0)
     images = made.sample(wanted)
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.shape != (recipe.count, *shape):
         got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
