@@ -114,7 +114,8 @@ class Entry:
         value, row, column: Where it stands.
         seeds: Which seeds; ``mean`` and ``std`` over them.
         published: The paper's number; ``difference``: ours minus it.
-        paired: Mean and standard deviation of the differences per seed to the table's first row.
+        paired: Mean and standard deviation of the differences per seed to the table's first row, and of how many seeds; not
+            every seed of both rows need have the number.
     """
 
     value: str
@@ -125,7 +126,7 @@ class Entry:
     std: float
     published: float | None = None
     difference: float | None = None
-    paired: tuple[float, float] | None = None
+    paired: tuple[float, float, int] | None = None
 
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
@@ -184,7 +185,7 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                     std,
                     paper,
                     None if paper is None else mean - paper,
-                    mean_std([mine[s] - base[s] for s in both]) if both and row != first else None,
+                    (*mean_std([mine[s] - base[s] for s in both]), len(both)) if both and row != first else None,
                 )
             )
     return found
@@ -214,10 +215,14 @@ def _line(name: str, e: Entry, digits: int) -> list[str]:
         name,
         f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
         ", ".join(map(str, e.seeds)),
-        "" if e.paired is None else signed(*e.paired, digits=digits, count=len(e.seeds)),
+        "" if e.paired is None else _difference(*e.paired, digits=digits, seeds=len(e.seeds)),
         "" if e.published is None else f"{e.published:.{digits}f}",
         "" if e.difference is None else f"{e.difference:+.{digits}f}",
     ]
+
+
+def _difference(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
+    return signed(mean, std, digits, count) + (f" ({count} of {seeds})" if count < seeds else "")
 
 
 def signed(mean: float, std: float, digits: int, count: int) -> str:
