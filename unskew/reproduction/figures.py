@@ -42,6 +42,8 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
         axis.set_title(f"{column}: {row}", fontsize=8)
     for (column, value), axis in zip(panels, axes.ravel(), strict=False):
         label, factor, _ = shown(value)
+        for of_one_number in (" after the last round", ", mean over rounds"):
+            label = label.replace(of_one_number, "")
         for number, row in enumerate(rows):
             rounds, points = _over_seeds([o for c, o in made if (c.column, c.row) == (column, row)], value)
             if not rounds:
