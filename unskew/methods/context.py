@@ -77,3 +77,10 @@ class Context:
         if self.received is None:
             return self.v_start
         return torch.where(self.received, self.v_start, self.state.get("start", self.v_start))
+
+    def sent_since(self, start: Tensor, v: Tensor) -> Tensor:
+        """What is sent of ``v - start``, ``[d]``, 0 elsewhere; ``start`` is kept for the parts that are sent later."""
+        if self.sent is None:
+            return v - start
+        self.state["start"] = start
+        return torch.where(self.sent, v - start, 0.0)

@@ -57,11 +57,7 @@ class FedDyn(ClientRule, ServerRule):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""
-        delta = v - carry["start"]
-        if ctx.sent is not None:
-            ctx.state["start"] = carry["start"]
-            delta = torch.where(ctx.sent, delta, 0.0)
-        ctx.state["g"] = carry["g"] - self.alpha * delta
+        ctx.state["g"] = carry["g"] - self.alpha * ctx.sent_since(carry["start"], v)
 
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """``h = 0``."""

@@ -47,11 +47,7 @@ class FedExP(ClientRule, ServerRule):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload ``w_k ||Delta_k||^2``."""
-        delta = v - carry["start"]
-        if ctx.sent is not None:
-            ctx.state["start"] = carry["start"]
-            delta = torch.where(ctx.sent, delta, 0.0)
-        ctx.upload["square"] = ctx.weight * delta.square().sum()
+        ctx.upload["square"] = ctx.weight * ctx.sent_since(carry["start"], v).square().sum()
 
     def init(self, v: Tensor, federation: Federation) -> Tensors:
         """Both iterates are the initial model."""

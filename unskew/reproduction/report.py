@@ -215,23 +215,20 @@ def _line(name: str, e: Entry, digits: int) -> list[str]:
         name,
         f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
         ", ".join(map(str, e.seeds)),
-        "" if e.paired is None else _difference(*e.paired, digits=digits, seeds=len(e.seeds)),
+        "" if e.paired is None else signed(*e.paired, digits=digits, seeds=len(e.seeds)),
         "" if e.published is None else f"{e.published:.{digits}f}",
         "" if e.difference is None else f"{e.difference:+.{digits}f}",
     ]
 
 
-def _difference(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
-    return signed(mean, std, digits, count) + (f" ({count} of {seeds})" if count < seeds else "")
+def signed(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
+    """A difference over ``count`` of ``seeds``, with its sign, and its spread if there is more than one.
 
-
-def signed(mean: float, std: float, digits: int, count: int) -> str:
-    """A difference with its sign, and its spread if there is more than one.
-
-    >>> signed(1.234, 0.5, 1, 3)
-    '+1.2 ± 0.5'
+    >>> signed(1.234, 0.5, 3, 1, 3), signed(1.234, 0.0, 1, 1, 3)
+    ('+1.2 ± 0.5', '+1.2 (1 of 3)')
     """
-    return f"{mean:+.{digits}f} ± {std:.{digits}f}" if count > 1 else f"{mean:+.{digits}f}"
+    spread = f" ± {std:.{digits}f}" if count > 1 else ""
+    return f"{mean:+.{digits}f}{spread}" + (f" ({count} of {seeds})" if count < seeds else "")
 
 
 def as_json(found: list[Entry]) -> list[dict[str, Any]]:
