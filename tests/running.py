@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
 def call(capsys, *args) -> Outcome:
     """The command line in this process."""
-    from unskew import cli
+    from unskew.cli import app as cli
 
     before, path = sys.argv, list(sys.path)
     sys.argv = ["unskew", *map(str, args)]
@@ -151,7 +151,7 @@ HOOKS = {
 def _child(args, log, hook, value):
     import torch
 
-    from unskew import cli
+    from unskew.cli import app as cli
 
     os.setsid()  # a session of its own, so that all its workers can be found
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,7 +165,9 @@ def _child(args, log, hook, value):
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["unskew.cli", "unskew.comparison", "unskew.records.progress", "sklearn.datasets"])
+_context.set_forkserver_preload(
+    ["unskew.cli.app", "unskew.comparison.compare", "unskew.cli.progress", "sklearn.datasets"]
+)
 _number = 0
 _started = []
 

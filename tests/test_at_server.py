@@ -13,8 +13,8 @@ from running import Stop, StopAfter, call
 import unskew
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
-from unskew.methods.at_server import need_data, need_own_task
-from unskew.methods.rules import ServerRule
+from unskew.protocol.rules import ServerRule
+from unskew.protocol.server_training import need_data, need_own_task
 
 SEEN = []
 
@@ -183,7 +183,7 @@ def test_the_bench_learns_in_eval_mode_without_moving_statistics():
     """The gradient in eval mode is autograd's at the vector, and outputs are those of the whole set at once."""
     from unskew.engines.base import Training
     from unskew.models.vector import ModelSpec
-    from unskew.simulation.at_server import Bench
+    from unskew.simulation.server_training import Bench
 
     torch.manual_seed(0)
     fed = federation()

@@ -14,10 +14,10 @@ from running import TINY, call, metrics, summary
 from safetensors.torch import load_file
 
 import unskew
-from unskew.config import Experiment, experiment
+from unskew.cli.tables import summary_table
+from unskew.config.experiment import Experiment, experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
-from unskew.methods.rules import ClientRule
-from unskew.records.tables import summary_table
+from unskew.protocol.rules import ClientRule
 from unskew.simulation.network import Network
 
 
@@ -50,7 +50,7 @@ OPTIONS = [
     ("--method=", "is not a method"),
     ("--method fedprox+fedprix", "no method 'fedprix'"),
     ("--method no.such.Rule", "cannot be imported"),
-    ("--method unskew.methods.rules.Context", "is not a method"),
+    ("--method unskew.protocol.rules.Context", "is not a method"),
     ("--method fedavgm+fedadam", "both fill the slot 'server'"),
     ("--method fedprox:mu=0.1+fedprox:mu=0.2", "twice"),
     ("--method fedprox:mu=abc", "fedprox:mu=abc"),

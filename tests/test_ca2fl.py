@@ -8,9 +8,9 @@ from running import Stop, StopAfter, call
 from safetensors.torch import load_file
 
 import unskew
-from unskew import session
 from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.messages import Aggregate, Update, Updates
+from unskew.protocol.messages import Aggregate, Update, Updates
+from unskew.runs import session
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore

@@ -14,7 +14,7 @@ import yaml
 from running import TINY, Stop, StopAfter, assert_same_run, call, metrics, summary
 
 import unskew
-from unskew.config import Experiment
+from unskew.config.experiment import Experiment
 
 QUICK = (*TINY, "--rounds", "2")
 
@@ -35,9 +35,7 @@ def test_version(capsys):
 
 def test_import_is_light():
     """``import unskew`` and the first look at the command line must not wait for PyTorch."""
-    code = (
-        "import sys, unskew, unskew.cli; print({'torch', 'numpy', 'sklearn', 'matplotlib', 'yaml'} & set(sys.modules))"
-    )
+    code = "import sys, unskew, unskew.cli.app; print({'torch', 'numpy', 'sklearn', 'matplotlib', 'yaml'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

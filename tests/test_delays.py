@@ -10,9 +10,9 @@ from running import call
 from safetensors.torch import load_file
 
 import unskew
-from unskew import session
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.methods.messages import Aggregate, Update, Updates
+from unskew.protocol.messages import Aggregate, Update, Updates
+from unskew.runs import session
 from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.delays import Delays
 from unskew.simulation.network import Network

@@ -14,11 +14,11 @@ from torch import nn
 
 import unskew
 from unskew.data.federation import ArrayClients, Federation
-from unskew.diagnosing import POOL
-from unskew.diagnostics import lemma
-from unskew.diagnostics.heterogeneity import Scope, label_figures, measure
-from unskew.diagnostics.probe import Probe, largest
+from unskew.diagnosis.diagnose import POOL
 from unskew.errors import CheckpointError, ConfigError, DataError
+from unskew.measures import lemma
+from unskew.measures.heterogeneity import Scope, label_figures, measure
+from unskew.measures.probe import Probe, largest
 from unskew.models.vector import ModelSpec
 from unskew.tasks import TASKS
 

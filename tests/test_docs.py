@@ -14,13 +14,13 @@ from conftest import QUICK
 
 import unskew
 from benchmarks import results
-from unskew.cli import app
-from unskew.config import Experiment, NetworkConfig, TextConfig, experiment, load_yaml
-from unskew.data.partition import OPTIONS, PARTITIONS
-from unskew.data.sources import SOURCES
+from unskew.cli.app import app
+from unskew.config.experiment import Experiment, NetworkConfig, TextConfig, experiment, load_yaml
+from unskew.data.partition.make import OPTIONS, PARTITIONS
+from unskew.data.sources.catalogue import SOURCES
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.catalogue import CATALOGUE, describe, method
-from unskew.models.registry import MODELS, build_model
+from unskew.models.catalogue import MODELS, build_model
 from unskew.reproduction.preset import load_preset
 from unskew.reproduction.study import load_study, study_names
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import unskew
-from unskew.data import dsprites as sprites
-from unskew.data.dsprites import dsprites, factors, groups
-from unskew.data.sources import load_source
+from unskew.data.sources.catalogue import dsprites as sprites
+from unskew.data.sources.catalogue import load_source
+from unskew.data.sources.dsprites import dsprites, factors, groups
 from unskew.errors import ConfigError, DataError
 
 

@@ -6,7 +6,7 @@ from conftest import QUICK, SmallBatchNorm, blobs
 
 import unskew
 from unskew.methods.catalogue import CATALOGUE, part_class, slots_of
-from unskew.methods.rules import ClientRule
+from unskew.protocol.rules import ClientRule
 
 SUMS = [
     "fedbuff:buffer_size=2+scaffold",

@@ -13,9 +13,9 @@ from torch import nn
 import unskew
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import method
-from unskew.methods.fedals_auto import best_periods
+from unskew.methods.fedals.auto import best_periods
+from unskew.models.catalogue import build_model
 from unskew.models.groups import layer_groups
-from unskew.models.registry import build_model
 from unskew.models.vector import ModelSpec
 
 SIZES = [9, 14, 11]
@@ -209,7 +209,7 @@ def test_periods_by_pattern():
     rule = method("fedals:periods=body:10;*stem*:20;body.block9*:5").sync
     periods = rule.periods_of(spec)
     assert periods == [20, *[10] * 16, 5, 5, 1]
-    assert unskew.methods.fedals.FedALS(periods={"body": 4}).periods_of(spec) == [*[4] * 19, 1]
+    assert unskew.methods.fedals.fedals.FedALS(periods={"body": 4}).periods_of(spec) == [*[4] * 19, 1]
     with pytest.raises(ConfigError, match="fits no layer"):
         method("fedals:periods=stam:3").sync.periods_of(spec)
     with pytest.raises(ConfigError, match="20 layers"):

@@ -9,11 +9,11 @@ from conftest import QUICK, SmallBatchNorm, blobs
 from torch import nn
 
 import unskew
-from unskew.generators.inversion import learn, statistics_distance
 from unskew.generators.labels import allocate, labels_of
+from unskew.generators.learned.inversion import learn, statistics_distance
 from unskew.methods.catalogue import CATALOGUE, part_class, slots_of
-from unskew.methods.fedcog import FedCOG, kl
-from unskew.methods.rules import Context
+from unskew.methods.fedcog.fedcog import FedCOG, kl
+from unskew.protocol.rules import Context
 from unskew.tasks import Classification
 
 

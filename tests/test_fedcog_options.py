@@ -12,11 +12,11 @@ from unskew.data.augment import keyed_crop_and_flip
 from unskew.data.federation import Federation
 from unskew.data.pixels import Pixels
 from unskew.errors import ConfigError, MethodConflict
-from unskew.generators import decoder
-from unskew.generators.inversion import augmented
+from unskew.generators.learned import decoder
+from unskew.generators.learned.inversion import augmented
 from unskew.methods.catalogue import method
-from unskew.methods.fedcog import FedCOG
-from unskew.methods.fedcog_authors import FedCOGAuthors
+from unskew.methods.fedcog.authors import FedCOGAuthors
+from unskew.methods.fedcog.fedcog import FedCOG
 
 F64 = torch.float64
 

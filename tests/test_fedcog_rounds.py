@@ -9,7 +9,7 @@ from torch import nn
 import unskew
 from unskew.engines.base import Training
 from unskew.engines.batches import Plan
-from unskew.generators.inversion import learn
+from unskew.generators.learned.inversion import learn
 from unskew.seeding import derive, normal
 from unskew.simulation.sampler import Sampler
 

@@ -16,12 +16,12 @@ from unskew.data.load import load_federation
 from unskew.engines.base import Training
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import method
-from unskew.methods.feddle import Anchor, Feddle
-from unskew.methods.feddle_search import Directions, cosine, minimise, new_head, norms, scales, surrogate
-from unskew.methods.messages import Aggregate, Update, Updates
+from unskew.methods.feddle.feddle import Anchor, Feddle
+from unskew.methods.feddle.search import Directions, cosine, minimise, new_head, norms, scales, surrogate
 from unskew.models.vector import ModelSpec
+from unskew.protocol.messages import Aggregate, Update, Updates
 from unskew.seeding import fold
-from unskew.simulation.at_server import Bench
+from unskew.simulation.server_training import Bench
 
 FULL = torch.float64
 OWN, OTHER = federation(), federation(in_domain=False)

@@ -10,9 +10,9 @@ from torch import nn
 import unskew
 from unskew.generators.latent import LatentGenerator, choose, diversity
 from unskew.methods.fedgen import PURPOSE, FedGen
-from unskew.methods.rules import Aggregate, ClientRule, Context, Update, Updates
-from unskew.models.registry import build_model
+from unskew.models.catalogue import build_model
 from unskew.models.trainable import Batch
+from unskew.protocol.rules import Aggregate, ClientRule, Context, Update, Updates
 from unskew.seeding import fold, normal
 from unskew.tasks import Classification
 

@@ -19,13 +19,13 @@ from running import call
 
 import unskew
 from unskew import Federation
-from unskew.data import synthetic
+from unskew.comparison.target import reaching
 from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
-from unskew.generators.workshop import note, subset
-from unskew.methods.fedssyn import Fedssyn, refusing
-from unskew.methods.preparation import Place
-from unskew.reaching import reaching
+from unskew.generators import synthetic_set as synthetic
+from unskew.generators.client_images import note, subset
+from unskew.methods.fedssyn.fedssyn import Fedssyn, refusing
+from unskew.protocol.workspace import Place
 
 SIZES = [12, 20, 8, 15]
 SHAPE = (3, 6, 6)
@@ -284,7 +284,7 @@ def test_the_papers_numbers_follow_from_the_formula():
 
 
 def unskew_vgg():
-    from unskew.models.registry import build_model
+    from unskew.models.catalogue import build_model
 
     return build_model("vgg11", (3, 32, 32), 10)
 
@@ -519,7 +519,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch
 
 
 def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr("unskew.comparison._one", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr("unskew.comparison.compare._one", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(ConfigError, match="holds a finished synthetic set"):
         unskew.compare(methods=["fedavg", "fedssyn"], data="digits", rounds=1, synthetic=str(tmp_path / "none"))
 

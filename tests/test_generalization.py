@@ -6,7 +6,7 @@ import torch
 from conftest import Spy, blobs
 
 import unskew
-from unskew.data.partitioners import iid
+from unskew.data.partition.rules import iid
 from unskew.errors import DataError
 
 
@@ -72,7 +72,7 @@ def test_iid_clients_may_get_so_many_samples_each():
 
 
 def test_the_gaussians_are_what_they_say():
-    source = unskew.data.sources.load_source("gaussians")
+    source = unskew.data.sources.catalogue.load_source("gaussians")
     x, y = source.train.x.numpy(), source.train.y.numpy()
     for c in range(10):
         np.testing.assert_allclose(x[y == c].mean(0), np.full(10, c - 5.0), atol=0.15)

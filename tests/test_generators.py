@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.generators import training
-from unskew.generators.choose import GENERATORS, factory
-from unskew.generators.ddpm import DDPM, unet
-from unskew.generators.diffusion import Diffusion, betas, spaced
+from unskew.generators.catalogue import GENERATORS, factory
 from unskew.generators.job import Job, as_pixels, halvings, pad
-from unskew.generators.privacy import Privacy
-from unskew.generators.training import Average, Trained
-from unskew.generators.vae import VAE, VAEGenerator, kl, negative_bound
+from unskew.generators.trained import training
+from unskew.generators.trained.ddpm import DDPM, unet
+from unskew.generators.trained.diffusion import Diffusion, betas, spaced
+from unskew.generators.trained.privacy import Privacy
+from unskew.generators.trained.training import Average, Trained
+from unskew.generators.trained.vae import VAE, VAEGenerator, kl, negative_bound
 
 TINY = {
     "ddpm": "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2",

@@ -6,9 +6,9 @@ from conftest import QUICK, SmallBatchNorm, blobs
 from test_multilabel import federation
 
 import unskew
-from unskew.generators.choose import factory
+from unskew.generators.catalogue import factory
 from unskew.generators.job import Job
-from unskew.generators.privacy import Privacy
+from unskew.generators.trained.privacy import Privacy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -8,8 +8,8 @@ from running import call
 from torch import nn
 
 from unskew.errors import ConfigError
+from unskew.models.catalogue import MODELS, build_model
 from unskew.models.groups import layer_groups, split_at
-from unskew.models.registry import MODELS, build_model
 from unskew.models.vector import ModelSpec
 
 

@@ -13,8 +13,8 @@ from unskew.errors import ConfigError, MethodConflict
 from unskew.methods import dense as dense_file
 from unskew.methods.dense import Dense, divergence, ensemble
 from unskew.methods.feddm import FedDM, shortened
-from unskew.methods.messages import Aggregate, Update
 from unskew.models.vector import ModelSpec
+from unskew.protocol.messages import Aggregate, Update
 
 QUICK = "dense:epochs=2,g_steps=2,batch=6"
 SHAPE = (2, 6, 6)

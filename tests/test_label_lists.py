@@ -9,10 +9,10 @@ import torch
 from running import call
 
 import unskew
-from unskew.data import sources
 from unskew.data.load import load_federation
-from unskew.data.partition import make_partition
-from unskew.data.sources import load_source
+from unskew.data.partition.make import make_partition
+from unskew.data.sources import catalogue as sources
+from unskew.data.sources.catalogue import load_source
 from unskew.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")

@@ -15,19 +15,19 @@ from safetensors import safe_open
 from tiny import BERT, GENRES, OPT, opt_folder, rows, tokenizer, write_jsonl
 
 import unskew
-from unskew.config import experiment, load_yaml
+from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.tables import summary_table
+from unskew.config.experiment import experiment, load_yaml
 from unskew.data.load import load_federation
-from unskew.data.tokens import make_tokenizer
-from unskew.engines.choose import pick_device
+from unskew.data.reading.tokens import make_tokenizer
+from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.methods.catalogue import CATALOGUE, method, part_class
+from unskew.models.catalogue import resolve_model
 from unskew.models.groups import layer_groups, split_at
-from unskew.models.registry import resolve_model
 from unskew.models.vector import ModelSpec
-from unskew.records.comparison_tables import comparison_table
-from unskew.records.tables import summary_table
-from unskew.runs import resume, run_experiment
-from unskew.session import Session
+from unskew.runs.run import resume, run_experiment
+from unskew.runs.session import Session
 from unskew.simulation import evaluate
 from unskew.tasks import TASKS
 
@@ -429,7 +429,7 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
     assert len(names) == 3 * 2 * 2
     net = OPTForCausalLM.from_pretrained(opt, dtype=torch.float64, attn_implementation="eager")
     theirs = peft.get_peft_model(net, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])).train()
-    from unskew.building import initial_spec
+    from unskew.runs.model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
     start = spec.parameters(spec.flatten())
@@ -464,10 +464,10 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     assert about["model"] == f"hf:{opt}"
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}
-    from unskew.runs import load_data
+    from unskew.runs.run import load_data
 
     fed = load_data(config)
-    from unskew.building import initial_spec
+    from unskew.runs.model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
     session = Session(config, fed, spec, method("fedavg"), pick_device("cpu"), None, [])
@@ -505,8 +505,8 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
 
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
-    from unskew.building import initial_spec
-    from unskew.runs import load_data
+    from unskew.runs.model import initial_spec
+    from unskew.runs.run import load_data
 
     fed, chosen = load_data(config), method(config.method)
     spec = initial_spec(config, fed, None, chosen)

@@ -10,7 +10,7 @@ from unskew.errors import ConfigError
 from unskew.methods.catalogue import make, method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
-from unskew.methods.rules import Aggregate, Update, Updates
+from unskew.protocol.rules import Aggregate, Update, Updates
 
 LR, STEPS = 0.05, 5
 

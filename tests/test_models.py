@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from unskew.errors import ConfigError
-from unskew.models.registry import MODELS, build_model, resolve_model
-from unskew.models.vision import CNNA, MLP, PaddedShortcut, ResNet20
+from unskew.models.catalogue import MODELS, build_model, resolve_model
+from unskew.models.zoo.vision import CNNA, MLP, PaddedShortcut, ResNet20
 
 BUILT = [name for name, entry in MODELS.items() if not entry.pretrained]
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]

@@ -11,14 +11,14 @@ from sklearn.metrics import precision_recall_fscore_support
 from torch import nn
 
 import unskew
-from unskew.comparison import compare
+from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.tables import partition_table, summary_table
+from unskew.comparison.compare import compare
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import CATALOGUE, part_class
-from unskew.methods.fedcog import FedCOG
-from unskew.methods.rules import ClientRule
+from unskew.methods.fedcog.fedcog import FedCOG
 from unskew.models.vector import ModelSpec
-from unskew.records.comparison_tables import comparison_table
-from unskew.records.tables import partition_table, summary_table
+from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
 from unskew.tasks import TASKS, Classification, MultiLabel
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from running import call
 
-from unskew.data import sources
 from unskew.data.load import load_federation
-from unskew.data.partition import make_partition
-from unskew.data.sources import load_source
+from unskew.data.partition.make import make_partition
+from unskew.data.sources import catalogue as sources
+from unskew.data.sources.catalogue import load_source
 from unskew.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -125,7 +125,7 @@ def test_celeba_by_person_with_a_truth_value_as_label(celeba):
 
 
 def test_images_are_brought_to_a_size_one_by_one_as_all_at_once(celeba):
-    from unskew.data.images import with_size
+    from unskew.data.reading.images import with_size
 
     large, small = (load_source("celeba", path=celeba, size=size) for size in (None, 8))
     assert torch.equal(with_size(large.train.x, 8, 8), small.train.x)

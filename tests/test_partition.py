@@ -3,8 +3,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from unskew.data import partitioners
-from unskew.data.partition import PARTITIONS, Partition, make_partition
+from unskew.data.partition import rules as partitioners
+from unskew.data.partition.make import PARTITIONS, Partition, make_partition
 from unskew.errors import ConfigError, DataError
 
 

@@ -11,13 +11,13 @@ from running import Stop, StopAfter
 from test_records import evaluator, held_out, one_hot, row, shown, summary_of
 
 import unskew
-from unskew.comparison import Comparison
+from unskew.cli.comparison_tables import clients_table, comparison_table
+from unskew.cli.tables import summary_table
+from unskew.comparison.compare import Comparison
 from unskew.engines.base import Training
 from unskew.engines.batches import Plan
 from unskew.errors import MethodConflict
 from unskew.methods.catalogue import method
-from unskew.records.comparison_tables import clients_table, comparison_table
-from unskew.records.tables import summary_table
 from unskew.simulation import personal
 
 LR, STEPS, MOMENTUM, DECAY = 0.05, 5, 0.9, 0.1

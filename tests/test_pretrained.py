@@ -10,13 +10,13 @@ from tiny import RESNET, VIT
 from torch.nn import functional as F
 
 import unskew
-from unskew.building import as_wanted
 from unskew.errors import ConfigError
+from unskew.models.catalogue import build_model
 from unskew.models.groups import layer_groups
-from unskew.models.pretrained import HALVES, IMAGENET, RESNET18
-from unskew.models.registry import build_model
 from unskew.models.vector import ModelSpec
-from unskew.runs import resume
+from unskew.models.zoo.pretrained import HALVES, IMAGENET, RESNET18
+from unskew.runs.model import as_wanted
+from unskew.runs.run import resume
 
 KINDS = ("resnet-18", "vit-b16")
 

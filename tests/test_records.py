@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import unskew
-from unskew.comparison import Comparison, folder_name, mean_std, rounds_to
+from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.tables import megabytes, partition_table, percent, summary_table
+from unskew.comparison.compare import Comparison, folder_name, mean_std, rounds_to
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
-from unskew.records.comparison_tables import comparison_table
-from unskew.records.plots import clients_by_class, convergence, new_figure, sign_histogram, signs
+from unskew.plots.curves import clients_by_class, convergence, new_figure, sign_histogram, signs
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
-from unskew.records.tables import megabytes, partition_table, percent, summary_table
 from unskew.simulation.evaluate import ClientScores, Evaluator
 from unskew.tasks import TASKS
 

@@ -7,9 +7,7 @@ import pytest
 from conftest import blobs
 from running import call
 
-from unskew import runs
-from unskew.building import check_delays
-from unskew.config import experiment
+from unskew.config.experiment import experiment
 from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
@@ -17,6 +15,8 @@ from unskew.reproduction import report, sweep
 from unskew.reproduction.outcomes import identity, kept, key_of
 from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
 from unskew.reproduction.study import study_names
+from unskew.runs.model import check_delays
+from unskew.runs.run import run as runs
 
 FEW = ["FedAvg", "FedCOG"]
 

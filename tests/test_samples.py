@@ -13,9 +13,9 @@ from unskew.data.normalisation import Normalisation
 from unskew.data.pixels import Pixels
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
-from unskew.methods.rules import Broadcast, Update
-from unskew.records.pictures import grid_by_class
-from unskew.simulation.samples import Samples
+from unskew.plots.pictures import grid_by_class
+from unskew.protocol.rules import Broadcast, Update
+from unskew.simulation.made_inputs import Samples
 
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
 

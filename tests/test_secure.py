@@ -7,7 +7,7 @@ from conftest import Spy, blobs
 import unskew
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import describe
-from unskew.methods.rules import ClientRule, ServerRule
+from unskew.protocol.rules import ClientRule, ServerRule
 
 SIZES = [12, 20, 16]
 

@@ -8,7 +8,7 @@ import torch
 from conftest import blobs
 
 import unskew
-from unskew import session
+from unskew.runs import session
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 

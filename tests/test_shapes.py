@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import unskew
-from unskew.data.shapes import SIDE, clouds, draw, shapes, within
+from unskew.data.sources.shapes import SIDE, clouds, draw, shapes, within
 
 
 def test_the_images_are_always_the_same_and_the_classes_balanced():

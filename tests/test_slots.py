@@ -12,7 +12,7 @@ import unskew
 from unskew.data.federation import ArrayClients
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import describe, method
-from unskew.methods.rules import DataRule, ServerRule, Sync
+from unskew.protocol.rules import DataRule, ServerRule, Sync
 
 
 class HeadOften(Sync):
@@ -144,7 +144,7 @@ def test_a_method_of_ones_own_is_found_by_its_path():
     found = method("unskew.methods.fedprox.FedProx:mu=0.5+scaffold")
     assert found.client[0].mu == 0.5
     with pytest.raises(ConfigError, match="is not a method"):
-        method("unskew.config.Experiment")
+        method("unskew.config.experiment.Experiment")
     with pytest.raises(ConfigError, match="cannot be imported"):
         method("nowhere.at.All")
 

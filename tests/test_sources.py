@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from unskew.data import images, sources
 from unskew.data.load import load_federation
-from unskew.data.sources import HUB, SOURCES, load_source
-from unskew.data.tables import split_rows
+from unskew.data.reading import images
+from unskew.data.reading.tables import split_rows
+from unskew.data.sources import catalogue as sources
+from unskew.data.sources.catalogue import HUB, SOURCES, load_source
 from unskew.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")

@@ -12,9 +12,9 @@ from running import Stop, StopAfter, assert_same_run
 from safetensors.torch import load_file
 
 import unskew
-from unskew import session
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic
+from unskew.runs import session
 from unskew.simulation.store import ClientStore, encode, flat, nested, size_of
 
 

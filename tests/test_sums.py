@@ -8,7 +8,7 @@ from test_methods import gradient
 
 from unskew.engines.base import Training
 from unskew.methods.catalogue import method
-from unskew.methods.rules import ServerRule
+from unskew.protocol.rules import ServerRule
 from unskew.simulation.network import Network
 
 LR, STEPS, HIDDEN = 0.03, 3, 2

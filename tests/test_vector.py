@@ -8,9 +8,9 @@ from torch import nn
 
 import unskew
 from unskew.engines import optimizers
-from unskew.engines.arena import Arena
 from unskew.engines.base import Training
 from unskew.engines.batches import Normaliser, Plan
+from unskew.engines.shared_memory import Arena
 from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, BoundModel, FunctionalModel
 from unskew.models.vector import ModelSpec

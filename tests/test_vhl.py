@@ -11,11 +11,11 @@ from torch import nn
 
 import unskew
 from unskew.engines.batches import Normaliser
-from unskew.generators.clusters import gaussian
-from unskew.generators.style import modulated, style_images
-from unskew.methods.rules import ClientRule, Context
+from unskew.generators.virtual.clusters import gaussian
+from unskew.generators.virtual.style import modulated, style_images
 from unskew.methods.vhl import VHL, align
 from unskew.models.trainable import Batch
+from unskew.protocol.rules import ClientRule, Context
 from unskew.tasks import Classification
 
 SIZES = [12, 23, 17]

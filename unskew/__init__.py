@@ -17,27 +17,27 @@ __version__ = "0.1.0"
 _PLACES = {
     "Batch": "unskew.models.trainable",
     "ClientData": "unskew.data.federation",
-    "ClientRule": "unskew.methods.rules",
-    "Comparison": "unskew.comparison",
-    "Context": "unskew.methods.rules",
-    "DataRule": "unskew.methods.rules",
-    "Experiment": "unskew.config",
+    "ClientRule": "unskew.protocol.rules",
+    "Comparison": "unskew.comparison.compare",
+    "Context": "unskew.protocol.rules",
+    "DataRule": "unskew.protocol.rules",
+    "Experiment": "unskew.config.experiment",
     "Federation": "unskew.data.federation",
-    "Method": "unskew.methods.rules",
+    "Method": "unskew.protocol.rules",
     "ModelSpec": "unskew.models.vector",
     "Normalisation": "unskew.data.normalisation",
     "Result": "unskew.records.result",
     "ServerData": "unskew.data.federation",
-    "ServerRule": "unskew.methods.rules",
-    "Sync": "unskew.methods.rules",
+    "ServerRule": "unskew.protocol.rules",
+    "Sync": "unskew.protocol.rules",
     "UnskewError": "unskew.errors",
-    "Updates": "unskew.methods.rules",
-    "compare": "unskew.comparison",
-    "diagnose": "unskew.diagnosing",
+    "Updates": "unskew.protocol.rules",
+    "compare": "unskew.comparison.compare",
+    "diagnose": "unskew.diagnosis.diagnose",
     "load_federation": "unskew.data.load",
     "method": "unskew.methods.catalogue",
-    "resume": "unskew.runs",
-    "run": "unskew.runs",
+    "resume": "unskew.runs.run",
+    "run": "unskew.runs.run",
 }
 
 __all__ = [
@@ -67,19 +67,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from unskew.comparison import Comparison, compare
-    from unskew.config import Experiment
+    from unskew.comparison.compare import Comparison, compare
+    from unskew.config.experiment import Experiment
     from unskew.data.federation import ClientData, Federation, ServerData
     from unskew.data.load import load_federation
     from unskew.data.normalisation import Normalisation
-    from unskew.diagnosing import diagnose
+    from unskew.diagnosis.diagnose import diagnose
     from unskew.errors import UnskewError
     from unskew.methods.catalogue import method
-    from unskew.methods.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
     from unskew.models.trainable import Batch
     from unskew.models.vector import ModelSpec
+    from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
     from unskew.records.result import Result
-    from unskew.runs import resume, run
+    from unskew.runs.run import resume, run
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """``python -m unskew`` is the command ``unskew``."""
 
-from unskew.cli import main
+from unskew.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from unskew.data.federation import ArrayClients, Federation, ServerData, take, training_size
-from unskew.data.images import with_channels, with_size
-from unskew.data.partition import Partition, make_partition, parse
-from unskew.data.sources import load_source
-from unskew.data.tables import Source, Table, normalisation_of
-from unskew.data.text import is_text, load_texts
+from unskew.data.partition.make import Partition, make_partition, parse
+from unskew.data.reading.images import with_channels, with_size
+from unskew.data.reading.tables import Source, Table, normalisation_of
+from unskew.data.reading.text import is_text, load_texts
+from unskew.data.sources.catalogue import load_source
 from unskew.errors import ConfigError, DataError
 
 
@@ -42,8 +42,8 @@ def load_federation(
     """Load a data set and divide it among clients.
 
     Args:
-        name: The data set, as for ``unskew.data.sources.load_source``.
-        partition: Who holds what, as for ``unskew.data.partition.make_partition``.
+        name: The data set, as for ``unskew.data.sources.catalogue.load_source``.
+        partition: Who holds what, as for ``unskew.data.partition.make.make_partition``.
         clients: Number of clients; None for ``natural:COLUMN`` with all of its values.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.
         path: Local files of the data set.

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 import torch
 
 from unskew.data.federation import Federation
-from unskew.methods.rules import Broadcast, ClientRule, Update
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import Broadcast, ClientRule, Update
 from unskew.tasks import Task
 
 

@@ -14,9 +14,9 @@ from unskew.engines import optimizers
 from unskew.engines.base import Setup, Training
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
-from unskew.methods.rules import Broadcast, ClientRule, Context, Slices, Tensors, Update
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.models.vector import mask_of
+from unskew.protocol.rules import Broadcast, ClientRule, Context, Slices, Tensors, Update
 from unskew.seeding import derive, fold, generator
 from unskew.tasks import Task
 

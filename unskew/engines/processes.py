@@ -21,12 +21,12 @@ from typing import Any, cast
 
 import torch
 
-from unskew.engines.arena import Arena
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
-from unskew.engines.memory import cores, keep_freed_memory
+from unskew.engines.machine import cores, keep_freed_memory
+from unskew.engines.shared_memory import Arena
 from unskew.errors import EngineError, UnskewError
-from unskew.methods.rules import Broadcast, Update
+from unskew.protocol.rules import Broadcast, Update
 
 AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
 

@@ -34,8 +34,8 @@ from unskew.engines.local import (
     start_of,
     travelling,
 )
-from unskew.methods.rules import Broadcast, Context, Tensors, Update
 from unskew.models.trainable import Batch, FunctionalModel
+from unskew.protocol.rules import Broadcast, Context, Tensors, Update
 from unskew.seeding import derive, fold
 
 Tree = Any

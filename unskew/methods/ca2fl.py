@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.rules import Method, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pydantic
 
 from unskew.errors import ConfigError, MethodConflict, plain, unknown
-from unskew.methods.rules import ClientRule, DataRule, Method, Part, ServerRule, Sync
+from unskew.protocol.rules import ClientRule, DataRule, Method, Part, ServerRule, Sync
 
 CATALOGUE: dict[str, str] = {
     "fedavg": "unskew.methods.fedavg:FedAvg",
@@ -28,27 +28,27 @@ CATALOGUE: dict[str, str] = {
     "fedbuff": "unskew.methods.fedbuff:FedBuff",
     "fedasync": "unskew.methods.fedasync:FedAsync",
     "ca2fl": "unskew.methods.ca2fl:CA2FL",
-    "feddle": "unskew.methods.feddle:Feddle",
+    "feddle": "unskew.methods.feddle.feddle:Feddle",
     "feddf": "unskew.methods.feddf:FedDF",
     "fedft": "unskew.methods.fedft:FedFT",
     "hfcl": "unskew.methods.hfcl:HFCL",
     "center": "unskew.methods.center:Center",
     "fedprox": "unskew.methods.fedprox:FedProx",
     "scaffold": "unskew.methods.scaffold:Scaffold",
-    "fedcog": "unskew.methods.fedcog:FedCOG",
-    "fedcog-authors": "unskew.methods.fedcog_authors:FedCOGAuthors",
+    "fedcog": "unskew.methods.fedcog.fedcog:FedCOG",
+    "fedcog-authors": "unskew.methods.fedcog.authors:FedCOGAuthors",
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
     "fedexp": "unskew.methods.fedexp:FedExP",
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
-    "fedals": "unskew.methods.fedals:FedALS",
+    "fedals": "unskew.methods.fedals.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
     "fedrep": "unskew.methods.fedrep:FedRep",
     "ft": "unskew.methods.finetune:FineTune",
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
-    "fedssyn": "unskew.methods.fedssyn:Fedssyn",
+    "fedssyn": "unskew.methods.fedssyn.fedssyn:Fedssyn",
     "vhl": "unskew.methods.vhl:VHL",
     "fedgen": "unskew.methods.fedgen:FedGen",
     "dense": "unskew.methods.dense:Dense",

@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.hybrid import Hybrid
-from unskew.methods.rules import Method, Tensors, Updates
+from unskew.protocol.rules import Method, Tensors, Updates
+from unskew.protocol.server_budget import Hybrid
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from torch import Tensor
 from unskew.data.federation import Federation
 from unskew.data.pixels import Pixels
 from unskew.errors import ConfigError
-from unskew.generators import decoder
-from unskew.generators.inversion import learn, statistics_distance
-from unskew.methods.rules import ServerRule, Tensors, Updates
+from unskew.generators.learned import decoder
+from unskew.generators.learned.inversion import learn, statistics_distance
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import ServerRule, Tensors, Updates
 from unskew.seeding import fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]

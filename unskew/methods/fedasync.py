@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.methods.rules import ServerRule, Tensors, Updates
+from unskew.protocol.rules import ServerRule, Tensors, Updates
 
 
 @dataclass(frozen=True)

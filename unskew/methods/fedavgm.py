@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.rules import ServerRule, Tensors, Updates
+from unskew.protocol.rules import ServerRule, Tensors, Updates
 
 
 @dataclass(frozen=True)

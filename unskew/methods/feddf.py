@@ -22,10 +22,10 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from unskew.data.federation import Federation
-from unskew.methods.at_server import need_data
-from unskew.methods.hybrid import Hybrid
-from unskew.methods.rules import Tensors, Updates
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import Tensors, Updates
+from unskew.protocol.server_budget import Hybrid
+from unskew.protocol.server_training import need_data
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.methods.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
 from unskew.seeding import derive, fold, normal
 
 Positive = Annotated[float, Field(gt=0)]

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
 
 
 @dataclass(frozen=True)

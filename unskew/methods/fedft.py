@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from pydantic.dataclasses import dataclass
 
-from unskew.methods.hybrid import Hybrid
-from unskew.methods.rules import Tensors, Updates
+from unskew.protocol.rules import Tensors, Updates
+from unskew.protocol.server_budget import Hybrid
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.generators.latent import LatentGenerator, choose, diversity
-from unskew.methods.rules import ClientRule, Context, Tensors, Updates
 from unskew.models.trainable import Batch, LossFn
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
 from unskew.seeding import derive, fold, normal
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.rules import ServerRule, Tensors, Updates
+from unskew.protocol.rules import ServerRule, Tensors, Updates
 
 _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 

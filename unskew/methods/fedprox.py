@@ -15,8 +15,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.methods.rules import ClientRule, Context, Tensors
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.methods.rules import ClientRule, Context, Tensors, Updates, Weights
 from unskew.models.trainable import Batch, GradFn
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.methods.rules import ClientRule, Context, Method, Tensors, Weights
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.methods.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
 from unskew.models.trainable import Batch
 from unskew.models.vector import ModelSpec, mask_of
+from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from unskew.methods.rules import ClientRule, Method
+from unskew.protocol.rules import ClientRule, Method
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.methods.hybrid import Hybrid
-from unskew.methods.rules import Tensors, Updates
+from unskew.protocol.rules import Tensors, Updates
+from unskew.protocol.server_budget import Hybrid
 
 
 @dataclass(frozen=True)

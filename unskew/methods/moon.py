@@ -22,9 +22,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.methods.rules import ClientRule, Context, Tensors
-from unskew.models.projection import with_projection
 from unskew.models.trainable import Batch, LossFn
+from unskew.models.zoo.projection import with_projection
+from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.methods.fedavg import FedAvg
-from unskew.methods.rules import ClientRule, Context, Method, Tensors, Updates, Weights
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from torch import Tensor
 from unskew.data.federation import Federation, take
 from unskew.data.normalisation import Normalisation
 from unskew.errors import ConfigError, DataError
-from unskew.generators.clusters import gaussian
-from unskew.generators.style import style_images
-from unskew.methods.preparation import NOWHERE, Changed, Place
-from unskew.methods.rules import ClientRule, Context, DataRule, Tensors
+from unskew.generators.virtual.clusters import gaussian
+from unskew.generators.virtual.style import style_images
 from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
+from unskew.protocol.workspace import NOWHERE, Changed, Place
 from unskew.seeding import derive, fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]

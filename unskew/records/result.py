@@ -44,7 +44,7 @@ class Result:
 
     def plot(self, path: str | Path) -> Path:
         """Draw accuracy (of a language model, the loss) against rounds into an image file."""
-        from unskew.records.plots import convergence
+        from unskew.plots.curves import convergence
 
         return convergence({self.summary["method"]: [self.history]}, Path(path))
 

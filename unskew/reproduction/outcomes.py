@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from unskew.config import Experiment
-from unskew.continuing import RESUMABLE
+from unskew.config.experiment import Experiment
 from unskew.errors import DataError
 from unskew.files import write_atomic
+from unskew.runs.continuation import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_path", "start_from"} - {"rounds"}
 """Fields that say how a run is carried out, not what it is."""

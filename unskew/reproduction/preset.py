@@ -16,8 +16,8 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.config import Experiment, experiment
-from unskew.data.sources import DRAWN
+from unskew.config.experiment import Experiment, experiment
+from unskew.data.sources.catalogue import DRAWN
 from unskew.errors import ConfigError, plain, unknown
 
 SCALES = ("smoke", "cpu", "paper")

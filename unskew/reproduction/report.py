@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unskew.comparison import mean_std
+from unskew.comparison.compare import mean_std
 from unskew.errors import ConfigError
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unskew.building import check_method
-from unskew.config import DATA_FIELDS, Experiment
+from unskew.config.experiment import DATA_FIELDS, Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
-from unskew.preparing import SYNTHETIC
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of
 from unskew.reproduction.preset import Cell, Preset, cells
-from unskew.runs import finished_rounds, load_data, resume, run_experiment, tokenizer_of
+from unskew.runs.model import check_method
+from unskew.runs.preparation import SYNTHETIC
+from unskew.runs.run import finished_rounds, load_data, resume, run_experiment, tokenizer_of
 
 Follow = Callable[[str, bool], Sequence[Callback]]
 """From the title of a run, and whether it is only the common part of others, to its callbacks."""

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
-from unskew.methods.rules import Method, Tensors
+from unskew.protocol.rules import Method, Tensors
 from unskew.simulation.inflight import light, plain
 from unskew.simulation.network import Network
 from unskew.simulation.server import Sent, Server
+from unskew.simulation.slices import Traffic
 from unskew.simulation.store import ClientStore, State, encode, flat, nested, size_of
-from unskew.simulation.travel import Traffic
 
 FORMAT = 2
 KEEP = 2

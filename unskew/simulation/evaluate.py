@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import Normaliser
-from unskew.engines.memory import threads
+from unskew.engines.machine import threads
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
 from unskew.seeding import numpy_generator

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unskew.methods.rules import Update
+from unskew.protocol.rules import Update
 from unskew.simulation.store import State, flat, nested
 
 PLAIN = ("client", "born", "examples", "weight", "metrics", "arrived")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unskew.methods.rules import Update
+from unskew.protocol.rules import Update
 from unskew.seeding import numpy_generator
 from unskew.simulation.delays import Delays
 from unskew.simulation.inflight import light, packed, plain, whole

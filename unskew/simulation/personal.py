@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from unskew.engines.base import Engine
-from unskew.methods.rules import ClientRule, Method
 from unskew.models.vector import ModelSpec, mask_of
+from unskew.protocol.rules import ClientRule, Method
 from unskew.simulation.server import Server
 from unskew.simulation.sound import usable
 

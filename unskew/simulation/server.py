@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import Federation
-from unskew.methods.at_server import AtServer
-from unskew.methods.rules import Aggregate, Broadcast, Method, ServerRule, Slices, Tensors, Update, Updates
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import Aggregate, Broadcast, Method, ServerRule, Slices, Tensors, Update, Updates
+from unskew.protocol.server_training import AtServer
 from unskew.seeding import derive
+from unskew.simulation.slices import Traffic, Travel, complement, extras, sliced
 from unskew.simulation.sound import finite, usable
 from unskew.simulation.store import ClientStore, flat
-from unskew.simulation.travel import Traffic, Travel, complement, extras, sliced
 
 Buffers = Literal["average", "local", "reset"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from unskew.methods.rules import Update
+from unskew.protocol.rules import Update
 
 
 def finite(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save
 
 from unskew.files import writing
-from unskew.methods.rules import Tensors
+from unskew.protocol.rules import Tensors
 
 State = dict[str, Tensors]
 _SEPARATOR = "/"

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from unskew.comparison import mean_std
-from unskew.data.sources import load_source
-from unskew.data.tables import Source
+from unskew.comparison.compare import mean_std
+from unskew.data.reading.tables import Source
+from unskew.data.sources.catalogue import load_source
 from unskew.errors import DataError
-from unskew.records.plots import new_figure, save_figure
+from unskew.plots.curves import new_figure, save_figure
 from unskew.reproduction.study import Found, Line
 from unskew.seeding import derive, generator
 

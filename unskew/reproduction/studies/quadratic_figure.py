@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from unskew.comparison import mean_std
-from unskew.records.plots import new_figure, save_figure
+from unskew.comparison.compare import mean_std
+from unskew.plots.curves import new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.studies.quadratic import (
     Problem,

@@ -1,0 +1,245 @@
+"""The command line: options in, a table or JSON out. No logic lives here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from unskew.cli import info as cli_info
+from unskew.cli.diagnose import diagnose
+from unskew.cli.options import (
+    AsJson,
+    BatchSize,
+    Clients,
+    Data,
+    DataPath,
+    Device,
+    EngineName,
+    EvalEvery,
+    LocalEpochs,
+    LocalSteps,
+    Lr,
+    Model,
+    Momentum,
+    NetworkDelay,
+    Participation,
+    PartitionSpec,
+    Rounds,
+    SaveSamples,
+    ServerPath,
+    ServerSamples,
+    Sets,
+    Synthetic,
+    Target,
+    WeightDecay,
+    console_for,
+    free_name,
+    print_json,
+    stoppable,
+    values_of,
+)
+from unskew.cli.reproduce import reproduce
+from unskew.errors import ConfigError, UnskewError
+
+app = typer.Typer(
+    help="Federated learning for skewed data: run, compare and resume methods that add up.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.callback(invoke_without_command=True)(cli_info.version)
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
+    data: Data = None,
+    data_path: DataPath = None,
+    partition: PartitionSpec = None,
+    clients: Clients = None,
+    server: ServerSamples = None,
+    server_path: ServerPath = None,
+    method: Annotated[str | None, typer.Option("--method", help="A method or a sum: fedprox:mu=0.1+scaffold.")] = None,
+    model: Model = None,
+    rounds: Rounds = None,
+    participation: Participation = None,
+    local_steps: LocalSteps = None,
+    local_epochs: LocalEpochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    momentum: Momentum = None,
+    weight_decay: WeightDecay = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Decides every random draw.")] = None,
+    engine: EngineName = None,
+    device: Device = None,
+    network: NetworkDelay = None,
+    eval_every: EvalEvery = None,
+    target: Target = None,
+    save_samples: SaveSamples = None,
+    synthetic: Synthetic = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Run folder; runs/DATA-METHOD-seedN by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train one model across clients with one method."""
+    from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.comparison.compare import folder_name
+    from unskew.config.experiment import experiment
+    from unskew.runs.run import run_experiment
+
+    checked = experiment(values_of(config, context))
+    name = folder_name(f"{Path(checked.data).name}-{checked.method}-seed{checked.seed}")
+    folder = out or free_name(Path("runs") / name)
+    console = console_for(as_json)
+    with stoppable(folder, shlex.join(["unskew", "resume", str(folder)])), make_progress(console) as progress:
+        result = run_experiment(checked, out=folder, callbacks=[ProgressLine(progress, checked.method)])
+    _show(result, folder, console, as_json)
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    methods: Annotated[list[str], typer.Argument(help="Methods or sums of methods.")],
+    seeds: Annotated[int, typer.Option("--seeds", help="Number of seeds: 0, 1, ...")] = 3,
+    config: Annotated[Path | None, typer.Option("--config", help="Configuration file; flags override it.")] = None,
+    data: Data = None,
+    data_path: DataPath = None,
+    partition: PartitionSpec = None,
+    clients: Clients = None,
+    server: ServerSamples = None,
+    server_path: ServerPath = None,
+    model: Model = None,
+    rounds: Rounds = None,
+    participation: Participation = None,
+    local_steps: LocalSteps = None,
+    local_epochs: LocalEpochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    momentum: Momentum = None,
+    weight_decay: WeightDecay = None,
+    engine: EngineName = None,
+    device: Device = None,
+    network: NetworkDelay = None,
+    eval_every: EvalEvery = None,
+    target: Target = None,
+    synthetic: Synthetic = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the comparison; runs/compare-DATA by default.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare methods on the same data, partition, cohorts and initial model per seed."""
+    from unskew.cli.comparison_tables import clients_table, comparison_table, reaching_table
+    from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.comparison.compare import compare as compare_methods
+    from unskew.comparison.target import reaching
+    from unskew.config.experiment import experiment
+
+    if again and out is None:
+        raise ConfigError("--resume goes on in the folder that --out names; give both.")
+    values = values_of(config, context)
+    # A file made for one run may be used: what is compared, and for which seeds, is said here.
+    for name in ("method", "seed"):
+        values.pop(name, None)
+    checked = experiment(values)
+    target = values.pop("target", None)
+    folder = out or free_name(Path("runs") / f"compare-{Path(checked.data).name}")
+    console = console_for(as_json)
+    started = time.perf_counter()
+    go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
+    with stoppable(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+        result = compare_methods(
+            methods=methods,
+            seeds=seeds,
+            out=folder,
+            again=again,
+            target=target,
+            follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
+            **values,
+        )
+    rows = result.rows()
+    if as_json:
+        costs_of = [] if target is None else [asdict(one) for one in reaching(result.histories, target)]
+        print_json({"folder": str(folder), "rows": rows, "reaching": costs_of})
+        return
+    costs = reaching_table(reaching(result.histories, target), target) if target is not None else None
+    for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
+        console.print(table)
+    console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
+    console.print(f"{len(methods) * seeds} runs in {time.perf_counter() - started:.0f} s.")
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The run folder.")],
+    rounds: Rounds = None,
+    engine: EngineName = None,
+    device: Device = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with an interrupted run, or make a finished one longer with --rounds."""
+    from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.config.experiment import set_field
+    from unskew.runs.run import resume as resume_run
+
+    given = {"rounds": rounds, "engine": engine, "device": device}
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    for assignment in sets or []:
+        set_field(changes, assignment)
+    console = console_for(as_json)
+    with stoppable(folder, shlex.join(["unskew", "resume", str(folder)])), make_progress(console) as progress:
+        result = resume_run(folder, callbacks=[ProgressLine(progress, folder.name)], **changes)
+    _show(result, folder, console, as_json)
+
+
+app.command()(cli_info.methods)
+app.command()(cli_info.models)
+app.command()(cli_info.partition)
+app.command()(diagnose)
+app.command()(reproduce)
+
+
+def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
+    """The end of a run: its figures, and its summary as a table or JSON."""
+    from unskew.cli.tables import summary_table
+    from unskew.plots.curves import sign_histogram
+
+    result.plot(folder / "convergence.png")
+    sign_histogram(result.history, folder / "coefficients.png")
+    if as_json:
+        print_json({**result.summary, "folder": str(folder)})
+        return
+    console.print(summary_table(result.summary))
+    text = f"Everything is in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    # Models and methods given as "package.module:name" may lie in the folder one works in.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        app(prog_name="unskew")
+    except (UnskewError, OSError) as error:
+        Console(stderr=True).print(f"unskew: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        text = (
+            f"unskew: there is not enough memory for this: {str(error).splitlines()[-1] if str(error) else 'none left'}"
+        )
+        Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)

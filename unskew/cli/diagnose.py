@@ -1,0 +1,103 @@
+"""``unskew diagnose``: how skewed the clients are at a model, and what synthetic data would change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unskew.cli.options import (
+    AsJson,
+    BatchSize,
+    Clients,
+    Data,
+    DataPath,
+    Device,
+    LocalEpochs,
+    LocalSteps,
+    Model,
+    PartitionSpec,
+    Sets,
+    console_for,
+    print_json,
+    values_of,
+)
+from unskew.errors import ConfigError
+
+
+def diagnose(
+    context: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialised.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Configuration file; flags override it.")] = None,
+    data: Data = None,
+    data_path: DataPath = None,
+    partition: PartitionSpec = None,
+    clients: Clients = None,
+    model: Model = None,
+    local_steps: LocalSteps = None,
+    local_epochs: LocalEpochs = None,
+    batch_size: BatchSize = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Decides every random draw.")] = None,
+    device: Device = None,
+    made: Annotated[
+        Path | None,
+        typer.Option(
+            "--synthetic", help="Synthetic images: a parquet file, a folder of them, or a run that made some."
+        ),
+    ] = None,
+    p: Annotated[str, typer.Option("--p", help="Shares of synthetic data to predict for.")] = "0,0.1,0.25,0.5,0.75,1",
+    sample_clients: Annotated[int, typer.Option("--sample-clients", min=0, help="Look at so many; 0 for all.")] = 100,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="And at so many samples of each; 0 for all.")] = 1000,
+    curvature: Annotated[
+        bool, typer.Option("--curvature/--no-curvature", help="Measure smoothness, which is most of the work.")
+    ] = True,
+    epsilon: Annotated[float | None, typer.Option("--epsilon", help="Accuracy for which rounds are predicted.")] = None,
+    mu: Annotated[float | None, typer.Option("--mu", help="Strong convexity, if the loss has it.")] = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Image file for the plot; diagnosis.png by default, none with --json.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure gradient dissimilarity, noise and smoothness, and predict what shuffled synthetic data would change."""
+    from unskew.cli.tables import heterogeneity_tables
+    from unskew.diagnosis.diagnose import diagnose as measure
+
+    options: dict[str, Any] = values_of(config, context)
+    try:
+        shares = [float(piece) for piece in p.split(",")]
+    except ValueError:
+        raise ConfigError(f"--p {p!r} is not a list of shares such as 0,0.5,1.") from None
+    model_name = options.pop("model", None)
+    report = measure(
+        run=run,
+        model=model_name,
+        synthetic=made,
+        shares=shares,
+        sample_clients=sample_clients or None,
+        samples=samples or None,
+        curvature=curvature,
+        epsilon=epsilon,
+        mu=mu,
+        **options,
+    )
+    plot = out if out is not None or as_json else Path("diagnosis.png")
+    if plot is not None:
+        report.plot(plot)
+    if as_json:
+        print_json(report.as_json())
+        return
+    console = console_for()
+    facts = report.facts
+    console.print(
+        f"{facts['data']}, {facts['partition']}, {facts['clients_measured']} of {facts['clients']} clients, "
+        f"{facts['model']} with {facts['parameters']:,} parameters",
+        markup=False,
+        highlight=False,
+    )
+    for table in heterogeneity_tables(report.as_json()):
+        console.print(table)
+    console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)

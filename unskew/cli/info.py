@@ -1,0 +1,121 @@
+"""The commands that only show something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unskew.cli.options import AsJson, DataPath, Sets, console_for, print_json
+
+
+def methods(as_json: AsJson = False) -> None:
+    """List every method with the slot it fills, its options and its paper."""
+    from unskew.cli.tables import methods_table
+    from unskew.methods.catalogue import describe
+
+    rows = describe()
+    if as_json:
+        print_json(rows)
+    else:
+        console_for().print(methods_table(rows))
+
+
+def models(
+    model: Annotated[
+        str | None, typer.Argument(help="A name, hf:NAME, or package.module:factory; without it, all are listed.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", help="Shape of one input, channels first; 3,32,32, or 8 tokens for hf:NAME."),
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option("--classes", min=1, help="Number of classes; 10, or hf:NAME as a language model.")
+    ] = None,
+    split: Annotated[
+        int | None, typer.Option("--split", min=0, help="Layers in the body; all but the head by default.")
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
+    from unskew.cli.tables import layers_table, models_table
+    from unskew.models.catalogue import MODELS
+    from unskew.runs.model import layers_of
+
+    if model is None:
+        rows = [{"name": m.name, "description": m.description, "reference": m.reference} for m in MODELS.values()]
+        print_json(rows) if as_json else console_for().print(models_table(rows))
+        return
+    layers = layers_of(model, shape, classes, split, sets or [])
+    print_json(layers) if as_json else console_for().print(layers_table(model, layers))
+
+
+def partition(
+    data: Annotated[str, typer.Argument(help="Data source.")] = "digits",
+    partition: Annotated[str, typer.Option("--partition", help="How samples are split.")] = "dirichlet:0.1",
+    clients: Annotated[int | None, typer.Option("--clients", help="Number of clients; 10, or all of a column.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")] = 0,
+    data_path: DataPath = None,
+    label: Annotated[str | None, typer.Option("--label", help="Label column of a table.")] = None,
+    label_separator: Annotated[
+        str | None, typer.Option("--label-separator", help="What stands between the labels of a row, in text.")
+    ] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Image column of a table.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="Text column, or a pair: premise,hypothesis.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Of texts: a name at the hub, a folder, or bytes.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Image file for the plot; clients.png by default, none with --json.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each client would hold: a table, a plot, and the partition's hash."""
+    from unskew.cli.tables import partition_table
+    from unskew.config.experiment import experiment
+    from unskew.plots.curves import clients_by_class
+    from unskew.runs.run import load_data
+
+    values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
+    values |= {"label_separator": label_separator, "image": image, "holdout": 0.0} | (
+        {} if clients is None else {"clients": clients}
+    )
+    texts = {"columns": text, "tokenizer": tokenizer}
+    values["text"] = {name: value for name, value in texts.items() if value is not None}
+    fed = load_data(experiment(values))
+    counts, names = fed.holdings()
+    plot = out if out is not None or as_json else Path("clients.png")
+    if plot is not None:
+        clients_by_class(counts, names, plot, f"{fed.name}, {fed.partition}, seed {seed}")
+    if as_json:
+        sizes = fed.sizes
+        print_json(
+            {
+                "data": fed.name,
+                "partition": fed.partition,
+                "clients": len(fed.clients),
+                "seed": seed,
+                "hash": fed.fingerprint,
+                "smallest": int(sizes.min()),
+                "largest": int(sizes.max()),
+                "class_names": list(names),
+                "counts": counts.tolist(),
+            }
+        )
+        return
+    console = console_for()
+    console.print(partition_table(counts, names, sizes=fed.sizes))
+    console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+
+
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Federated learning for skewed data: run, compare and resume methods that add up."""
+    if show:
+        from unskew import __version__
+
+        print(f"unskew {__version__}")
+        raise typer.Exit

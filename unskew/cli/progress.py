@@ -1,0 +1,96 @@
+"""A run's progress on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from unskew.cli.tables import percent
+from unskew.records.recorder import Row
+
+
+@contextmanager
+def make_progress(console: Console) -> Iterator[Progress]:
+    """A live display with one line per run; it appears with the first."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+    try:
+        yield progress
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+class ProgressLine:
+    """A callback: one line of a live display.
+
+    Args:
+        progress: The display.
+        title: Text before the bar.
+        transient: Remove the line when the run ends.
+        warnings: Print what the run warns of.
+        named: Say the title before a warning, as one of several runs.
+    """
+
+    def __init__(
+        self, progress: Progress, title: str, transient: bool = False, warnings: bool = True, named: bool = False
+    ):
+        self.progress, self.title, self.transient = progress, title, transient
+        self.warnings, self.named = warnings, named
+        self.making: TaskID | None = None
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """Show the line."""
+        self.progress.start()
+        if self.making is not None:
+            self.progress.remove_task(self.making)
+            self.making = None
+        self.line = self.progress.add_task(self.title, total=config["rounds"], completed=rounds_done, accuracy="")
+        if rounds_done:
+            self.progress.console.print(f"{self.title}: going on after round {rounds_done}", markup=False)
+
+    def prepare(self, text: str, done: float, total: float) -> None:
+        """What is made before the first round has a line of its own while it is made."""
+        self.progress.start()
+        if self.making is None:
+            self.making = self.progress.add_task(self.title, total=total, accuracy="")
+        self.progress.update(self.making, description=f"{self.title}: {text}", completed=done, total=total)
+
+    def round(self, row: Row) -> None:
+        """Advance it."""
+        if row.get("perplexity") is not None:
+            self.progress.update(self.line, accuracy=f"test loss {row['loss']:.4f}")
+        elif row["accuracy"] is not None and "perplexity" not in row:
+            self.progress.update(self.line, accuracy=f"test accuracy {percent(row['accuracy'])}%")
+        self.progress.update(self.line, completed=row["round"])
+
+    def warn(self, text: str) -> None:
+        """Something the user should know."""
+        if self.warnings:
+            whose = f"{self.title}: " if self.named else ""
+            self.progress.console.print(whose + text, style="yellow", markup=False, highlight=False)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Leave the final figures, or remove the line."""
+        if self.transient:
+            self.progress.remove_task(self.line)

@@ -1,0 +1,170 @@
+"""``unskew reproduce``: the papers' tables, run at a chosen scale and set beside the published numbers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
+from unskew.errors import ConfigError, unknown
+
+
+def reproduce(
+    preset: Annotated[str | None, typer.Argument(help="A preset, such as fedcog/table-3.")] = None,
+    scale: Annotated[str, typer.Option("--scale", help="smoke (minutes), cpu (hours) or paper.")] = "smoke",
+    listing: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", help="Which seeds, such as 0,1,2; the scale's if left out.")
+    ] = None,
+    rows: Annotated[list[str] | None, typer.Option("--row", help="Only this row. Repeatable.")] = None,
+    columns: Annotated[list[str] | None, typer.Option("--column", help="Only this column. Repeatable.")] = None,
+    data_path: DataPath = None,
+    engine: EngineName = None,
+    device: Device = None,
+    runs: Annotated[Path, typer.Option("--runs", help="Where run folders are made.")] = Path("runs/reproduce"),
+    results: Annotated[Path, typer.Option("--results", help="Where outcomes are kept and looked for.")] = Path(
+        "results/runs"
+    ),
+    show: Annotated[bool, typer.Option("--show", help="Show the table of what is there; run nothing.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the table into this image file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
+    from rich.table import Table
+
+    from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.reproduction import report
+    from unskew.reproduction.figures import draw_curves, draw_points
+    from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
+    from unskew.reproduction.study import load_study, study_names
+    from unskew.reproduction.sweep import Sweep
+
+    console = console_for(as_json)
+    if listing or preset is None:
+        found = [load_preset(name) for name in names()] + [load_study(name) for name in study_names()]
+        if as_json:
+            print_json([{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in found])
+            return
+        table = Table("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
+        for p in found:
+            table.add_row(p.name, p.title, p.where)
+        console.print(table)
+        return
+    if preset in study_names():
+        if columns or engine is not None or device is not None:
+            raise ConfigError(f"{preset} is a program of its own, without columns, engines and devices; it has --row.")
+        which = _seeds(seeds) if seeds else None
+        _study(preset, scale, which, rows, data_path, results, show, plot, as_json)
+        return
+    if preset not in names():
+        raise ConfigError(unknown("preset", preset, [*names(), *study_names()]))
+    chosen = load_preset(preset)
+    extra: dict[str, Any] = {"data_path": data_path, "engine": engine, "device": device}
+    extra = {name: value for name, value in extra.items() if value is not None}
+    which = _seeds(seeds) if seeds else list(range(seeds_of(chosen, scale)))
+    for kind, wanted, known in (("row", rows, chosen.rows), ("column", columns, chosen.columns)):
+        for name in wanted or ():
+            if name not in known:
+                raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {'; '.join(known)}.")
+    again = shlex.join(["unskew", *sys.argv[1:]])
+    with stoppable(runs, again), make_progress(console) as progress:
+        sweep = Sweep(
+            chosen,
+            scale,
+            runs,
+            results,
+            extra,
+            rows,
+            columns,
+            lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
+        )
+        if show:
+            made = sweep.known(which)
+        else:
+            missing = sweep.settle()
+            if missing:
+                other = sweep.cells(0)[0].config.data
+                console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
+            made = list(sweep.carry_out(which))
+    entries = report.entries(chosen, made)
+    if plot is not None and made:
+        (draw_curves(chosen, made, plot) if chosen.curves else draw_points(chosen, entries, plot))
+    if as_json:
+        print_json({"preset": preset, "scale": scale, "entries": report.as_json(entries)})
+        return
+    console.print(f"{chosen.title}: {chosen.where} of {chosen.reference}; scale {scale}")
+    if chosen.text:
+        console.print(chosen.text.strip())
+    for title, header, lines in report.lines(chosen, entries):
+        table = Table(*header, title=title, title_justify="left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    if not made:
+        console.print("Nothing has been run yet.")
+
+
+def _study(
+    name: str,
+    scale: str,
+    seeds: list[int] | None,
+    parts: list[str] | None,
+    data_path: str | None,
+    results: Path,
+    show: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """A preset that is a program of its own."""
+    from rich.table import Table
+
+    from unskew.cli.progress import make_progress
+    from unskew.reproduction.study import StudyRuns, load_study
+
+    console = console_for(as_json)
+    chosen = load_study(name)
+    runs = StudyRuns(chosen, scale, results, data_path, parts)
+    which = list(range(runs.seeds)) if seeds is None else seeds
+    if not show:
+        missing = runs.settle()
+        if missing:
+            console.print(
+                f"{missing} This scale goes on with {runs.settings['data']} instead.", style="yellow", soft_wrap=True
+            )
+        again = shlex.join(["unskew", *sys.argv[1:]])
+        with stoppable(results, again), make_progress(console) as progress:
+            progress.start()
+            task = progress.add_task(name, total=len(which) * len(runs.parts()), accuracy="")
+            for _ in runs.carry_out(which):
+                progress.advance(task)
+    found = runs.found(which)
+    if plot is not None and found:
+        runs.study.draw(found, plot)
+    if as_json:
+        plain = [{"part": part, "seed": s, **o["summary"]} for part, made in found.items() for s, o in made.items()]
+        print_json({"preset": name, "scale": scale, "entries": plain})
+        return
+    console.print(f"{chosen.title}: {chosen.where} of {chosen.reference}; scale {scale}")
+    if chosen.text:
+        console.print(chosen.text.strip())
+    for title, header, lines in runs.study.lines(found):
+        table = Table(*header, title=title, title_justify="left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    if not found:
+        console.print("Nothing has been run yet.")
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        found = [int(piece) for piece in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r} is not a list of whole numbers such as 0,1,2.") from None
+    if len(set(found)) < len(found) or min(found) < 0:
+        raise ConfigError(f"--seeds {text!r}: each seed once, and none below 0.")
+    return found

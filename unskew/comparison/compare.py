@@ -1,0 +1,262 @@
+"""Methods side by side: same data, partition, cohorts and initial model for each seed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from unskew.config.experiment import Experiment, experiment, load_yaml
+from unskew.data.federation import Federation
+from unskew.errors import CheckpointError, ConfigError
+from unskew.files import make_folder, occupied, unmake_folder, write_atomic
+from unskew.methods.catalogue import MethodLike, method
+from unskew.plots.curves import clients_by_class, convergence
+from unskew.records.recorder import Callback
+from unskew.records.result import read_history
+from unskew.runs.continuation import RESUMABLE, check_same
+from unskew.runs.model import ModelLike, check_method
+from unskew.runs.preparation import SYNTHETIC, check_given_set
+from unskew.runs.run import check_given, finished_rounds, load_data, resume, run_experiment
+from unskew.tasks import TASKS
+
+Spread = tuple[float, float]
+MOST_SEEDS = 1000
+FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
+    "best_loss"
+}
+OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
+AVERAGED = (
+    "accuracy",
+    "best_accuracy",
+    "loss",
+    *(f"{whose}_accuracy_{figure}" for whose in ("client", "personal") for figure in OVER_CLIENTS),
+)
+"""Figures of a run's summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
+
+
+def mean_std(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation (0 for a single value).
+
+    >>> mean_std([1.0, 3.0])
+    (2.0, 1.4142135623730951)
+    """
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of a comparison.
+
+    Attributes:
+        histories: For each method, the history of each seed.
+        summaries: For each method, the summary of each seed.
+        target: Accuracy for which rounds are counted: the one asked for, or 90% of the best mean accuracy reached.
+        folder: Where the runs, the figures and ``comparison.json`` are, or None.
+    """
+
+    histories: dict[str, list[list[dict[str, Any]]]]
+    summaries: dict[str, list[dict[str, Any]]]
+    target: float
+    folder: Path | None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
+
+        Figures called ``personal`` are None for methods without personal models.
+        """
+        table = []
+        for name, summaries in self.summaries.items():
+            reached = [rounds_to(history, self.target) for history in self.histories[name]]
+            known = [r for r in reached if r is not None]
+            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
+            figures = [key for key in summaries[0] if key in FIGURES or key.removeprefix("best_") in FIGURES]
+            for key in (*AVERAGED, *figures):
+                values = [s[key] for s in summaries if s.get(key) is not None]
+                row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
+            row |= {
+                "target": self.target,
+                "rounds_to_target": mean_std(known)[0] if len(known) == len(reached) else None,
+                "seeds_reaching_target": len(known),
+                "bytes_up": mean_std([s["bytes_up"] for s in summaries])[0],
+                "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
+                "seconds": mean_std([s["seconds"] for s in summaries])[0],
+            }
+            table.append(row)
+        return table
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the convergence of all methods, mean and standard deviation over seeds."""
+        return convergence(self.histories, Path(path))
+
+
+def rounds_to(history: Sequence[dict[str, Any]], target: float) -> int | None:
+    """The first round whose accuracy is at least ``target``."""
+    return next((r["round"] for r in history if r["accuracy"] is not None and r["accuracy"] >= target), None)
+
+
+def folder_name(spelling: str) -> str:
+    """A method's spelling as a folder name.
+
+    >>> folder_name("fedprox:mu=0.1+scaffold")
+    'fedprox-mu=0.1+scaffold'
+    """
+    return "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
+
+
+def compare(
+    federation: Federation | None = None,
+    *,
+    methods: Sequence[MethodLike],
+    seeds: int | Sequence[int] = 3,
+    model: ModelLike | Mapping[str, Any] | None = None,
+    target: float | None = None,
+    out: str | Path | None = None,
+    again: bool = False,
+    follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Run several methods on the same data, cohorts and initial models.
+
+    Args:
+        federation: The data, the same for every seed; without it they are loaded and partitioned anew for each seed.
+        methods: Methods as ``unskew.method`` takes them.
+        seeds: How many seeds (0, 1, ...), or which.
+        model: See ``unskew.run``.
+        target: Accuracy for which rounds are counted; 90% of the best mean accuracy if None.
+        out: Folder for all runs, figures and ``comparison.json``.
+        again: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
+        follow: Gives the callbacks of a run from its method, seed and configuration.
+        options: Fields of ``unskew.Experiment``.
+
+    Raises:
+        ConfigError: An option is wrong, a method is named twice, or ``out`` is already there.
+    """
+    if isinstance(methods, str):
+        methods = [methods]
+    chosen = {m if isinstance(m, str) else method(m).spelling: m for m in methods}
+    if not methods or len(chosen) < len(methods):
+        twice = ", ".join(sorted({str(m) for m in methods if list(methods).count(m) > 1}))
+        raise ConfigError(
+            f"Name each method only once: {twice} is there twice." if twice else "Name at least one method."
+        )
+    which = seed_list(seeds)
+    folder = None if out is None else Path(out)
+    if folder is not None and occupied(folder) and not again:
+        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
+    values = dict(options)
+    if not {"method", "seed"}.isdisjoint(values):
+        raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
+    experiment({**values, "target": target})  # checks them, also the target
+    if federation is not None:
+        given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        check_given(given, values)
+        values = {**given, **values}
+    if model is not None:
+        named = isinstance(model, str | Mapping)
+        values["model"] = model if named else str(getattr(model, "__name__", type(model).__name__))
+    own = None if isinstance(model, str | Mapping) else model
+    # Synthetic images that are given are for the methods that would make some.
+    makers = {name for name, m in chosen.items() if any(rule.makes for rule in method(m).data)}
+    others = {name: {"synthetic": None} for name in chosen if makers and name not in makers}
+    configs = {
+        (name, seed): experiment(
+            {**values, **others.get(name, {}), "seed": seed, "method": name if isinstance(m, str) else "fedavg"}
+        )
+        for seed in which
+        for name, m in chosen.items()
+    }
+    result = Comparison({name: [] for name in chosen}, {name: [] for name in chosen}, 0.0, folder)
+    fresh = folder is not None and not occupied(folder)
+    made = [] if folder is None else make_folder(folder)
+    try:
+        for seed in which:
+            data = federation or load_data(configs[next(iter(chosen)), seed])
+            if seed == which[0]:
+                for name, m in chosen.items():  # all of them before the first is trained
+                    check_method(configs[name, seed], data, own, method(m))
+                    check_given_set(configs[name, seed], method(m))
+            if folder is not None and seed == which[0]:
+                (counts, names), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
+                clients_by_class(counts, names, folder / "clients.png", title)
+            for name, m in chosen.items():
+                history, summary = _one(
+                    configs[name, seed],
+                    data,
+                    own,
+                    None if isinstance(m, str) else m,
+                    None if folder is None else folder / folder_name(name) / f"seed-{seed}",
+                    list(follow(name, seed, configs[name, seed])) if follow else [],
+                    None if folder is None else folder / SYNTHETIC,
+                )
+                result.histories[name].append(history)
+                result.summaries[name].append(summary)
+    except BaseException:
+        # A comparison in which no run finished a round leaves nothing behind but what was made for it.
+        begun = folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
+        if folder is not None and fresh and not begun:
+            unmake_folder(folder, made)
+        raise
+    if target is None:
+        means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
+        target = round(0.9 * max(means), 3)
+    result = replace(result, target=target)
+    if folder is not None:
+        result.plot(folder / "convergence.png")
+        write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
+    return result
+
+
+def seed_list(seeds: int | Sequence[int]) -> list[int]:
+    """``0, 1, ...`` for a number of seeds, or the seeds themselves.
+
+    Raises:
+        ConfigError: There is none, one is there twice, or there are absurdly many.
+    """
+    if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
+        raise ConfigError(f"seeds={seeds} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
+    which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not which or len(set(which)) < len(which):
+        raise ConfigError("Name at least one seed, and each only once.")
+    return which
+
+
+def _one(
+    config: Experiment,
+    federation: Federation,
+    model: ModelLike | None,
+    given: MethodLike | None,
+    folder: Path | None,
+    callbacks: Sequence[Callback],
+    shared: Path | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One run of a comparison: done already, to be resumed, or new."""
+    if folder is None or not (folder / "config.yaml").is_file():
+        result = run_experiment(
+            config,
+            federation=federation,
+            model=model,
+            method_given=given,
+            out=folder,
+            callbacks=callbacks,
+            shared=shared,
+        )
+        return result.history, result.summary
+    # A method given in Python has a name that only Python knows.
+    named = {} if given is None else {"method": "fedavg"}
+    before = experiment({**load_yaml(folder / "config.yaml"), **named})
+    try:
+        check_same(before.model_dump(mode="json"), config)
+    except CheckpointError as error:
+        raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
+    done = finished_rounds(folder)
+    if done == config.rounds:
+        return read_history(folder), json.loads((folder / "summary.json").read_text())
+    changes = config.model_dump(include=set(RESUMABLE))
+    result = resume(
+        folder, federation=federation, model=model, method=given, callbacks=callbacks, shared=shared, **changes
+    )
+    return result.history, result.summary

@@ -1,0 +1,1 @@
+"""The validated description of a run."""

@@ -1,0 +1,274 @@
+"""One validated description of a run, in YAML and out.
+
+Every field has a type, a range and a default; an unknown key is an error. ``config.yaml`` in a run folder is complete: it
+holds every field, so it can be run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, Field
+from pydantic_core import PydanticSerializationError
+
+from unskew.config.sections import NetworkConfig as NetworkConfig
+from unskew.config.sections import Section as Section
+from unskew.config.sections import TextConfig as TextConfig
+from unskew.engines.base import Training
+from unskew.errors import ConfigError, plain, unknown
+from unskew.methods.catalogue import method
+from unskew.models.catalogue import named_model
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
+
+
+DEFAULT_EPOCHS = 5
+
+
+class Experiment(Section):
+    """A run: data, model, method, budget, and how it is carried out. ``Experiment()`` is the command line's default."""
+
+    data: str = "digits"
+    """Name of a data source, ``table:PATH``, ``folder:PATH``, ``leaf:PATH``, or ``arrays`` for data given in Python."""
+    data_path: str | None = None
+    """Folder that holds the source's files, for use without a network."""
+    label: str | None = None
+    """Label column of a table; where it holds lists, a sample may have several labels."""
+    label_separator: Annotated[str, Field(min_length=1)] | None = None
+    """What stands between the labels of a sample, in a label column of text."""
+    image: str | None = None
+    """Image column of a table; for ``leaf``, the folder of image files."""
+    image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Side in pixels to which images are brought; None leaves them as they are."""
+    keep_classes: Annotated[int, Field(ge=2)] | None = None
+    """Keep the samples of the first so many classes only."""
+    keep_samples: Annotated[int, Field(ge=1)] | None = None
+    """Train on so many samples only, drawn by the seed."""
+    partition: str = "dirichlet:0.1"
+    """How the training samples are split over clients."""
+    clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
+    """Number of clients; None, the default of ``natural`` partitions, takes as many as there are."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of each client's samples kept to evaluate on that client."""
+    server: Annotated[int, Field(ge=0)] | str | None = None
+    """Data at the server: a number of test samples (removed from evaluation) or another source."""
+    server_path: str | None = None
+    """Folder of that other source."""
+    text: TextConfig = TextConfig()
+    """How texts become token ids; the columns alone may stand here."""
+    set_aside: Annotated[int, Field(ge=0)] = 0
+    """At least so many test samples are not evaluated on, wherever the server's data come from: for fair comparisons."""
+    augment: bool = False
+    """Random crops (padding 4) and horizontal flips of training images."""
+
+    model: str = "cnn"
+    """Name of a registered model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
+    model_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the model."""
+    head: str | None = None
+    """Module that is the head; by default the last linear layer."""
+    buffers: Literal["average", "local", "reset"] = "average"
+    """Normalisation statistics: averaged like parameters; kept at each client; or begun anew in every round."""
+
+    method: str = "fedavg"
+    """A method or a sum of methods with options."""
+    weights: Literal["auto", "samples", "uniform"] = "auto"
+    """Aggregation weights; ``auto`` is the method's own (by samples unless its paper averages uniformly)."""
+    rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50
+    """Number of communication rounds."""
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of clients per round."""
+    local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Mini-batch steps per client and round (then ``local_epochs`` is None)."""
+    local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Passes over a client's data per round; 5 if neither is given."""
+    batch_size: Annotated[int, Field(ge=1, le=10_000_000)] = 64
+    """Samples per step."""
+    drop_last: bool = False
+    """Leave out the smaller last batch of an epoch."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """The client's optimizer."""
+    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.01
+    """The client's learning rate."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of the client's SGD."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    """Weight decay of the client's optimizer."""
+    nesterov: bool = False
+    """Nesterov momentum of the client's SGD."""
+    clip: Positive | None = None
+    """Largest norm of a client's gradient."""
+    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    """Arithmetic of training; ``bf16`` is autocast with fp32 weights."""
+    network: NetworkConfig = NetworkConfig()
+    """What lies between clients and server."""
+
+    secure_aggregation: Literal["off", "required"] = "off"
+    """``required``: the server sees nothing but the weighted sum of a round's updates; methods that need more are refused."""
+    diagnose: tuple[
+        Literal["local_models", "consensus", "generalization", "gradients", "server", "surrogate"], ...
+    ] = ()
+    """What is measured beside the method, in rounds that are evaluated."""
+    start_from: str | None = None
+    """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
+    synthetic: str | None = None
+    """Folder of a run whose synthetic images are used again instead of making new ones."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides partition, initial model, cohorts, batches and drop-outs."""
+    engine: Literal["auto", "inline", "processes", "vectorized"] = "auto"
+    """How clients are trained; the numbers are the same."""
+    workers: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Processes of the engine ``processes``; one per core if None."""
+    device: Annotated[str, Field(pattern=DEVICES)] = "auto"
+    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
+    eval_every: Annotated[int, Field(ge=1)] = 1
+    """Evaluate on the test set every so many rounds (and after the last)."""
+    eval_clients: Annotated[int, Field(ge=0)] = 1000
+    """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    """Write a checkpoint every so many rounds (and after the last)."""
+    save_samples: bool = False
+    """Draw the inputs that clients make in the last round, for methods that make any, into the run folder."""
+    target: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Accuracy for which the number of rounds needed is reported."""
+    trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
+    """Where figures are sent beside the run folder."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, values: Any) -> Any:
+        """Defaults that depend on other fields, so that ``config.yaml`` leaves nothing open."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if isinstance(values.get("model"), Mapping):
+            values["model"], options = named_model(values["model"])
+            values["model_options"] = {**options, **(values.get("model_options") or {})}
+        if values.get("local_steps") is None and values.get("local_epochs") is None:
+            values["local_epochs"] = DEFAULT_EPOCHS
+        if str(values.get("partition", "")).startswith("natural"):
+            values.setdefault("clients", None)
+        if isinstance(values.get("server"), str) and values["server"].isdigit():
+            values["server"] = int(values["server"])
+        if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false
+            values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
+        if isinstance(values.get("network"), str):  # as on the command line
+            values["network"] = {"delay": values["network"]}
+        if isinstance(values.get("text"), str | list | tuple):
+            values["text"] = {"columns": values["text"]}
+        for name in ("trackers", "diagnose"):
+            if isinstance(values.get(name), str):
+                values[name] = [values[name]]
+        return values
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Experiment:
+        if self.local_steps is not None and self.local_epochs is not None:
+            raise ValueError("local_steps and local_epochs are both given; give one of them")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum above 0")
+        if self.optimizer != "sgd" and self.momentum:
+            raise ValueError(f"momentum belongs to sgd, not to {self.optimizer}")
+        if self.precision == "fp64" and self.device.startswith("mps"):
+            raise ValueError("fp64 is not available on this device")
+        method(self.method)
+        return self
+
+    @property
+    def training(self) -> Training:
+        """The client's budget and optimizer."""
+        return Training(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Training)})
+
+    def to_yaml(self) -> str:
+        """Every field, in order."""
+        try:
+            return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        except PydanticSerializationError as error:
+            raise ConfigError(
+                f"model_options cannot be written to config.yaml ({error}); "
+                "give the model as a function that has these options built in."
+            ) from error
+
+
+DATA_FIELDS = (
+    *("data", "data_path", "label", "label_separator", "image", "partition", "clients", "holdout"),
+    *("server", "server_path", "set_aside", "text", "image_size", "keep_classes", "keep_samples"),
+)
+"""Fields that, with the seed, decide which samples are where."""
+
+
+def experiment(values: dict[str, Any]) -> Experiment:
+    """A checked experiment from plain values.
+
+    Raises:
+        ConfigError: An unknown key, a wrong type or a value out of range.
+    """
+    check_keys(values, Experiment)
+    try:
+        return Experiment.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        known = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
+        where = ".".join(str(piece) for piece in first["loc"] if piece in known)
+        reason = plain(first["msg"])
+        if first["type"] == "string_pattern_mismatch":
+            reason = "Input should be auto, cpu, cuda or, for the second of several, cuda:1"
+        raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error
+
+
+def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
+    """Unknown keys are refused with the nearest known ones, also inside sections."""
+    for key, value in values.items():
+        if key not in model.model_fields:
+            raise ConfigError(unknown("option", f"{prefix}{key}", [f"{prefix}{name}" for name in model.model_fields]))
+        section = model.model_fields[key].annotation
+        if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
+            check_keys(value, section, f"{prefix}{key}.")
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The values of a configuration file.
+
+    Raises:
+        ConfigError: The file is missing, is not YAML, or is not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.")
+    return values
+
+
+def set_field(values: dict[str, Any], assignment: str) -> None:
+    """Apply ``any.field=value``; the value is read as YAML.
+
+    >>> values = {}
+    >>> set_field(values, "network.drop=0.1")
+    >>> values
+    {'network': {'drop': 0.1}}
+    """
+    path, equals, text = assignment.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"--set {assignment!r} is not of the form any.field=value.")
+    *sections, name = path.strip().split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {assignment!r}: {section!r} is a single value, not a section.")
+        values = inner
+    try:
+        values[name] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {assignment!r}: the value is not YAML.") from error

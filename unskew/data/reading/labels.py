@@ -1,0 +1,153 @@
+"""Label columns of tables: one class per row, or a list of labels per row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unskew.data.reading.images import is_binary
+from unskew.errors import ConfigError, DataError
+
+
+class Labels(NamedTuple):
+    """What a label column says, part by part.
+
+    Attributes:
+        names: Names of the classes or labels, in order.
+        ys: For each part, class indices ``[n]``; or, with several labels a row, ``[n, L]`` of 0 and 1 as uint8.
+        task: ``"classification"`` or ``"multilabel"``.
+    """
+
+    names: tuple[str, ...]
+    ys: list[np.ndarray]
+    task: str
+
+
+def read_labels(parts: Mapping[str, Any], label: str, given: tuple[str, ...], separator: str | None = None) -> Labels:
+    """The labels of several tables, encoded alike.
+
+    A column of lists, or of text that ``separator`` cuts into labels, makes the task multi-label. The classes are the names
+    given, or else the sorted values found in any part.
+
+    Args:
+        parts: pyarrow columns by where they are from, for errors.
+        label: Name of the column.
+        given: Class names for a column of whole numbers; empty if there are none.
+        separator: What stands between the labels of a row, in a column of text.
+
+    Raises:
+        ConfigError: A separator for a column that holds lists already.
+        DataError: A label is missing, fractional or unknown, or the parts differ in kind.
+    """
+    lists = [is_list(column.type) for column in parts.values()]
+    if any(lists) and separator is not None:
+        raise ConfigError(f"The label column {label!r} holds lists; label_separator is for a column of text.")
+    if any(lists) and not all(lists):
+        raise DataError(f"The label column {label!r} holds lists in {' but not in '.join(by_kind(parts, lists))}.")
+    if separator is None and not any(lists):
+        names, ys = encode([label_values(column, label, where) for where, column in parts.items()], given)
+        return Labels(names, ys, "classification")
+    raw = [label_lists(column, label, where, separator) for where, column in parts.items()]
+    whole = all(values.dtype.kind in "iu" for _, values in raw if len(values))
+    names, indices = encode([values.astype(np.int64 if whole else str) for _, values in raw], given)
+    if not names:
+        raise DataError(f"No row has a label in the label column {label!r}.")
+    ys = []
+    for (where, column), (rows, _), index in zip(parts.items(), raw, indices, strict=True):
+        if len(index) and (index.min() < 0 or index.max() >= len(names)):
+            raise DataError(
+                f"The label column {label!r} of {where} holds a number that is none of {len(names)} labels."
+            )
+        y = np.zeros((len(column), len(names)), np.uint8)
+        y[rows, index] = 1
+        ys.append(y)
+    return Labels(names, ys, "multilabel")
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a pyarrow type is a list."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def by_kind(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
+    """Where the column holds lists, and where it does not."""
+    return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
+
+
+def class_names_of(table: Any, label: str) -> tuple[str, ...]:
+    """Class names that the hub's metadata gives to a column or to the entries of its lists; empty if it gives none."""
+    metadata = (table.schema.metadata or {}).get(b"huggingface")
+    if metadata is None:
+        return ()
+    feature = json.loads(metadata).get("info", {}).get("features", {}).get(label)
+    if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
+        feature = feature["feature"]
+    return tuple(feature.get("names", ())) if isinstance(feature, dict) else ()
+
+
+def label_values(column: Any, label: str, where: str) -> np.ndarray:
+    """A label column with one class per row, as an array of whole numbers or strings."""
+    import pyarrow as pa
+
+    if column.null_count:
+        raise DataError(
+            f"The label column {label!r} of {where} has {column.null_count} missing values. If a row may have several labels "
+            "or none in this text, say what separates them: label_separator."
+        )
+    kind = column.type
+    if pa.types.is_nested(kind) or is_binary(kind):
+        raise DataError(
+            f"The label column {label!r} of {where} has type {kind}; it must hold one class or a list of labels per row."
+        )
+    values = column.to_numpy()
+    if values.dtype.kind == "f":
+        if not (np.isfinite(values) & (values == np.round(values))).all():
+            raise DataError(f"The label column {label!r} of {where} holds fractions or NaN; labels must be classes.")
+        return np.asarray(values.astype(np.int64))
+    return np.asarray(values if values.dtype.kind in "iu" else values.astype(str))
+
+
+def label_lists(column: Any, label: str, where: str, separator: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """All labels of a column of lists, one after the other: the row of each, and its value (a whole number or text).
+
+    With a separator the column is text; an empty or missing cell is a row without labels.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if separator is not None:
+        if pa.types.is_nested(column.type) or is_binary(column.type):
+            raise DataError(f"The label column {label!r} of {where} has type {column.type}; a separator needs text.")
+        column = pc.split_pattern(column.cast(pa.string()).fill_null(""), separator)
+    elif column.null_count:
+        raise DataError(
+            f"The label column {label!r} of {where} has {column.null_count} missing values; a row without labels needs an "
+            "empty list."
+        )
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    rows, values = pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array)
+    if separator is not None:
+        values = pc.utf8_trim_whitespace(values)
+        there = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
+        return rows[there], values.to_numpy(zero_copy_only=False)[there]
+    t = pa.types
+    if len(values) and not (t.is_integer(values.type) or t.is_string(values.type) or t.is_large_string(values.type)):
+        raise DataError(
+            f"The label column {label!r} of {where} has lists of {values.type}; labels are text or numbers."
+        )
+    if values.null_count:
+        raise DataError(f"The label column {label!r} of {where} has {values.null_count} missing values in its lists.")
+    return rows, values.to_numpy(zero_copy_only=False)
+
+
+def encode(raw: Sequence[np.ndarray], given: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """Class names and class indices; without given names, the sorted values found in any part are the classes."""
+    if given and all(values.dtype.kind in "iu" for values in raw):
+        return given, [values.astype(np.int64) for values in raw]
+    values, index = np.unique(np.concatenate(raw), return_inverse=True)
+    return tuple(str(value) for value in values), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])

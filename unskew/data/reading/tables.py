@@ -1,0 +1,259 @@
+"""Tables: what every source turns into, and how columns become inputs, labels and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.federation import take
+from unskew.data.normalisation import Normalisation
+from unskew.data.reading.images import decode_column, is_binary, with_channels, with_size
+from unskew.data.reading.labels import class_names_of, read_labels
+from unskew.errors import ConfigError, DataError, unknown
+
+SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
+
+
+@dataclass(frozen=True)
+class Table:
+    """Samples, their labels and whatever else is known about them.
+
+    Attributes:
+        x: uint8 images ``[n, C, H, W]`` over channels-last memory, float32 features ``[n, f]``, or token ids ``[n, L]``.
+        y: Class of each sample, ``[n]``; with several labels a sample, ``[n, L]`` of 0 and 1; or the next tokens ``[n, L]``.
+        columns: Further columns by name, each ``[n]``: users, writers, domains.
+    """
+
+    x: Tensor
+    y: Tensor
+    columns: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def rows(self, index: np.ndarray) -> Table:
+        """The table of the rows ``index``."""
+        ids = torch.from_numpy(index)
+        return Table(take(self.x, ids), self.y[ids], {name: values[index] for name, values in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set with a training and a test part. Its arrays are shared: do not change them in place."""
+
+    name: str
+    train: Table
+    test: Table
+    class_names: tuple[str, ...]
+    classes: int
+    task: str = "classification"
+
+    def sized(self, size: int | None) -> Source:
+        """The same with images of this side; inputs that are no images stay as they are."""
+        if size is None or self.train.x.dim() != 4 or tuple(self.train.x.shape[2:]) == (size, size):
+            return self
+        train, test = (replace(part, x=with_size(part.x, size, size)) for part in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
+    def first(self, classes: int | None) -> Source:
+        """The same with the samples of the first so many classes only.
+
+        Raises:
+            ConfigError: There are fewer classes, or a sample may have several.
+            DataError: No sample is left.
+        """
+        if classes is None or classes == self.classes:
+            return self
+        if self.task != "classification":
+            raise ConfigError(f"keep_classes={classes} needs one class per sample; {self.name} has several labels.")
+        if not 2 <= classes < self.classes:
+            raise ConfigError(f"keep_classes={classes} must be from 2 to the {self.classes} classes of {self.name}.")
+        train, test = (p.rows(torch.nonzero(p.y < classes)[:, 0].numpy()) for p in (self.train, self.test))
+        if not len(train) or not len(test):
+            raise DataError(f"{self.name} has no samples to train or to test on in its first {classes} classes.")
+        names = self.class_names[:classes]
+        return replace(self, train=train, test=test, class_names=names, classes=classes)
+
+    @cached_property
+    def normalisation(self) -> Normalisation | None:
+        """Statistics of the training inputs; computed once. None for token ids."""
+        return normalisation_of(self.train.x)
+
+
+def normalisation_of(x: Tensor) -> Normalisation | None:
+    """Statistics of inputs, unless they are token ids."""
+    return None if x.dtype == torch.int64 else Normalisation.fit(x)
+
+
+def source_from_tables(
+    name: str,
+    train: Any,
+    test: Any | None,
+    *,
+    label: str | None,
+    image: str | None = None,
+    label_separator: str | None = None,
+    folder: Path | None = None,
+    size: int | None = None,
+    test_share: float = 0.2,
+) -> Source:
+    """Turn pyarrow tables into a source.
+
+    Args:
+        name: Name of the source.
+        train: Training rows.
+        test: Test rows; None splits ``test_share`` off the training rows, stratified by class where there is one each.
+        label: Name of the label column; where it holds lists, the task is multi-label.
+        image: Name of the column of encoded images; None takes every numeric column as a feature.
+        label_separator: What stands between the labels of a row, in a column of text; then the task is multi-label.
+        folder: Where relative paths in the image column start.
+        size: Side to which images are brought.
+        test_share: Share of the rows to test on when there is no test part.
+
+    Raises:
+        DataError: A column is missing, empty, not numeric or holds missing values.
+    """
+    parts = {"the training rows": train} | ({} if test is None else {"the test rows": test})
+    for where, part in parts.items():
+        for column in (label, image):
+            if column is not None and column not in part.column_names:
+                raise DataError(f"{name}, {where}: {unknown('column', column, part.column_names)}")
+        if part.num_rows == 0:
+            raise DataError(f"{name}: {where} are empty.")
+    if label is None:
+        raise DataError(f"Say which column of {name} holds the labels (label=): {', '.join(train.column_names)}.")
+    columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
+    names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
+    if image is None:
+        numeric = feature_names(train, label, name)
+        xs = [features(part, numeric, f"{name}, {where}") for where, part in parts.items()]
+    else:
+        xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
+        channels = max(x.shape[1] for x in xs)
+        xs = [with_channels(x, channels) for x in xs]
+    if xs[0].shape[1:] != xs[-1].shape[1:]:
+        raise DataError(
+            f"The training images of {name} have shape {tuple(xs[0].shape[1:])}, its test images {tuple(xs[-1].shape[1:])}."
+        )
+    tables = []
+    for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
+        y = as_targets(values, f"{name}, {where}", task)
+        check_targets(y, len(names), f"{name}, {where}")
+        tables.append(Table(x, y, further_columns(part, {label, image})))
+    if test is None:
+        y = tables[0].y
+        keep, held = split_rows((y if y.dim() == 1 else y.new_zeros(len(y))).numpy(), test_share)
+        tables = [tables[0].rows(keep), tables[0].rows(held)]
+    return Source(name, tables[0], tables[1], names, len(names), task)
+
+
+def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows, stratified by class and always the same; every class keeps a training row.
+
+    >>> keep, held = split_rows(np.array([0] * 10 + [1] * 5), 0.2)
+    >>> len(keep), len(held)
+    (12, 3)
+    """
+    if not 0 < share < 1:
+        raise DataError(f"test_share must be a share between 0 and 1, not {share}.")
+    rng = np.random.default_rng(SPLIT_SEED)
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    sorted_labels = labels[order]
+    spare = order[1:][sorted_labels[1:] == sorted_labels[:-1]]  # all but the first row of each class
+    count = min(max(1, round(len(labels) * share)), len(spare))
+    if count == 0:
+        raise DataError("No test rows can be split off: every class has a single row. Provide test data.")
+    # Every (1/share)-th row of the rows sorted by class.
+    taken = np.diff(np.arange(len(spare) + 1) * count // len(spare)) == 1
+    held = np.sort(spare[taken])
+    return np.setdiff1d(np.arange(len(labels)), held), held
+
+
+def is_numeric(kind: Any) -> bool:
+    """Whether a pyarrow type is a number or a truth value."""
+    import pyarrow as pa
+
+    t = pa.types
+    return bool(t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind))
+
+
+def feature_names(table: Any, label: str, name: str) -> list[str]:
+    """The numeric columns of a table, less the label and a stored row index."""
+    names = [
+        field.name
+        for field in table.schema
+        if field.name != label and is_numeric(field.type) and not field.name.startswith("__index_level_")
+    ]
+    if not names:
+        raise DataError(
+            f"{name} has no numeric columns besides the label {label!r} (columns: {', '.join(table.column_names)}). "
+            "For images, name their column (image=)."
+        )
+    return names
+
+
+def features(table: Any, names: Sequence[str], where: str) -> Tensor:
+    """The named columns as float32 ``[n, f]``."""
+    import pyarrow as pa
+
+    out = np.empty((table.num_rows, len(names)), np.float32)
+    for j, column in enumerate(names):
+        if column not in table.column_names:
+            raise DataError(f"{where}: column {column!r} of the training rows is missing.")
+        if not is_numeric(table.column(column).type):
+            raise DataError(
+                f"{where}: column {column!r} holds {table.column(column).type}, not numbers as in the training rows."
+            )
+        with np.errstate(over="ignore"):
+            out[:, j] = table.column(column).cast(pa.float64(), safe=False).to_numpy()
+        bad = int((~np.isfinite(out[:, j])).sum())
+        if bad:
+            raise DataError(f"{where}: column {column!r} has {bad} missing or infinite values; fill them or drop it.")
+    return as_inputs(out, where)
+
+
+def further_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
+    """Every column with one plain value per row, by name; the rest (lists, structs, bytes) is left out."""
+    import pyarrow as pa
+
+    return {
+        field.name: table.column(field.name).to_numpy()
+        for field in table.schema
+        if field.name not in skip and not pa.types.is_nested(field.type) and not is_binary(field.type)
+    }
+
+
+def read_file(path: Path) -> Any:
+    """A CSV, parquet or JSON lines file as a pyarrow table."""
+    try:
+        import pyarrow as pa
+        from pyarrow import csv, parquet
+        from pyarrow import json as lines
+    except ImportError as error:
+        raise DataError("Reading tables needs the package pyarrow: pip install 'unskew[hub]'.") from error
+    try:
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path)
+        else:
+            # One block, so that a column's type is found from all of its rows; empty and NA cells are missing values.
+            block = min(max(path.stat().st_size + 1, 2**20), 2**30)
+            if path.suffix == ".jsonl":
+                table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
+            else:
+                empty = csv.ConvertOptions(strings_can_be_null=True)
+                table = csv.read_csv(path, read_options=csv.ReadOptions(block_size=block), convert_options=empty)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as a table: {error}") from error
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise DataError(f"{path} has more than one column named {twice[0]!r}; rename them.")
+    return table

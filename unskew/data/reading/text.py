@@ -1,0 +1,235 @@
+"""Texts as data: rows with one text or a pair become token ids, with a label or with the next tokens to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.reading.labels import class_names_of, read_labels
+from unskew.data.reading.tables import Source, Table, further_columns, split_rows
+from unskew.data.reading.tokens import Text, Tokenizer, make_tokenizer
+from unskew.data.sources.sentences import sentences
+from unskew.errors import ConfigError, DataError, unknown
+
+TEXTS = ("multi_nli", "sentences", "text")
+PAIR = ("premise", "hypothesis")
+PADDING = -1
+CHUNK = 10_000
+
+
+def is_text(name: str) -> bool:
+    """Whether the source of this name holds texts."""
+    return name in (*TEXTS, "nyu-mll/multi_nli") or name.startswith("text:")
+
+
+def load_texts(
+    name: str,
+    *,
+    path: str | Path | None,
+    label: str | None,
+    columns: Sequence[str],
+    tokenizer: str | None,
+    block: int,
+    test_share: float = 0.2,
+) -> Source:
+    """Load and tokenise a data set of texts; the last few are kept in memory until their files change.
+
+    Without a label the task is ``language``: ``x [n, L]`` are token ids and ``y [n, L]`` those that follow them, both
+    views of one array. A text longer than ``block`` tokens is cut into several rows. With a label it is classification of
+    ``x [n, L]``, and longer texts are cut off. Rows are padded with -1 at the end, to the longest of all.
+
+    Args:
+        name: ``text:PATH``, ``multi_nli`` or ``sentences``.
+        path: Local files; for ``text``, a .csv, .jsonl or .parquet file, or a folder with train and test files.
+        label: The label column; None for language modelling.
+        columns: One text column, or two for a pair; the source's own if empty.
+        tokenizer: See ``unskew.data.reading.tokens.make_tokenizer``.
+        block: At most so many tokens a row.
+        test_share: Share of the rows to test on where there is no test part.
+
+    Raises:
+        ConfigError: Something is not said, or arguments do not fit together.
+        DataError: The files cannot be used as given.
+    """
+    from unskew.data.sources.catalogue import stamp
+
+    if name.startswith("text:"):
+        if path is not None:
+            raise ConfigError(f"{name!r} names a path already; leave out path={str(path)!r} or use the name 'text'.")
+        name, path = "text", name.removeprefix("text:")
+    name = name.removeprefix("nyu-mll/")
+    if name == "text" and not path:
+        raise ConfigError(
+            "The data set 'text' needs a path: text:PATH with a .csv, .jsonl or .parquet file, or a folder."
+        )
+    if name == "sentences" and path is not None:
+        raise ConfigError("The data set 'sentences' needs no file; it takes no path.")
+    if tokenizer is None:
+        raise ConfigError(
+            "Texts need a tokeniser: take a model hf:NAME, whose own is used, or set text.tokenizer to a name at the hub, a "
+            "folder, or bytes."
+        )
+    if len(columns) > 2:
+        raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")
+    where = None if path is None else Path(path).expanduser().absolute()
+    if where is not None and not where.exists():
+        raise DataError(f"There is no file or folder {where}.")
+    folder = Path(tokenizer).expanduser()
+    made = stamp(folder) if folder.is_dir() else None
+    return cached(name, where, stamp(where), label, tuple(columns), tokenizer, made, block, test_share)
+
+
+@lru_cache(maxsize=2)
+def cached(
+    kind: str,
+    path: Path | None,
+    stamp: tuple[int, int, int],
+    label: str | None,
+    columns: tuple[str, ...],
+    tokenizer: str,
+    made: tuple[int, int, int] | None,
+    block: int,
+    test_share: float,
+) -> Source:
+    """Load and tokenise; ``stamp`` and ``made`` are only part of the key."""
+    parts, name = text_tables(kind, path)
+    own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
+    for where, part in parts.items():
+        if part.num_rows == 0:
+            raise DataError(f"{name}: {where} are empty.")
+        for column in (*own, *([] if label is None else [label])):
+            if column not in part.column_names:
+                hint = "" if columns or column == label else " Name the text's column with text.columns."
+                raise DataError(f"{name}, {where}: {unknown('column', column, part.column_names)}{hint}")
+    texts = {where: strings(part, own, f"{name}, {where}") for where, part in parts.items()}
+    if made is not None:
+        make_tokenizer.cache_clear()  # the folder may hold another one by now
+    chosen = make_tokenizer(tokenizer)
+    beside = [further_columns(part, {*own, label}) for part in parts.values()]
+    if label is None:
+        rows = {where: cut(some, chosen, block, f"{name}, {where}") for where, some in texts.items()}
+        filled = padded([ids for ids, _ in rows.values()])
+        tables = [
+            Table(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in known.items()})
+            for ids, (_, origin), known in zip(filled, rows.values(), beside, strict=True)
+        ]
+        names: tuple[str, ...] = ("texts",)
+        classes, task = chosen.size, "language"
+    else:
+        labels = read_labels(
+            {f"{name}, {where}": part.column(label) for where, part in parts.items()},
+            label,
+            class_names_of(next(iter(parts.values())), label),
+        )
+        filled = padded([encoded(some, chosen, block) for some in texts.values()])
+        tables = [
+            Table(x, torch.from_numpy(np.asarray(y)), known)
+            for x, y, known in zip(filled, labels.ys, beside, strict=True)
+        ]
+        names, classes, task = labels.names, len(labels.names), labels.task
+        check_known(tables, classes, label, name)
+    if len(tables) == 1:
+        strata = tables[0].y.numpy() if task == "classification" else np.zeros(len(tables[0]), np.int64)
+        keep, held = split_rows(strata, test_share)
+        tables = [tables[0].rows(keep), tables[0].rows(held)]
+    return Source(name, tables[0], tables[1], names, classes, task)
+
+
+def text_tables(kind: str, path: Path | None) -> tuple[dict[str, Any], str]:
+    """The rows of each part, training part first, and the name of the data set."""
+    from unskew.data.sources import catalogue as sources
+
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise DataError("Texts need the package pyarrow: pip install 'unskew[transformers]'.") from error
+    if kind == "sentences":
+        parts = [pa.Table.from_pylist(sentences(seed, each)) for seed, each in ((0, 800), (1, 200))]
+        return dict(zip(("the training rows", "the test rows"), parts, strict=True)), kind
+    if kind == "multi_nli":
+        test: Any
+        if path is None:
+            train, test = sources.hub_tables(sources.Hub("nyu-mll/multi_nli", None, "", "label"), "validation_matched")
+        else:
+            folders = [path, *sorted(entry for entry in path.glob("*") if entry.is_dir())]
+            found = [[sources.split_files(f, s, ".parquet") for s in ("train", "validation_matched")] for f in folders]
+            whole = next((files for files in found if all(files)), None)
+            if whole is None:
+                raise DataError(
+                    f"{path} does not hold multi_nli: it needs train*.parquet and validation_matched*.parquet, in the "
+                    "folder or one level down, as in the hub's nyu-mll/multi_nli."
+                )
+            train, test = (sources.joined(files) for files in whole)
+        return {"the training rows": train, "the test rows": test}, kind
+    assert path is not None
+    train, test = sources.file_tables(path)
+    name = path.stem if path.stem != "train" else path.parent.name
+    return {"the training rows": train} | ({} if test is None else {"the test rows": test}), name
+
+
+def strings(table: Any, columns: Sequence[str], where: str) -> list[Text]:
+    """The texts of each row.
+
+    Raises:
+        DataError: A column holds no text, or a text is missing or empty.
+    """
+    import pyarrow as pa
+
+    for column in columns:
+        kind = table.column(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(f"{where}: the column {column!r} holds {kind}, not text.")
+        if table.column(column).null_count:
+            raise DataError(f"{where}: the column {column!r} has {table.column(column).null_count} missing texts.")
+    texts = list(zip(*(table.column(column).to_pylist() for column in columns), strict=True))
+    empty = next((row for row, text in enumerate(texts) if not any(part.strip() for part in text)), None)
+    if empty is not None:
+        raise DataError(f"{where}: row {empty} has no text in {', '.join(columns)}; fill it or remove the row.")
+    return texts
+
+
+def cut(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tuple[list[list[int]], np.ndarray]:
+    """Token ids in rows of at most ``block``, and the text that each row is of. A lone last token has nothing to predict."""
+    rows: list[list[int]] = []
+    origin: list[int] = []
+    for first in range(0, len(texts), CHUNK):
+        for number, ids in enumerate(tokenizer.join(texts[first : first + CHUNK]), start=first):
+            pieces = [ids[at : at + block] for at in range(0, len(ids), block)]
+            kept = [piece for piece in pieces if len(piece) > 1]
+            rows += kept
+            origin += [number] * len(kept)
+    if not rows:
+        raise DataError(f"{where}: no text has two tokens, so there is no next token to predict.")
+    return rows, np.array(origin)
+
+
+def encoded(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
+    """Token ids for classification, at most ``block`` a text."""
+    parts = (texts[first : first + CHUNK] for first in range(0, len(texts), CHUNK))
+    return list(chain.from_iterable(tokenizer.pairs(part, block) for part in parts))
+
+
+def padded(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
+    """Rows of each part as one int64 array ``[n, L]``, filled up with -1 to the longest row of all parts."""
+    longest = max(len(row) for rows in parts for row in rows)
+    arrays = []
+    for rows in parts:
+        lengths = np.array([len(row) for row in rows])
+        array = np.full((len(rows), longest), PADDING, np.int64)
+        array[np.arange(longest) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
+        arrays.append(torch.from_numpy(array))
+    return arrays
+
+
+def check_known(tables: Sequence[Table], classes: int, label: str, name: str) -> None:
+    """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labelled."""
+    for table in tables:
+        if table.y.dim() == 1 and (int(table.y.min()) < 0 or int(table.y.max()) >= classes):
+            raise DataError(f"{name}: the label column {label!r} holds numbers that are none of its {classes} classes.")

@@ -1,0 +1,307 @@
+"""Where data comes from: built-in digits, the Hugging Face hub, a folder of images, a table in a file.
+
+>>> source = load_source("digits")
+>>> source.train.x.shape, source.classes
+(torch.Size([1437, 1, 8, 8]), 10)
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unskew.data.reading.tables import Source, Table, read_file, source_from_tables
+from unskew.data.sources.builtin import digits, gaussians
+from unskew.data.sources.dsprites import dsprites
+from unskew.data.sources.leaf import leaf_source
+from unskew.data.sources.shapes import shapes
+from unskew.errors import ConfigError, DataError, unknown
+
+__all__ = ["SOURCES", "Source", "Table", "load_source"]
+
+SOURCES: dict[str, str] = {
+    "digits": "handwritten digits, 8 x 8 grey, 1,797 images; comes with scikit-learn, no download",
+    "cifar10": "CIFAR-10, 32 x 32 colour, 10 classes (uoft-cs/cifar10)",
+    "cifar100": "CIFAR-100, 32 x 32 colour, 100 classes (uoft-cs/cifar100)",
+    "mnist": "MNIST, 28 x 28 grey, 10 classes (ylecun/mnist)",
+    "fashion_mnist": "Fashion-MNIST, 28 x 28 grey, 10 classes (zalando-datasets/fashion_mnist)",
+    "svhn": "Street View House Numbers, 32 x 32 colour, 10 classes (ufldl-stanford/svhn, cropped_digits)",
+    "femnist": "FEMNIST, 28 x 28 grey, 62 classes by writer (flwrlabs/femnist)",
+    "celeba": "CelebA, 178 x 218 colour, faces with 40 attributes by person (flwrlabs/celeba)",
+    "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 samples and 50,000 to test on; no download",
+    "shapes": "textured shapes on cloudy backgrounds, 32 x 32 colour, 20 classes, 12,000 images; drawn, no download",
+    "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
+    "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; drawn, no download",
+    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
+    "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
+    "sentences": "made-up pairs of sentences in five genres, 4,000 and 1,000 to test on, three classes; no download",
+    "text": "text:PATH, texts in a .csv, .jsonl or .parquet file, or a folder with train and test files",
+    "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; needs the label column",
+}
+TABLES = (".parquet", ".csv", ".jsonl")
+DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
+"""Sources that need no file."""
+PATHS = ("folder", "table", "leaf")
+"""Sources that are written with their path."""
+
+
+class Hub(NamedTuple):
+    """A data set of the Hugging Face hub: its name there, its configuration, its columns, whether it has a test part."""
+
+    name: str
+    config: str | None
+    image: str
+    label: str
+    test: bool = True
+
+
+HUB: dict[str, Hub] = {
+    "cifar10": Hub("uoft-cs/cifar10", None, "img", "label"),
+    "cifar100": Hub("uoft-cs/cifar100", None, "img", "fine_label"),
+    "mnist": Hub("ylecun/mnist", None, "image", "label"),
+    "fashion_mnist": Hub("zalando-datasets/fashion_mnist", None, "image", "label"),
+    "svhn": Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+    "femnist": Hub("flwrlabs/femnist", None, "image", "character", test=False),
+    "celeba": Hub("flwrlabs/celeba", None, "image", "Smiling"),
+}
+
+
+def load_source(
+    name: str,
+    *,
+    path: str | Path | None = None,
+    label: str | None = None,
+    image: str | None = None,
+    label_separator: str | None = None,
+    size: int | None = None,
+    classes: int | None = None,
+    test_share: float = 0.2,
+) -> Source:
+    """Load a data set; the last few are kept in memory until their files change.
+
+    Args:
+        name: One of :data:`SOURCES`, a full hub name such as ``uoft-cs/cifar10``, ``folder:PATH``, ``table:PATH``, or a
+            file that ends in .csv, .jsonl or .parquet.
+        path: For a hub data set, a folder that holds its parquet files (no network is then used); for ``folder`` and
+            ``table``, the folder or file.
+        label: The label column; needed for tables, known for the rest. Where it holds lists, the task is multi-label.
+        image: The column of encoded images or of their files; without it, a table's numeric columns are its features. For
+            ``leaf``, the folder of the files that inputs name.
+        label_separator: What stands between the labels of a row, in a table's label column of text.
+        size: Side to which images are brought.
+        classes: Keep the samples of the first so many classes only.
+        test_share: Share of the rows to test on where the data brings no test part (stratified by class, always the same
+            rows).
+
+    Raises:
+        ConfigError: There is no such data set, or arguments do not fit together.
+        DataError: There is no such file, or the data cannot be used as given.
+    """
+    alias = {hub.name: short for short, hub in HUB.items()}
+    kind = alias.get(name, name)
+    for prefix in PATHS:
+        if name.startswith(prefix + ":"):
+            if path is not None:
+                raise ConfigError(
+                    f"{name!r} names a path already; leave out path={str(path)!r} or use the name {prefix!r}."
+                )
+            kind, path = prefix, name.removeprefix(prefix + ":")
+    if name.endswith(TABLES) and kind == name:
+        kind, path = "table", Path(path or "") / name
+    count = kind.removeprefix("dsprites:") if kind.startswith("dsprites:") else None
+    if count is not None and not count.isdecimal():
+        raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
+    if count is None and kind not in SOURCES:
+        raise ConfigError(unknown("data set", name, SOURCES))
+    if kind in PATHS and not path:
+        raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
+    if kind in DRAWN and (path is not None or label is not None or image is not None):
+        raise ConfigError(f"The data set {kind!r} needs no file; it takes no path, label or image column.")
+    if kind.startswith("dsprites") and (label is not None or image is not None):
+        raise ConfigError("dSprites takes no label or image column; its label is the shape.")
+    if kind == "folder" and (label is not None or image is not None):
+        raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
+    if kind == "leaf" and label is not None:
+        raise ConfigError("Data in LEAF's layout take no label column; their labels are y.")
+    if label_separator is not None and kind != "table":
+        raise ConfigError(f"label_separator belongs to tables; the labels of {kind!r} are known.")
+    where = None if path is None else Path(path).expanduser().absolute()
+    if where is not None and not where.exists():
+        raise DataError(f"There is no file or folder {where}.")
+    return cached(kind, where, stamp(where), label, image, label_separator, size, classes, test_share)
+
+
+def stamp(path: Path | None) -> tuple[int, int, int]:
+    """What changes when the files under a path change: their number, the newest time and the total size."""
+    if path is None:
+        return (0, 0, 0)
+    # A single file is stamped with its folder: train.csv reads the test.csv next to it.
+    files = path.rglob("*") if path.is_dir() else path.parent.glob(f"*{path.suffix}")
+    stats = [file.stat() for file in files if file.is_file()]
+    return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
+
+
+@lru_cache(maxsize=4)
+def cached(
+    kind: str,
+    path: Path | None,
+    stamp: tuple[int, int, int],
+    label: str | None,
+    image: str | None,
+    separator: str | None,
+    size: int | None,
+    classes: int | None,
+    test_share: float,
+) -> Source:
+    """Load and decode; ``stamp`` is only part of the key."""
+    return loaded(kind, path, label, image, separator, size, test_share).sized(size).first(classes)
+
+
+def loaded(
+    kind: str,
+    path: Path | None,
+    label: str | None,
+    image: str | None,
+    separator: str | None,
+    size: int | None,
+    test_share: float,
+) -> Source:
+    """The source as it is; images that are decoded here have the side ``size`` already."""
+    if kind in DRAWN:
+        return DRAWN[kind]()
+    if kind.startswith("dsprites"):
+        return dsprites(path, int(kind.partition(":")[2]) if ":" in kind else None)
+    if kind in HUB:
+        hub = HUB[kind]
+        train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
+        columns: dict[str, Any] = {"label": label or hub.label, "image": image or hub.image}
+        return source_from_tables(kind, train, test, **columns, size=size, test_share=test_share)
+    assert path is not None
+    if kind == "leaf":
+        return leaf_source(path, None if image is None else Path(image).expanduser(), size, test_share)
+    if kind == "folder":
+        train, test = folder_tables(path)
+        return source_from_tables(
+            path.name, train, test, label="label", image="image", size=size, test_share=test_share
+        )
+    train, test = file_tables(path)
+    name = path.stem if path.stem != "train" else path.parent.name
+    folder = path if path.is_dir() else path.parent
+    columns = {"label": label, "image": image, "label_separator": separator}
+    return source_from_tables(name, train, test, **columns, folder=folder, size=size, test_share=test_share)
+
+
+def hub_tables(hub: Hub, test: str = "test") -> tuple[Any, Any | None]:
+    """Training rows and those of the part ``test`` from the hub, or from the local copy that an earlier download left."""
+    with quiet_datasets() as datasets:
+        try:
+            loaded = datasets.load_dataset(hub.name, hub.config)
+        except Exception as error:  # whatever the network stack raises
+            raise DataError(
+                f"{hub.name} could not be loaded from the Hugging Face hub ({type(error).__name__}: {error}). Check the "
+                "network, or put its parquet files in a folder and name that folder (path=, --data-path)."
+            ) from error
+    return loaded["train"].data.table, loaded[test].data.table if hub.test else None
+
+
+def local_tables(kind: str, hub: Hub, path: Path) -> tuple[Any, Any | None]:
+    """Training and test rows from a folder laid out like the hub's."""
+    splits = ("train", "test") if hub.test else ("train",)
+    inside = [path / hub.config] if hub.config else []
+    folders = [*inside, path, *sorted(entry for entry in path.glob("*") if entry.is_dir())]
+    for folder in folders:
+        files = {split: split_files(folder, split, ".parquet") for split in splits}
+        if all(files.values()):
+            return dataset_tables("parquet", {s: [glob.escape(str(f)) for f in found] for s, found in files.items()})
+    raise DataError(
+        f"{path} does not hold {kind}: it needs {' and '.join(f'{split}*.parquet' for split in splits)}, in the folder or "
+        f"one level down, as in the hub's {hub.name}."
+    )
+
+
+def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
+    """The files of one split: ``train*.parquet``, or all files of a folder ``train``."""
+    return sorted(folder.glob(f"{split}*{suffix}")) or sorted((folder / split).glob(f"*{suffix}"))
+
+
+def folder_tables(path: Path) -> tuple[Any, Any | None]:
+    """Rows of a folder with one folder of images per class."""
+    splits = {split: path / split for split in ("train", "test") if (path / split).is_dir()} or {"train": path}
+    if "train" not in splits:
+        raise DataError(f"{path} has a folder 'test' but no folder 'train'.")
+    for folder in splits.values():
+        classes = sorted(e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
+        if len(classes) < 2:
+            raise DataError(
+                f"{folder} must hold one folder of images per class, at least two; it has {classes or 'none'}."
+            )
+    train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
+    if "label" not in train.column_names:
+        raise DataError(f"The images of {path} must lie directly in the folders of their classes.")
+    return train, test
+
+
+def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None]:
+    """Rows of local files through ``datasets``, which copies them to its cache once."""
+    with quiet_datasets() as datasets:
+        try:
+            loaded = datasets.load_dataset(builder, data_files=files)
+        except Exception as error:  # a damaged file surfaces as one of several classes
+            cause = error.__cause__ or error
+            raise DataError(f"The files {files} cannot be read: {cause}") from error
+    return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
+
+
+def file_tables(path: Path) -> tuple[Any, Any | None]:
+    """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
+    if path.is_dir():
+        for suffix in TABLES:
+            train, test = (split_files(path, split, suffix) for split in ("train", "test"))
+            if train:
+                return joined(train), joined(test) if test else None
+        raise DataError(f"{path} holds no train*.parquet, no train*.csv and no train*.jsonl.")
+    if path.suffix not in TABLES:
+        raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
+    sibling = path.with_stem("test")
+    return read_file(path), read_file(sibling) if path.stem == "train" and sibling.is_file() else None
+
+
+def joined(files: list[Path]) -> Any:
+    """The rows of several files, one after the other."""
+    parts = [read_file(file) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.column_names != parts[0].column_names:
+            raise DataError(f"{file} has the columns {part.column_names}, {files[0]} has {parts[0].column_names}.")
+    import pyarrow as pa
+
+    return pa.concat_tables(parts, promote_options="permissive")
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[Any]:
+    """The ``datasets`` package with its progress bars and warnings off."""
+    try:
+        datasets: Any = import_module("datasets")
+        hub: Any = import_module("huggingface_hub.utils")
+    except ImportError as error:
+        raise DataError("This data set needs the package datasets: pip install 'unskew[hub]'.") from error
+    levels = datasets.logging.get_verbosity(), hub.logging.get_verbosity()
+    bars = datasets.are_progress_bars_disabled(), hub.are_progress_bars_disabled()
+    datasets.logging.set_verbosity_error()
+    hub.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    hub.disable_progress_bars()
+    try:
+        yield datasets
+    finally:
+        datasets.logging.set_verbosity(levels[0])
+        hub.logging.set_verbosity(levels[1])
+        if not bars[0]:
+            datasets.enable_progress_bars()
+        if not bars[1]:
+            hub.enable_progress_bars()

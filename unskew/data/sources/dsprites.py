@@ -1,0 +1,127 @@
+"""dSprites: 737,280 images of one white shape on black, drawn here from the data set's factors, or read from its file.
+
+Matthey, Higgins, Hassabis, Lerchner, "dSprites: Disentanglement testing Sprites dataset", 2017. Every combination of 3 shapes
+(square, ellipse, heart), 6 scales from 0.5 to 1, 40 orientations from 0 to 2 pi, and 32 x 32 positions once, 64 x 64 pixels.
+The drawing follows these factors, but not pixel by pixel the original's program: a position is a shift by one pixel, and a
+pixel is white if its centre lies inside the shape.
+
+The task is that of Fedssyn's appendix A.4 (Li et al. 2023, arXiv:2306.13263): tell the shape. The column ``client`` divides
+the images into 12, a shape in a quadrant of the positions each; a tenth of every one of these is the test part, so that each
+has exactly 55,296 images to train on.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from unskew.data.reading.tables import Source, Table
+from unskew.errors import DataError
+
+SHAPES = ("square", "ellipse", "heart")
+SIZES = (3, 6, 40, 32, 32)
+"""Values of shape, scale, orientation, horizontal and vertical position; the last changes fastest."""
+TOTAL = 737_280
+SIDE, REACH = 64, 16
+RADIUS = 15.5  # of the circle around the largest shape, in pixels
+GROUPS = 12
+COLUMNS = ("shape", "scale", "orientation", "x", "y")
+
+
+def stencils() -> np.ndarray:
+    """Every shape, scale and orientation around the middle of 33 x 33 pixels: truth values ``[720, 33, 33]``."""
+    axis = np.arange(-REACH, REACH + 1)
+    y, x = (grid.astype(float)[None] for grid in np.meshgrid(axis, axis, indexing="ij"))
+    angle = np.linspace(0, 2 * np.pi, SIZES[2])[:, None, None]
+    u, v = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
+    found = []
+    for shape in SHAPES:
+        for scale in np.linspace(0.5, 1, SIZES[1]):
+            a, b = u / (RADIUS * scale), v / (RADIUS * scale)
+            if shape == "square":
+                inside = np.maximum(abs(a), abs(b)) <= np.sqrt(0.5)
+            elif shape == "ellipse":
+                inside = a**2 + 4 * b**2 <= 1
+            else:
+                p, q = 1.42 * a, -1.42 * b  # the curve lies within 1.42 of its middle
+                inside = (p**2 + q**2 - 1) ** 3 <= p**2 * q**3
+            found.append(inside)
+    return np.concatenate(found)
+
+
+def factors(rows: np.ndarray) -> np.ndarray:
+    """Shape, scale, orientation, horizontal and vertical position of images by their number: ``[n, 5]``."""
+    return np.stack(np.unravel_index(rows, SIZES), 1)
+
+
+def draw(known: np.ndarray) -> np.ndarray:
+    """Images ``[n, 64, 64]``, uint8 of 0 and 255, from their factors ``[n, 5]``."""
+    shapes = stencils().astype(np.uint8) * 255
+    which = np.ravel_multi_index(tuple(known[:, :3].T), SIZES[:3])
+    images = np.zeros((len(known), SIDE, SIDE), np.uint8)
+    place = known[:, 3] * SIZES[4] + known[:, 4]
+    order = np.argsort(place, kind="stable")
+    edges = np.searchsorted(place[order], np.arange(SIZES[3] * SIZES[4] + 1))
+    width = 2 * REACH + 1
+    for number, (first, last) in enumerate(pairwise(edges)):
+        rows, (x, y) = order[first:last], divmod(number, SIZES[4])
+        images[rows, y : y + width, x : x + width] = shapes[which[rows]]
+    return images
+
+
+def groups(known: np.ndarray) -> np.ndarray:
+    """The client of each image: ``4 shape + 2 (lower half) + (right half)``, 0 to 11."""
+    return np.asarray(4 * known[:, 0] + 2 * (known[:, 4] >= SIZES[4] // 2) + (known[:, 3] >= SIZES[3] // 2))
+
+
+def dsprites(path: Path | None = None, count: int | None = None) -> Source:
+    """The data set, with a tenth of each client's images to test on; always the same draw.
+
+    Args:
+        path: The original's ``.npz`` file, or a folder that holds it; without it the images are drawn.
+        count: So many images, the clients' in equal parts (rounded down); all if None.
+
+    Raises:
+        DataError: The file is not dSprites, or there are not so many images.
+    """
+    if count is not None and not 2 * GROUPS <= count <= TOTAL:
+        raise DataError(f"dsprites:{count} is not possible; take from {2 * GROUPS} to {TOTAL:,} images.")
+    draws = np.random.default_rng(0)
+    group = groups(factors(np.arange(TOTAL)))
+    parts = [draws.permutation(np.flatnonzero(group == k))[: (count or TOTAL) // GROUPS] for k in range(GROUPS)]
+    held = max(1, round(0.1 * len(parts[0])))
+    test, train = (np.sort(np.concatenate([p[cut] for p in parts])) for cut in (slice(held), slice(held, None)))
+    images = None if path is None else read(path)
+
+    def table(rows: np.ndarray) -> Table:
+        known = factors(rows)
+        x = draw(known) if images is None else images[rows] * np.uint8(255)
+        columns = {"client": groups(known), **{name: known[:, i] for i, name in enumerate(COLUMNS)}}
+        return Table(torch.from_numpy(x)[:, None], torch.from_numpy(known[:, 0].astype(np.int64)), columns)
+
+    return Source("dsprites", table(train), table(test), SHAPES, len(SHAPES))
+
+
+def read(path: Path) -> np.ndarray:
+    """The images ``[737280, 64, 64]`` of 0 and 1 from the original's file.
+
+    Raises:
+        DataError: It is not that file.
+    """
+    found = [path] if path.is_file() else sorted(path.glob("*.npz"))
+    if not found:
+        raise DataError(f"{path} holds no .npz file of dSprites.")
+    try:
+        # The file also holds pickled metadata, which nothing here reads.
+        with np.load(found[0], allow_pickle=False) as file:
+            images, known = file["imgs"], file["latents_classes"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{found[0]} cannot be read as dSprites: {error}.") from error
+    expected = factors(np.arange(TOTAL))
+    if images.shape != (TOTAL, SIDE, SIDE) or known.shape != (TOTAL, 6) or not np.array_equal(known[:, 1:], expected):
+        raise DataError(f"{found[0]} is not dSprites: it has images of shape {images.shape}, or other factors.")
+    return np.asarray(images, np.uint8)

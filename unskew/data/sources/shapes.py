@@ -1,0 +1,90 @@
+"""Colour images of textured shapes on cloudy backgrounds: a task unlike photographs that needs no file.
+
+Made for servers that have no data of their clients' task (Feddle out of domain): like photographs, the images have colour,
+edges, textures and backgrounds whose spectrum falls with the frequency, but they are drawn. 20 classes: one of five shapes,
+in one of four textures. Size, place, angle and all colours are random and tell nothing of the class.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from unskew.data.reading.tables import Source, Table
+
+SHAPES = ("disc", "square", "triangle", "ring", "cross")
+TEXTURES = ("plain", "striped", "chequered", "grainy")
+SIDE = 32
+TRAIN, TEST = 10_000, 2_000
+CHUNK = 1_000  # images drawn at a time
+
+
+def shapes() -> Source:
+    """10,000 images ``[3, 32, 32]`` and 2,000 to test on, as many of each class; always the same draw."""
+    draws = np.random.default_rng(0)
+
+    def table(n: int) -> Table:
+        labels = np.arange(n) % (len(SHAPES) * len(TEXTURES))
+        images = np.concatenate([draw(labels[first : first + CHUNK], draws) for first in range(0, n, CHUNK)])
+        return Table(torch.from_numpy(images), torch.from_numpy(labels), {})
+
+    names = tuple(f"{texture} {shape}" for shape in SHAPES for texture in TEXTURES)
+    return Source("shapes", table(TRAIN), table(TEST), names, len(names))
+
+
+def draw(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """One image per class number ``4 shape + texture``: uint8 ``[n, 3, 32, 32]``."""
+    n = len(labels)
+    shape, texture = np.divmod(labels, len(TEXTURES))
+
+    def between(low: float, high: float, *each: int) -> np.ndarray:
+        return draws.uniform(low, high, (n, *each))
+
+    # Coordinates u, v of the pixels as the shape sees them: it is turned and lies in the unit circle around 0.
+    axis = np.arange(SIDE) - (SIDE - 1) / 2
+    x, y = axis[None, None, :] - between(-6, 6, 1, 1), axis[None, :, None] - between(-6, 6, 1, 1)
+    angle, radius = between(0, 2 * np.pi, 1, 1), between(7, 13, 1, 1)
+    u, v = (x * np.cos(angle) + y * np.sin(angle)) / radius, (-x * np.sin(angle) + y * np.cos(angle)) / radius
+
+    inside, waves = np.zeros((n, SIDE, SIDE), bool), between(1.8, 3.3, 1, 1)
+    pattern = np.zeros((n, SIDE, SIDE))
+    for number, name in enumerate(SHAPES):
+        mine = shape == number
+        inside[mine] = within(name, u[mine], v[mine])
+    stripes = np.sin(2 * np.pi * waves * u)
+    for name, values in (
+        ("striped", np.sign(stripes)),
+        ("chequered", np.sign(stripes * np.sin(2 * np.pi * waves * v))),
+        ("grainy", clouds(n, 1, 0.3, draws)[:, 0]),
+    ):
+        mine = texture == TEXTURES.index(name)
+        pattern[mine] = values[mine]
+
+    back = between(40, 215, 3, 1, 1) + between(10, 45, 1, 1, 1) * clouds(n, 3, 1.5, draws)
+    front = between(40, 215, 3, 1, 1) + between(-60, 60, 3, 1, 1) * pattern[:, None]
+    noise = 4 * draws.normal(size=(n, 3, SIDE, SIDE))
+    return (np.where(inside[:, None], front, back) + noise).clip(0, 255).astype(np.uint8)
+
+
+def within(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Which of the points lie in the shape."""
+    away, wide = np.hypot(u, v), np.maximum(abs(u), abs(v))
+    side = np.sqrt(0.75)
+    of = {
+        "disc": away <= 1,
+        "square": wide <= 0.8,
+        "triangle": np.maximum(-v, side * abs(u) + 0.5 * v) <= 0.5,  # its corners lie on the unit circle
+        "ring": (away >= 0.55) & (away <= 1),
+        "cross": (np.minimum(abs(u), abs(v)) <= 0.3) & (wide <= 1),
+    }
+    return np.asarray(of[shape])
+
+
+def clouds(n: int, channels: int, fall: float, draws: np.random.Generator) -> np.ndarray:
+    """Random fields ``[n, channels, 32, 32]``, mean 0 and deviation 1, with amplitudes ``frequency^-fall``."""
+    axis = np.fft.fftfreq(SIDE)
+    frequency = np.hypot(axis[:, None], axis[None])
+    frequency[0, 0] = np.inf
+    white = np.fft.fft2(draws.normal(size=(n, channels, SIDE, SIDE)))
+    fields = np.fft.ifft2(white / frequency**fall).real
+    return np.asarray(fields / fields.std((2, 3), keepdims=True))

@@ -1,0 +1,78 @@
+"""What ``unskew diagnose`` found: as JSON, and as a figure; the tables are in ``unskew.cli.tables``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unskew.measures.heterogeneity import Figures, Heterogeneity
+from unskew.plots.curves import new_figure, save_figure
+
+PANELS = {
+    "zeta2": "dissimilarity of gradients ζ̂²",
+    "sigma2": "noise of gradients σ̂²",
+    "L": "smoothness L",
+    "rounds": "rounds, relative to p = 0 (Corollary I)",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured.
+
+    Attributes:
+        facts: Which data, which model, and what was looked at.
+        labels: How labels and sizes differ; see ``unskew.measures.heterogeneity.label_figures``.
+        places: What was measured at each model, in order.
+    """
+
+    facts: dict[str, Any]
+    labels: Figures
+    places: list[Heterogeneity]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values; what is not known is None."""
+        return {
+            **self.facts,
+            **self.labels,
+            "models": [
+                {"model": place.place, **_plain(place.figures), "shares": [_plain(row) for row in place.shares]}
+                for place in self.places
+            ],
+        }
+
+    def plot(self, path: str | Path) -> Path:
+        """Against the share ``p``: what was measured (markers) and Lemma 1's bounds (dashed), a colour for each model.
+
+        Args:
+            path: Image file to write; its ending decides the format.
+
+        Raises:
+            ConfigError: The ending is not one of a figure.
+        """
+        names = [n for n in PANELS if any(row[n] is not None for place in self.places for row in place.shares)]
+        figure, axes = new_figure(4.2 * max(1, len(names)), 3.6, max(1, len(names)), 1)
+        for name, axis in zip(names, axes[0], strict=False):
+            for number, place in enumerate(self.places):
+                p = [row["p"] for row in place.shares]
+                color = f"C{number % 10}"
+                axis.plot(p, [_number(row[name]) for row in place.shares], "o-", color=color, label=place.place)
+                bounds = [_number(row[f"{name}_bound"]) for row in place.shares]
+                axis.plot(p, bounds, "--", color=color, alpha=0.7)
+            axis.set_xlabel("share p of synthetic data")
+            axis.set_title(PANELS[name], fontsize=9)
+            axis.grid(alpha=0.3)
+        if names:
+            axes[0][0].plot([], [], "k--", alpha=0.7, label="Lemma 1")
+            axes[0][0].legend(frameon=False, fontsize=8)
+        return save_figure(figure, Path(path))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _plain(figures: Figures) -> Figures:
+    return {name: value if value is None or math.isfinite(value) else None for name, value in figures.items()}

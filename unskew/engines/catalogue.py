@@ -1,0 +1,53 @@
+"""Which engine a run uses."""
+
+from __future__ import annotations
+
+import torch
+
+from unskew.engines import processes
+from unskew.engines.base import Engine, Setup
+from unskew.engines.inline import InlineEngine
+from unskew.engines.machine import cores
+from unskew.engines.processes import ProcessesEngine
+from unskew.engines.vectorized import VectorizedEngine
+from unskew.errors import ConfigError
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that ``name`` means; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"The device {name!r} is not available here: {reason}. Use device='cpu' or 'auto'."
+        ) from error
+    return device
+
+
+def pick_engine(name: str, device: torch.device, cohort: int, workers: int | None = None) -> str:
+    """The engine that ``auto`` stands for on this machine (measured; see the page on engines in the docs).
+
+    >>> pick_engine("inline", torch.device("cpu"), 10)
+    'inline'
+    """
+    if name != "auto":
+        return name
+    if device.type != "cpu":
+        return "vectorized"
+    usable = (workers or cores()) if processes.available() else 1
+    return "processes" if usable > 1 and cohort > 1 else "inline"
+
+
+def make_engine(name: str, setup: Setup, workers: int | None = None) -> Engine:
+    """The engine ``name`` (not ``auto``), ready to train."""
+    if name == "processes":
+        return ProcessesEngine(setup, workers)
+    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup)

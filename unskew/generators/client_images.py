@@ -1,0 +1,245 @@
+"""Every client trains its generator and makes its images, one after the other; finished clients survive a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from unskew.data.federation import ClientData, Federation, cat_inputs, take
+from unskew.errors import ConfigError, DataError
+from unskew.files import locked, make_folder, write_atomic
+from unskew.generators import synthetic_set as synthetic
+from unskew.generators.catalogue import Factory
+from unskew.generators.job import Figures, Job
+from unskew.generators.labels import allocate, labels_of
+from unskew.generators.synthetic_set import SyntheticSet
+from unskew.generators.trained.privacy import Privacy
+from unskew.seeding import derive, generator
+
+LOG = "generators.jsonl"
+DRAWN = 100  # clients whose images are drawn
+TRAINING = 0.8  # of a client's part of the progress bar; the rest is for making its images
+Keep = Callable[[Tensor, Tensor], Any]
+Tell = Callable[[str, float, float], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How clients make their images.
+
+    Attributes:
+        rho: Share of a client's samples that its generator is trained on.
+        count: Images that each client makes.
+        factory: Makes the generators.
+        privacy: The guarantee asked for, or None.
+        sharing: Clients that take part.
+        keep: From a client's images and labels to those it shares, boolean ``[count]``; None shares all.
+    """
+
+    rho: float
+    count: int
+    factory: Factory
+    privacy: Privacy | None
+    sharing: Sequence[int]
+    keep: Keep | None = None
+
+
+def make_set(
+    federation: Federation,
+    recipe: Recipe,
+    seed: int,
+    folder: Path | None,
+    device: torch.device,
+    about: dict[str, Any],
+    tell: Tell,
+    warn: Callable[[str], None],
+) -> SyntheticSet:
+    """Step 1 and 2 of Algorithm 2.1: the images of all clients, in the clients' order.
+
+    Args:
+        federation: The data.
+        recipe: How they are made.
+        seed: Of the run.
+        folder: Where finished clients, half-trained generators and the set are kept; None keeps nothing.
+        device: Where generators are trained.
+        about: What identifies the set; a folder that holds another one is refused.
+        tell: Told what is being done, and how far it is.
+        warn: Told what the user should know.
+
+    Raises:
+        ConfigError: The folder holds another set, or another process is working there.
+        DataError: A generator makes something else than images.
+    """
+    for needed in (recipe.factory, recipe.privacy):
+        getattr(needed, "ready", lambda: None)()
+    if folder is None:
+        return _make(federation, recipe, seed, None, device, about, tell, warn)
+    synthetic.check_can_store()
+    make_folder(folder / "work")
+    with locked(folder) if os.name == "posix" else nullcontext():
+        if (folder / synthetic.ABOUT).is_file():
+            made = synthetic.load(folder)
+            if made.about.get("recipe") != about.get("recipe"):
+                raise ConfigError(
+                    f"{folder} holds a synthetic set that was made otherwise; remove it, or use it as it is."
+                )
+            synthetic.clear(folder, "work")
+            return made
+        told = json.dumps(about.get("recipe"), sort_keys=True)
+        begun = folder / "work" / "recipe.json"
+        if begun.is_file() and begun.read_text(encoding="utf-8") != told:
+            raise ConfigError(f"{folder} holds the beginning of another synthetic set; remove it.")
+        write_atomic(begun, told.encode())
+        made = _make(federation, recipe, seed, folder, device, about, tell, warn)
+        draw(folder, made, federation)
+        synthetic.save(folder, made, federation.classes, federation.class_names)
+        synthetic.clear(folder, "work")
+    return made
+
+
+def _make(
+    federation: Federation,
+    recipe: Recipe,
+    seed: int,
+    folder: Path | None,
+    device: torch.device,
+    about: dict[str, Any],
+    tell: Tell,
+    warn: Callable[[str], None],
+) -> SyntheticSet:
+    if recipe.privacy is not None:
+        largest = max(federation.clients[k].examples for k in recipe.sharing)
+        recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), warn)
+    parts: list[tuple[Tensor, Tensor]] = []
+    epsilons: dict[int, float] = {}
+    began, before = time.perf_counter(), 0.0
+    for number, k in enumerate(recipe.sharing):
+        done = None if folder is None else folder / "work" / f"client-{k}.safetensors"
+        if done is not None and done.is_file():
+            held = load_tensors(done.read_bytes())
+            x = held["x"].permute(0, 3, 1, 2)
+            parts.append((x, held["y"]))
+            if "epsilon" in held:
+                epsilons[k] = float(held["epsilon"])
+            before += float(held["seconds"])
+            tell(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
+            continue
+        started = time.perf_counter()
+        x, y, spent = _client(federation, federation.clients[k], recipe, seed, folder, device, (number, tell), warn)
+        parts.append((x, y))
+        held = {"x": x.permute(0, 2, 3, 1).contiguous(), "y": y}
+        held["seconds"] = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        if spent is not None:
+            epsilons[k] = spent
+            held["epsilon"] = torch.tensor(spent, dtype=torch.float64)
+        if done is not None and folder is not None:
+            write_atomic(done, save_tensors(held))
+            shutil.rmtree(folder / "work" / f"generator-{k}", ignore_errors=True)
+    source = torch.repeat_interleave(torch.tensor(list(recipe.sharing)), torch.tensor([len(y) for _, y in parts]))
+    told = {
+        **about,
+        "counts": {int(k): len(y) for k, (_, y) in zip(recipe.sharing, parts, strict=True)},
+        "seconds": round(before + time.perf_counter() - began, 1),
+        **({"epsilon": {int(k): e for k, e in epsilons.items()}} if epsilons else {}),
+    }
+    return SyntheticSet(cat_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, told)
+
+
+def _client(
+    federation: Federation,
+    client: ClientData,
+    recipe: Recipe,
+    seed: int,
+    folder: Path | None,
+    device: torch.device,
+    listener: tuple[int, Tell],
+    warn: Callable[[str], None],
+) -> tuple[Tensor, Tensor, float | None]:
+    """One client's images ``[m, C, H, W]``, their classes ``[m]``, and the privacy it spent."""
+    chosen = subset(client.examples, recipe.rho, seed, client.id)
+    y = client.y.cpu()[chosen]
+    x = take(client.x.cpu(), chosen)
+    work = None if folder is None else folder / "work" / f"generator-{client.id}"
+    if work is not None:
+        make_folder(work)
+    number, tell = listener
+
+    def report(figures: Figures) -> None:
+        share = TRAINING * figures["epoch"] / figures["epochs"]
+        text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
+        tell(text, number + share, len(recipe.sharing))
+        if folder is not None:
+            note(folder / LOG, {"client": client.id, **figures})
+
+    def sampled(share: float) -> None:
+        text = f"client {client.id}: making {recipe.count} images"
+        tell(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
+
+    shape = (federation.shape[0], federation.shape[1], federation.shape[2])
+    key = derive(seed, "client's generator", 0, client.id)
+    made = recipe.factory(Job(shape, federation.classes, key, device, work, recipe.privacy, report, sampled, warn))
+    made.fit(x, y)
+    counts = torch.bincount(y, minlength=federation.classes)
+    wanted = labels_of(allocate(counts, recipe.count), recipe.count)
+    sampled(0.0)
+    images = made.sample(wanted)
+    if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.shape != (recipe.count, *shape):
+        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise DataError(f"The generator must return uint8 images {(recipe.count, *shape)}, not {got}.")
+    images = images.cpu()
+    if recipe.keep is not None:
+        kept = np.asarray(recipe.keep(images, wanted))
+        if kept.dtype != bool or kept.shape != wanted.shape:
+            raise DataError(f"keep must return {recipe.count} truth values, one per image.")
+        mask = torch.from_numpy(kept)
+        images, wanted = take(images, mask.nonzero().flatten()), wanted[mask]
+    spent: float | None = getattr(made, "epsilon", None) if recipe.privacy is not None else None
+    return images, wanted, spent
+
+
+def note(path: Path, line: Figures) -> None:
+    """Append a line to a log; lines of the same client and epoch or later ones, from before a kill, go."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    rows = text.splitlines(keepends=True)
+    last = json.loads(rows[-1]) if rows and rows[-1].endswith("\n") else {}
+    if rows and (not last or (last["client"] == line["client"] and last["epoch"] >= line["epoch"])):
+        whole = [row for row in rows if row.endswith("\n")]
+        known = [row for row in whole if _earlier(json.loads(row), line)]
+        write_atomic(path, "".join(known).encode())
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _earlier(row: Figures, line: Figures) -> bool:
+    return bool(row["client"] != line["client"] or row["epoch"] < line["epoch"])
+
+
+def subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
+    """``rho n`` (rounded, at least one) of a client's samples, drawn uniformly without replacement; ascending."""
+    order = torch.randperm(examples, generator=generator(seed, "generator subset", 0, client))
+    return order[: max(1, round(rho * examples))].sort().values
+
+
+def draw(folder: Path, made: SyntheticSet, federation: Federation) -> None:
+    """A picture of what each client made, ``client-K.png``: a row for each of its classes."""
+    from unskew.plots.pictures import images_by_class
+
+    for k in made.makers[:DRAWN]:
+        mine = made.source == k
+        known, y = made.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        names = [federation.class_names[c] if federation.class_names else str(c) for c in known.tolist()]
+        title = f"client {k}: {len(y)} synthetic images"
+        images_by_class(made.x[mine].numpy() / 255, y.numpy(), len(known), names, folder / f"client-{k}.png", title)

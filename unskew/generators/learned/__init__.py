@@ -1,0 +1,1 @@
+"""Inputs that are learned from a model."""

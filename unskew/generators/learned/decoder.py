@@ -1,0 +1,119 @@
+"""A network that makes images, learned together with its input: the learnable generator of FedCOG.
+
+Its numbers and those of its input are one flat vector, so whatever learns pixels learns it too. Everything is a pure
+function of tensors that ``torch.func.vmap`` can map over clients.
+
+The network, for images ``C x H x W``, with ``h = H / 4`` and ``w = W / 4`` rounded up::
+
+    z [n, 256] -> linear to 128 x h x w -> norm -> upsample 2 -> conv 3x3 128 -> norm -> leaky 0.2
+               -> upsample 2 -> conv 3x3 64 -> norm -> leaky 0.2 -> conv 3x3 C -> sigmoid
+
+What is larger than ``H x W``, because a side is no multiple of 4, is cut off at the bottom and at the right. ``norm`` is
+batch normalisation by the batch's own mean and biased variance, with a learned scale and offset; convolutions before it
+have no bias.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.data.pixels import Pixels
+from unskew.generators.learned.inversion import Maker, channels_last
+from unskew.seeding import normal
+
+LATENT, WIDE, NARROW = 256, 128, 64
+BETAS = (0.5, 0.999)
+"""Adam's decay rates for this network."""
+
+Shape = tuple[int, int, int]
+
+
+def layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], float, float]]:
+    """What the flat vector holds, in its order: shape, mean and standard deviation at the start of each tensor."""
+    channels, height, width = shape
+    pixels = WIDE * math.ceil(height / 4) * math.ceil(width / 4)
+    return {
+        "z": ((n, LATENT), 0, 1),
+        "linear.weight": ((pixels, LATENT), 0, 0.02),
+        "linear.bias": ((pixels,), 0, 0),
+        "norm0.scale": ((WIDE,), 1, 0.02),
+        "norm0.offset": ((WIDE,), 0, 0),
+        "conv1.weight": ((WIDE, WIDE, 3, 3), 0, 0.02),
+        "norm1.scale": ((WIDE,), 1, 0.02),
+        "norm1.offset": ((WIDE,), 0, 0),
+        "conv2.weight": ((NARROW, WIDE, 3, 3), 0, 0.02),
+        "norm2.scale": ((NARROW,), 1, 0.02),
+        "norm2.offset": ((NARROW,), 0, 0),
+        "conv3.weight": ((channels, NARROW, 3, 3), 0, 0.02),
+        "conv3.bias": ((channels,), 0, 0),
+    }
+
+
+def start(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A new network with its input, as one flat vector: a pure function of ``key``.
+
+    Args:
+        key: Random 64-bit key.
+        n: Number of images.
+        shape: ``(C, H, W)`` of one image.
+        dtype: Type of the vector.
+    """
+    known = layout(n, shape).values()
+    sizes = torch.tensor([math.prod(dims) for dims, _, _ in known], device=key.device)
+    total = sum(math.prod(dims) for dims, _, _ in known)
+
+    def spread(values: list[float]) -> Tensor:
+        given = torch.tensor(values, dtype=torch.float64, device=key.device)
+        return torch.repeat_interleave(given, sizes, output_size=total)
+
+    draws = normal(key, (total,)) * spread([std for _, _, std in known]) + spread([mean for _, mean, _ in known])
+    return draws.to(dtype)
+
+
+def maker(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: Pixels) -> Maker:
+    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates; see ``start``."""
+    image = (shape[0], shape[1], shape[2])
+    return start(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
+
+
+def pieces(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
+    """The tensors by name, as views of the flat vector; differentiable."""
+    known = layout(n, shape)
+    cuts = torch.split(vector, [math.prod(dims) for dims, _, _ in known.values()])
+    return {name: cut.view(dims) for (name, (dims, _, _)), cut in zip(known.items(), cuts, strict=True)}
+
+
+def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
+    """The images that the network makes of its input: ``[n, C, H, W]``, from 0 to 1.
+
+    Args:
+        vector: Network and input, as ``start`` gives them.
+        n: Number of images.
+        shape: ``(C, H, W)`` of one image.
+    """
+    _, height, width = shape
+    p = pieces(vector, n, shape)
+    x = F.linear(p["z"], p["linear.weight"], p["linear.bias"])
+    x = channels_last(x.view(n, WIDE, math.ceil(height / 4), math.ceil(width / 4)))
+    x = twice(norm(x, p["norm0.scale"], p["norm0.offset"]))
+    x = F.conv2d(x, p["conv1.weight"], padding=1)
+    x = twice(F.leaky_relu(norm(x, p["norm1.scale"], p["norm1.offset"]), 0.2))
+    x = F.conv2d(x, p["conv2.weight"], padding=1)
+    x = F.leaky_relu(norm(x, p["norm2.scale"], p["norm2.offset"]), 0.2)
+    x = F.conv2d(x, p["conv3.weight"], p["conv3.bias"], padding=1)
+    return torch.sigmoid(x[:, :, :height, :width])
+
+
+def norm(x: Tensor, scale: Tensor, offset: Tensor, eps: float = 1e-5) -> Tensor:
+    """Batch normalisation of ``x [n, c, h, w]`` by its own statistics."""
+    # Not F.batch_norm, which refuses a single value per channel: one image of at most 4 x 4 pixels.
+    return torch.batch_norm(x, scale, offset, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def twice(x: Tensor) -> Tensor:
+    """Every pixel as a square of four."""
+    return F.interpolate(x, scale_factor=2, mode="nearest")

@@ -1,0 +1,1 @@
+"""Generators that a client trains on its data."""

@@ -1,0 +1,218 @@
+"""The class-conditional diffusion model that Fedssyn's clients train; its network comes from diffusers.
+
+Ho et al. 2020, arXiv:2006.11239, with the network and the settings of Nichol and Dhariwal 2021, arXiv:2102.09672, which the
+authors of Fedssyn name: pixels from -1 to 1, a U-Net with the class added to the time embedding, AdamW, averaged weights. The
+defaults are the paper's. Each batch of samples begins with noise of its own. The variance is the posterior's, not learned.
+
+The U-Net has a level for every halving down to a side of 4, at most four, so an 8x8 image gets two; sides that do not divide
+are padded by repeating their edge and cut back. ``batch`` is 256 in the paper, and in a private training the expected size.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+from unskew.generators.job import Job, as_pixels, halvings, pad
+from unskew.generators.trained.diffusion import Diffusion
+from unskew.generators.trained.training import Average, Trained, train
+from unskew.seeding import derive, generator
+
+Whole = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+PIXELS = 1 << 18  # of all images that are sampled at once: 256 of 32x32
+
+
+@dataclass(frozen=True)
+class DDPM:
+    """Options of the diffusion model.
+
+    Attributes:
+        epochs, batch, lr: Of the training with AdamW.
+        steps: Diffusion steps ``T``; ``sampling_steps``: how many are made when sampling.
+        schedule: Of the noise.
+        sampler: ``ancestral`` or ``ddim``.
+        ema: Decay of the averaged weights, which are sampled from.
+        width: Channels of the first level; ``multipliers``: of each level, as factors of it.
+        blocks: Residual blocks per level.
+        attention: Sides at which there is attention, with ``heads`` channels per head.
+        dropout: In the residual blocks.
+    """
+
+    private = True
+
+    epochs: Whole = 500
+    batch: Whole = 256
+    lr: Positive = 1e-4
+    steps: Annotated[int, Field(ge=2)] = 1000
+    sampling_steps: Whole = 250
+    schedule: Literal["cosine", "linear"] = "cosine"
+    sampler: Literal["ancestral", "ddim"] = "ancestral"
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9995
+    width: Annotated[int, Field(ge=8, multiple_of=8)] = 64
+    multipliers: tuple[Whole, ...] = (1, 2, 2, 2)
+    blocks: Whole = 3
+    attention: tuple[Whole, ...] = (32, 16, 8)
+    heads: Whole = 64
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+    def __call__(self, job: Job) -> DDPMGenerator:
+        """The generator of one client."""
+        return DDPMGenerator(self, job)
+
+    def ready(self) -> None:
+        """Refuse to begin where a library is missing.
+
+        Raises:
+            ConfigError: diffusers is not installed.
+        """
+        _unet_class()
+
+
+def _unet_class() -> Any:
+    try:
+        from diffusers import UNet2DModel
+    except ImportError as error:
+        raise ConfigError("The generator ddpm needs diffusers: pip install 'unskew[diffusion]'.") from error
+    return UNet2DModel
+
+
+def unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The network ``(x [B, C, H, W], t [B], y [B]) -> eps [B, C, H, W]``; sides must divide by its halvings.
+
+    Raises:
+        ConfigError: diffusers is not installed.
+    """
+    levels = halvings(shape[1:], len(options.multipliers) - 1) + 1
+    at = [max(shape[1:]) >> level in options.attention for level in range(levels)]
+    channels = tuple(options.width * m for m in options.multipliers[:levels])
+    groups = 32 if options.width % 32 == 0 and options.width > 32 else 8
+    module: nn.Module = _unet_class()(
+        sample_size=shape[1:],
+        in_channels=shape[0],
+        out_channels=shape[0],
+        block_out_channels=channels,
+        down_block_types=tuple("AttnDownBlock2D" if a else "DownBlock2D" for a in at),
+        up_block_types=tuple("AttnUpBlock2D" if a else "UpBlock2D" for a in reversed(at)),
+        layers_per_block=options.blocks,
+        attention_head_dim=min(options.heads, channels[0]),
+        norm_num_groups=groups,
+        attn_norm_num_groups=groups,
+        resnet_time_scale_shift="scale_shift",
+        dropout=options.dropout,
+        num_class_embeds=classes,
+    )
+    return module
+
+
+class Conditional(nn.Module):
+    """A network with the class among its inputs, returning the tensor itself."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """Predicted noise."""
+        # What arrives strided (channels-last) gives wrong gradients per sample in opacus.
+        out: Tensor = self.net(x.contiguous(), t, class_labels=y, return_dict=False)[0]
+        return out
+
+
+class DDPMGenerator:
+    """One client's diffusion model; see ``unskew.generators.job.ImageGenerator``."""
+
+    def __init__(self, options: DDPM, job: Job):
+        self.options, self.job = options, job
+        self.diffusion = Diffusion(options.schedule, options.steps)
+        self.times = halvings(job.shape[1:], len(options.multipliers) - 1)
+        channels = job.shape[0]
+        height, width = pad(torch.zeros(1, *job.shape), self.times).shape[2:]
+        self.padded = (channels, height, width)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(job.seed, "generator"))
+            net = Conditional(unet(options, self.padded, job.classes))
+        self.net = net.to(job.device)
+        self.average = Average(self.net, options.ema)
+        self.epsilon: float | None = None
+
+    def loss(self, x0: Tensor, y: Tensor, net: nn.Module | None = None) -> Tensor:
+        """``mean ||eps - eps_theta(x_t, t, y)||^2`` of a batch in [-1, 1], with times and noise drawn anew."""
+        # Drawn on the CPU, so that every device sees the same.
+        t = torch.randint(0, self.diffusion.steps, (len(x0),)).to(x0.device)
+        eps = torch.randn(x0.shape).to(x0.device)
+        predicted: Tensor = (net or self.net)(self.diffusion.noised(x0, t, eps), t, y)
+        return (predicted - eps).square().mean()
+
+    def fit(self, images: Tensor, labels: Tensor) -> None:
+        """Train, and keep the averaged weights."""
+        options, job = self.options, self.job
+        x = pad(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
+        y = labels.to(job.device)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=options.lr)
+        trained = Trained({"net": self.net, "average": self.average.module}, {"adamw": optimizer})
+        self.net.train()
+        common: dict[str, Any] = {"examples": len(y), "epochs": options.epochs, "batch": options.batch}
+        if job.privacy is None:
+
+            def step(index: Tensor, _: int) -> Tensor:
+                index = index.to(job.device)
+                loss = self.loss(x[index], y[index])
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                return loss
+
+            train(job, trained, step, averages=[self.average], **common)
+        else:
+            from unskew.generators.trained.privacy import PrivateSteps
+
+            private = PrivateSteps(job.privacy, self.net, optimizer, job.seed, **common)
+            try:
+
+                def private_step(index: Tensor, number: int) -> Tensor:
+                    index = index.to(job.device)
+                    return private.step(index, number, lambda part: self.loss(x[part], y[part], private.module))
+
+                made = train(
+                    job,
+                    trained,
+                    private_step,
+                    averages=[self.average],
+                    batches=private.batches,
+                    epsilon=private.epsilon,
+                    **common,
+                )
+            finally:
+                private.close()
+            self.epsilon = private.epsilon(made)
+        self.net.eval()
+
+    @torch.no_grad()
+    def sample(self, labels: Tensor) -> Tensor:
+        """Images of the averaged model."""
+        net, options = self.average.module, self.options
+        _, height, width = self.padded
+        size = max(1, min(1024, PIXELS // (height * width)))
+        made, parts = [], torch.split(labels, size)
+        passes, steps = 0, len(parts) * min(options.sampling_steps, options.steps)
+        for number, part in enumerate(parts):
+            draws = generator(self.job.seed, "generator sample", number)
+            y = part.to(self.job.device)
+            start = torch.randn(len(part), *self.padded, generator=draws).to(self.job.device)
+
+            def predict(x: Tensor, t: Tensor, y: Tensor = y) -> Tensor:
+                nonlocal passes
+                eps: Tensor = net(x, t, y)
+                passes += 1
+                self.job.sampled(passes / steps)
+                return eps
+
+            x = self.diffusion.sample(predict, start, options.sampling_steps, options.sampler, draws)
+            made.append(as_pixels((x[:, :, : self.job.shape[1], : self.job.shape[2]] + 1) / 2))
+        return torch.cat([m.permute(0, 2, 3, 1) for m in made]).permute(0, 3, 1, 2)

@@ -1,0 +1,149 @@
+"""A small conditional DCGAN, a stand-in for the generative adversarial network that Fedssyn only names.
+
+Radford, Metz, Chintala, "Unsupervised Representation Learning with Deep Convolutional GANs", 2015, arXiv:1511.06434: strided
+convolutions of 4x4, BatchNorm in the generator, LeakyReLU 0.2 in the discriminator, weights N(0, 0.02), Adam 2e-4 with betas
+(0.5, 0.999), pixels from -1 to 1. The class enters the generator as an embedding beside the noise, and the discriminator as a
+projection (Miyato and Koyama 2018, arXiv:1802.05637): ``D(x, y) = w h(x) + <e_y, h(x)>``. Both play the non-saturating game::
+
+    loss_D = softplus(-D(x, y)) + softplus(D(G(z, y), y)),    loss_G = softplus(-D(G(z, y), y))
+
+with the labels of the real batch for the made one. Fedssyn gives no settings; 500 epochs are the length of its other
+trainings. Images get a layer for every halving down to a side of 4, at most four.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.generators.job import Job, as_pixels, halvings, pad
+from unskew.generators.trained.training import Trained, train
+from unskew.seeding import derive, generator
+
+Whole = Annotated[int, Field(ge=1)]
+SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class GAN:
+    """Options of the DCGAN.
+
+    Attributes:
+        epochs, batch, lr: Of the training with Adam.
+        noise: Size of ``z``; ``width``: channels of the outermost layer, doubled at each halving.
+    """
+
+    epochs: Whole = 500
+    batch: Annotated[int, Field(ge=2)] = 128
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    noise: Whole = 100
+    width: Whole = 64
+
+    def __call__(self, job: Job) -> GANGenerator:
+        """The generator of one client."""
+        return GANGenerator(self, job)
+
+
+class Maker(nn.Module):
+    """``G(z, y)``: images from -1 to 1."""
+
+    def __init__(self, options: GAN, shape: tuple[int, int, int], classes: int, times: int):
+        super().__init__()
+        widths = [options.width << level for level in range(times)]
+        top = (widths[-1] if widths else shape[0], shape[1] >> times, shape[2] >> times)
+        self.embed = nn.Embedding(classes, options.noise)
+        self.first = nn.Sequential(nn.Linear(2 * options.noise, math.prod(top)), nn.Unflatten(1, top))
+        layers: list[nn.Module] = []
+        for level in reversed(range(times)):
+            layers += [nn.BatchNorm2d(widths[level]), nn.ReLU()]
+            layers += [nn.ConvTranspose2d(widths[level], widths[level - 1] if level else shape[0], 4, 2, 1)]
+        self.rest = nn.Sequential(*layers, nn.Tanh())
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        """Images for noise ``[B, noise]`` and classes ``[B]``."""
+        x: Tensor = self.rest(self.first(torch.cat([z, self.embed(y)], 1)))
+        return x
+
+
+class Judge(nn.Module):
+    """``D(x, y)``: how real an image of this class looks."""
+
+    def __init__(self, options: GAN, shape: tuple[int, int, int], classes: int, times: int):
+        super().__init__()
+        widths = [shape[0], *(options.width << level for level in range(times))]
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(0.2)]
+        self.body = nn.Sequential(*layers, nn.Flatten())
+        features = widths[-1] * (shape[1] >> times) * (shape[2] >> times)
+        self.score, self.embed = nn.Linear(features, 1), nn.Embedding(classes, features)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits ``[B]``."""
+        h = self.body(x)
+        logits: Tensor = self.score(h)[:, 0] + (self.embed(y) * h).sum(1)
+        return logits
+
+
+class GANGenerator:
+    """One client's DCGAN; see ``unskew.generators.job.ImageGenerator``."""
+
+    def __init__(self, options: GAN, job: Job):
+        self.options, self.job = options, job
+        self.times = halvings(job.shape[1:], 4)
+        height, width = pad(torch.zeros(1, *job.shape), self.times).shape[2:]
+        shape = (job.shape[0], height, width)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(job.seed, "generator"))
+            maker = Maker(options, shape, job.classes, self.times)
+            judge = Judge(options, shape, job.classes, self.times)
+            for part in [*maker.modules(), *judge.modules()]:
+                if isinstance(part, nn.Conv2d | nn.ConvTranspose2d | nn.Linear | nn.Embedding):
+                    nn.init.normal_(part.weight, 0.0, 0.02)
+        self.maker, self.judge = maker.to(job.device), judge.to(job.device)
+
+    def fit(self, images: Tensor, labels: Tensor) -> None:
+        """Let maker and judge play."""
+        options, job, maker, judge = self.options, self.job, self.maker, self.judge
+        x = pad(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
+        labels = labels.to(job.device)
+        players = {
+            name: torch.optim.Adam(module.parameters(), lr=options.lr, betas=(0.5, 0.999))
+            for name, module in (("maker", maker), ("judge", judge))
+        }
+        maker.train()
+
+        def step(index: Tensor, _: int) -> Tensor:
+            real, y = x[index.to(job.device)], labels[index.to(job.device)]
+            made = maker(torch.randn(len(y), options.noise).to(job.device), y)
+            judged = F.softplus(-judge(real, y)).mean() + F.softplus(judge(made.detach(), y)).mean()
+            players["judge"].zero_grad()
+            judged.backward()  # type: ignore[no-untyped-call]
+            players["judge"].step()
+            fooled = F.softplus(-judge(made, y)).mean()
+            players["maker"].zero_grad()
+            fooled.backward()  # type: ignore[no-untyped-call]
+            players["maker"].step()
+            return judged + fooled
+
+        trained = Trained({"maker": maker, "judge": judge}, dict(players))
+        train(job, trained, step, len(labels), options.epochs, options.batch)
+        maker.eval()
+
+    @torch.no_grad()
+    def sample(self, labels: Tensor) -> Tensor:
+        """Images of the maker, its statistics frozen."""
+        draws = generator(self.job.seed, "generator sample")
+        made = []
+        for part in torch.split(labels.cpu(), SAMPLES):
+            z = torch.randn(len(part), self.options.noise, generator=draws)
+            x = self.maker(z.to(self.job.device), part.to(self.job.device))
+            made.append(as_pixels((x[:, :, : self.job.shape[1], : self.job.shape[2]] + 1) / 2))
+        return torch.cat([m.permute(0, 2, 3, 1) for m in made]).permute(0, 3, 1, 2)

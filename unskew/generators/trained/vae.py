@@ -1,0 +1,143 @@
+"""The beta-VAE that Fedssyn's clients train on dSprites.
+
+Burgess et al., "Understanding disentangling in beta-VAE", 2018, arXiv:1804.03599; Kingma and Welling 2013, arXiv:1312.6114.
+With pixels ``x`` from 0 to 1, code ``z ~ N(mu(x), diag s^2(x))`` and a Bernoulli decoder the loss is the negative bound::
+
+    -sum_pixels log Bernoulli(x; decode(z)) + beta KL(N(mu, s^2) || N(0, I)),    KL = 1/2 sum (mu^2 + s^2 - 1 - log s^2)
+
+mean over the batch. Fedssyn samples class ``c`` by decoding ``z ~ N(mu_c, I)``, where ``mu_c`` is the mean over the class of
+``mu(x)``; the decoded intensities are the image. Convolutions as in Burgess et al. for 64x64 images: four of 4x4, stride 2,
+32 channels, and two layers of 256; smaller images get one for every halving down to a side of 4. Fedssyn reports neither beta
+nor learning rate nor a capacity schedule; beta=4 and 5e-4 without a schedule are the choice here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.generators.job import Job, as_pixels, halvings, pad
+from unskew.generators.trained.training import Trained, train
+from unskew.seeding import derive, generator
+
+Whole = Annotated[int, Field(ge=1)]
+SAMPLES = 1024  # decoded at once
+
+
+@dataclass(frozen=True)
+class VAE:
+    """Options of the beta-VAE.
+
+    Attributes:
+        epochs, batch, lr: Of the training with Adam.
+        beta: Weight of the KL term.
+        latent: Size of the code; ``channels``: of the convolutions; ``hidden``: of the layers between.
+    """
+
+    epochs: Whole = 360
+    batch: Whole = 256
+    lr: Annotated[float, Field(gt=0)] = 5e-4
+    beta: Annotated[float, Field(ge=0)] = 4.0
+    latent: Whole = 10
+    channels: Whole = 32
+    hidden: Whole = 256
+
+    def __call__(self, job: Job) -> VAEGenerator:
+        """The generator of one client."""
+        return VAEGenerator(self, job)
+
+
+class Network(nn.Module):
+    """Encoder and decoder of images whose sides can be halved ``times`` times."""
+
+    def __init__(self, options: VAE, shape: tuple[int, int, int], times: int):
+        super().__init__()
+        c, k, h = shape[0], options.channels, options.hidden
+        self.small = (k if times else c, shape[1] >> times, shape[2] >> times)
+        flat = math.prod(self.small)
+        down: list[nn.Module] = []
+        up: list[nn.Module] = []
+        for level in range(times):
+            down += [nn.Conv2d(k if level else c, k, 4, 2, 1), nn.ReLU()]
+        for level in reversed(range(times)):  # mirrored; the last layer gives logits
+            up += [nn.ConvTranspose2d(k, k if level else c, 4, 2, 1), *([nn.ReLU()] if level else [])]
+        ends = [nn.Linear(flat, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU()]
+        self.encoder = nn.Sequential(*down, nn.Flatten(), *ends, nn.Linear(h, 2 * options.latent))
+        begins = [nn.Linear(options.latent, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, flat)]
+        self.decoder = nn.Sequential(*begins, *([nn.ReLU()] if times else []), nn.Unflatten(1, self.small), *up)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``mu`` and ``log s^2``, each ``[B, latent]``."""
+        mu, logvar = self.encoder(x).chunk(2, dim=1)
+        return mu, logvar
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Logits of the pixels."""
+        logits: Tensor = self.decoder(z)
+        return logits
+
+
+def kl(mu: Tensor, logvar: Tensor) -> Tensor:
+    """``KL(N(mu, e^logvar) || N(0, I))`` of each row, ``[B]``."""
+    return 0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum(1)
+
+
+def negative_bound(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: float) -> Tensor:
+    """The loss: reconstruction summed over pixels plus ``beta`` KL, mean over the batch."""
+    reconstruction = F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
+    return (reconstruction + beta * kl(mu, logvar)).mean()
+
+
+class VAEGenerator:
+    """One client's beta-VAE; see ``unskew.generators.job.ImageGenerator``."""
+
+    def __init__(self, options: VAE, job: Job):
+        self.options, self.job = options, job
+        self.times = halvings(job.shape[1:], 4)
+        height, width = pad(torch.zeros(1, *job.shape), self.times).shape[2:]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(job.seed, "generator"))
+            net = Network(options, (job.shape[0], height, width), self.times)
+        self.net = net.to(job.device)
+        self.means: Tensor | None = None
+
+    def fit(self, images: Tensor, labels: Tensor) -> None:
+        """Train, and note the mean code of each class."""
+        options, job, net = self.options, self.job, self.net
+        x = pad(images.float().div(255), self.times).contiguous().to(job.device)
+        optimizer = torch.optim.Adam(net.parameters(), lr=options.lr)
+
+        def step(index: Tensor, _: int) -> Tensor:
+            part = x[index.to(job.device)]
+            mu, logvar = net.encode(part)
+            z = mu + (logvar / 2).exp() * torch.randn(mu.shape).to(job.device)
+            loss = negative_bound(net.decode(z), part, mu, logvar, options.beta)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return loss
+
+        train(job, Trained({"net": net}, {"adam": optimizer}), step, len(labels), options.epochs, options.batch)
+        with torch.no_grad():
+            codes = torch.cat([net.encode(part)[0] for part in torch.split(x, SAMPLES)]).cpu()
+        counts = torch.bincount(labels, minlength=job.classes).clamp_min(1)
+        sums = torch.zeros(job.classes, options.latent).index_add_(0, labels.cpu(), codes)
+        self.means = sums / counts[:, None]
+
+    @torch.no_grad()
+    def sample(self, labels: Tensor) -> Tensor:
+        """Decoded codes around the classes' means."""
+        assert self.means is not None, "fit comes first"
+        draws = generator(self.job.seed, "generator sample")
+        made = []
+        for part in torch.split(labels.cpu(), SAMPLES):
+            z = self.means[part] + torch.randn(len(part), self.options.latent, generator=draws)
+            x = torch.sigmoid(self.net.decode(z.to(self.job.device)))
+            made.append(as_pixels(x[:, :, : self.job.shape[1], : self.job.shape[2]]))
+        return torch.cat([m.permute(0, 2, 3, 1) for m in made]).permute(0, 3, 1, 2)

@@ -1,0 +1,1 @@
+"""Virtual sets of noise."""

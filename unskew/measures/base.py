@@ -1,0 +1,38 @@
+"""What every diagnosis does: it watches the updates of a round and makes figures of the clients' models."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from unskew.protocol.rules import Update
+from unskew.simulation.server import Server
+
+
+class Diagnosis:
+    """Collects the updates of a round.
+
+    Args:
+        server: Whose updates are watched from now on.
+    """
+
+    of_clients = True
+    """Whether there are figures only of rounds in which an update came."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self.updates: list[Update] = []
+        self.start = server.v
+        server.watchers.append(self.updates.append)
+
+    def begin(self) -> None:
+        """The next round starts from the server's model; forget the last one."""
+        self.start = self.server.v
+        self.updates.clear()
+
+    def models(self) -> list[Tensor]:
+        """The whole models ``[d]`` of the clients after training, slices that were not sent included."""
+        return [u.state["model"]["v"] if "model" in u.state else self.start + u.delta for u in self.updates]
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the round that has just ended; asked for in rounds that are evaluated."""
+        raise NotImplementedError

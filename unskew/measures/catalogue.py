@@ -1,0 +1,36 @@
+"""Diagnoses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unskew.measures.base import Diagnosis
+from unskew.measures.consensus import Consensus
+from unskew.measures.generalization import Generalization
+from unskew.measures.gradients import Gradients
+from unskew.measures.local_models import LocalModels
+from unskew.measures.server_cost import ServerCost
+from unskew.simulation.evaluate import Evaluator
+from unskew.simulation.server import Server
+
+
+def make_diagnoses(
+    names: Sequence[str], evaluator: Evaluator, server: Server, history: Sequence[dict[str, Any]]
+) -> list[Diagnosis]:
+    """The diagnoses of these names, each once; ``surrogate`` is the server rule's own to make.
+
+    Args:
+        names: Which.
+        evaluator: Of the run.
+        server: Whose updates they watch.
+        history: The run's rows so far; grows while it runs.
+    """
+    makers: dict[str, Callable[[], Diagnosis]] = {
+        "local_models": lambda: LocalModels(evaluator, server),
+        "consensus": lambda: Consensus(server),
+        "generalization": lambda: Generalization(evaluator, server, history),
+        "server": lambda: ServerCost(server),
+        "gradients": lambda: Gradients(server),
+    }
+    return [makers[name]() for name in dict.fromkeys(names) if name in makers]

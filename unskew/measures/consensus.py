@@ -1,0 +1,33 @@
+"""How far apart clients are, layer by layer (Gholami and Seferoglu 2024, arXiv:2404.11754, Figure 1)."""
+
+from __future__ import annotations
+
+import torch
+
+from unskew.measures.base import Diagnosis
+from unskew.models.groups import layer_groups
+from unskew.simulation.server import Server
+
+
+class Consensus(Diagnosis):
+    """The consensus distance of every layer just before averaging.
+
+    ``consensus/LAYER`` is ``(1/K) sum_k ||theta_k^l - mean_j theta_j^l||^2`` over the clients of the round, with their whole
+    models where a part of them stays at the client. Layers are groups in order of depth (``unskew.models.groups``).
+
+    Args:
+        server: Whose updates are watched from now on.
+    """
+
+    def __init__(self, server: Server):
+        super().__init__(server)
+        self.groups = layer_groups(server.spec)
+
+    def figures(self) -> dict[str, float]:
+        """The distance of each layer."""
+        models = torch.stack(self.models())
+        squares = (models - models.mean(0)).square().mean(0)
+        return {
+            f"consensus/{group.name}": float(torch.stack([squares[piece].sum() for piece in group.slices]).sum())
+            for group in self.groups
+        }

@@ -1,0 +1,276 @@
+"""How far clients disagree at one model, and what shuffled synthetic data would change: section 4 of Fedssyn, measured.
+
+Li et al. 2023, arXiv:2306.13263; the formulas are in ``unskew.measures.lemma``. At a model ``x``, with full gradients,
+clients weighted equally, and ``N`` of them::
+
+    zeta^2    = mean_i || grad f(x, D_i) - grad f(x, D) ||^2,       grad f(x, D) = mean_i grad f(x, D_i)
+    sigma_i^2 = mean_{xi in D_i} || grad F(x, xi) - grad f(x, D_i) ||^2
+    delta^2   = || grad f(x, D) - grad f(x, D~) ||^2
+    L_max, L_avg = largest modulus of an eigenvalue of a Hessian: over single f_i, and of their mean
+
+Client ``i`` on data of which a share ``p`` is its synthetic set ``D~_i`` has the gradient ``(1 - p) g_i + p g~_i`` and the
+noise ``(1 - p) sigma_i^2 + p sigma~_i^2 + p (1 - p) ||g_i - g~_i||^2``; so one pass over the data gives the left-hand sides
+of Lemma 1 for every ``p``, except for ``L_p``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.federation import ClientData, Federation, take
+from unskew.measures import lemma
+from unskew.measures.probe import Moments, Probe, Products, largest
+from unskew.seeding import derive, generator, normal, numpy_generator
+from unskew.tasks import TASKS
+
+Pair = tuple[Tensor, Tensor]
+SyntheticOf = Callable[[int], Pair]
+"""The synthetic set ``x [n, ...], y`` of a client, as stored."""
+Figures = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is looked at, and what a prediction is for.
+
+    Attributes:
+        clients: At most so many, drawn by the seed; None for all.
+        samples: At most so many of each client, drawn by the seed; None for all.
+        shares: Shares ``p`` of synthetic data.
+        curvature: Whether ``L`` is measured: by far the most work.
+        iterations, tolerance: Of the power iteration.
+        tau: Local steps per round; ``batch``: samples per step.
+        epsilon: Accuracy of Corollary I; None takes a tenth of ``||grad f(x, D)||^2``, with ``mu`` over ``2 mu``.
+        mu: Strong convexity, where the loss has it.
+        seed: Decides what is drawn.
+    """
+
+    clients: int | None = 100
+    samples: int | None = 1000
+    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+    curvature: bool = True
+    iterations: int = 30
+    tolerance: float = 1e-3
+    tau: float = 10.0
+    batch: int = 64
+    epsilon: float | None = None
+    mu: float | None = None
+    seed: int = 0
+
+
+@dataclass
+class Heterogeneity:
+    """What was measured at one model.
+
+    Attributes:
+        place: Which model.
+        figures: ``zeta2``, ``gradient2``, ``sigma2_mean``, ``sigma2_max``, ``sigma2_avg`` (of the pool), ``L_max``,
+            ``L_avg``, and of the synthetic data ``delta2``, ``sigma2_synthetic`` (of their pool) and ``L_synthetic``.
+        shares: Per ``p``: ``zeta2``, ``sigma2`` and ``L`` measured, the same with ``_bound`` by Lemma 1, and ``rounds`` and
+            ``rounds_bound``, Corollary I's rounds relative to ``p = 0`` with measured and with bounding quantities.
+    """
+
+    place: str
+    figures: Figures
+    shares: list[Figures] = field(default_factory=list)
+
+
+def ids_of(federation: Federation, scope: Scope) -> list[int]:
+    """The clients that are looked at."""
+    total = len(federation.clients)
+    if scope.clients is None or scope.clients >= total:
+        return list(range(total))
+    drawn = numpy_generator(scope.seed, "diagnosed clients").choice(total, scope.clients, replace=False)
+    return sorted(map(int, drawn))
+
+
+def drawn(client: ClientData, scope: Scope) -> Pair:
+    """The samples of a client that are looked at."""
+    x, y = client.x, client.y
+    if scope.samples is None or len(y) <= scope.samples:
+        return x, y
+    index = torch.randperm(len(y), generator=generator(scope.seed, "diagnosed samples", 0, client.id))[: scope.samples]
+    index = index.sort().values.to(y.device)
+    return take(x, index), y[index]
+
+
+def measure(
+    probe: Probe, federation: Federation, scope: Scope, synthetic: SyntheticOf | None = None, place: str = "model"
+) -> Heterogeneity:
+    """Measure all at the probe's model.
+
+    Args:
+        probe: The model.
+        federation: The clients' data.
+        scope: What is looked at.
+        synthetic: Each client's synthetic set; without it there is no part about shares.
+        place: What the model is called.
+    """
+    ids = ids_of(federation, scope)
+    gradients, pool = Moments(0, torch.zeros_like(probe.v)), Moments(0, torch.zeros_like(probe.v))
+    noise: list[tuple[float, float, float]] = []
+    together = 0.0  # the scatter of real and synthetic gradients with each other
+    known: tuple[Pair, Moments] | None = None
+    for k in ids:
+        mine = probe.moments(*drawn(federation.clients[k], scope))
+        if synthetic is None:
+            noise.append((mine.variance, 0.0, 0.0))
+        else:
+            pair = synthetic(k)
+            if known is None or known[0] is not pair:  # a set that all clients share is looked at once
+                known = pair, probe.moments(*pair)
+            theirs = known[1]
+            noise.append((mine.variance, theirs.variance, float((mine.mean - theirs.mean).square().sum())))
+            apart = mine.mean - gradients.mean
+            pool.add(1, theirs.mean)
+            together += float(apart @ (theirs.mean - pool.mean))
+        gradients.add(1, mine.mean)
+    sigma2, sigma2_made, distance = (np.array(column) for column in zip(*noise, strict=True))
+    zeta2 = gradients.variance
+    figures: Figures = {
+        "zeta2": zeta2,
+        "gradient2": float(gradients.mean.square().sum()),
+        "sigma2_mean": float(sigma2.mean()),
+        "sigma2_max": float(sigma2.max()),
+        "sigma2_avg": float(sigma2.mean()) + zeta2,
+        "L_max": None,
+        "L_avg": None,
+    }
+    result = Heterogeneity(place, figures)
+    smooth: dict[str, float | list[float] | None] = {}
+    if scope.curvature:
+        smooth = curvature(probe, federation, scope, ids, synthetic)
+        figures |= {name: smooth[name] for name in ("L_max", "L_avg")}  # type: ignore[misc]
+    if synthetic is None:
+        return result
+    delta2 = float((gradients.mean - pool.mean).square().sum())
+    figures["delta2"] = delta2
+    figures["sigma2_synthetic"] = float(sigma2_made.mean()) + pool.variance
+    figures["L_synthetic"] = smooth.get("L_synthetic")  # type: ignore[assignment]
+    measured_L = smooth.get("L_p")
+    for number, p in enumerate(scope.shares):
+        result.shares.append(
+            {
+                "p": p,
+                "zeta2": (1 - p) ** 2 * zeta2 + p**2 * pool.variance + 2 * p * (1 - p) * together / len(ids),
+                "zeta2_bound": lemma.zeta2_bound(p, zeta2),
+                "sigma2": float(((1 - p) * sigma2 + p * sigma2_made + p * (1 - p) * distance).mean()),
+                "sigma2_bound": lemma.sigma2_bound(
+                    p, float(sigma2.mean()), float(figures["sigma2_synthetic"] or 0), zeta2, delta2
+                ),
+                "L": measured_L[number] if isinstance(measured_L, list) else None,
+                "L_bound": None
+                if figures["L_max"] is None or figures["L_synthetic"] is None
+                else lemma.smoothness_bound(p, figures["L_max"], figures["L_synthetic"]),
+            }
+        )
+    predict(result, scope, len(ids))
+    return result
+
+
+def curvature(
+    probe: Probe, federation: Federation, scope: Scope, ids: Sequence[int], synthetic: SyntheticOf | None
+) -> dict[str, float | list[float] | None]:
+    """``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and for each share ``L_p``, the largest of a client."""
+    shares = torch.tensor(scope.shares, dtype=probe.v.dtype, device=probe.v.device)[:, None]
+    rows = 1 if synthetic is None else len(scope.shares) + 1
+    key = torch.tensor(derive(scope.seed, "power iteration"), device=probe.v.device)
+    start = normal(key, (1, probe.spec.size)).to(probe.v.dtype)
+
+    def real(k: int) -> Products:
+        return probe.products(*drawn(federation.clients[k], scope))
+
+    def made(k: int) -> Products:
+        assert synthetic is not None
+        return probe.products(*synthetic(k))
+
+    def mixed(k: int) -> Products:
+        """The first row is the client's own data, then come the shares."""
+        own, other = real(k), made(k) if synthetic is not None else None
+
+        def times(u: Tensor) -> Tensor:
+            turned = own(u)
+            if other is not None:
+                turned[1:] = (1 - shares) * turned[1:] + shares * other(u[1:])
+            return turned
+
+        return times
+
+    def mean(of: Callable[[int], Products], those: Sequence[int]) -> Products:
+        def times(u: Tensor) -> Tensor:
+            total = torch.zeros_like(u)
+            for k in those:
+                total.add_(of(k)(u), alpha=1 / len(those))
+            return total
+
+        return times
+
+    def top(products: Products, count: int = 1) -> Tensor:
+        return largest(products, start.expand(count, -1).contiguous(), scope.iterations, scope.tolerance)
+
+    each = torch.stack([top(mixed(k), rows) for k in ids]).max(0).values
+    found: dict[str, float | list[float] | None] = {"L_max": float(each[0]), "L_avg": float(top(mean(real, ids))[0])}
+    if synthetic is not None:
+        shared = synthetic(ids[0]) is synthetic(ids[-1])
+        found["L_synthetic"] = float(top(mean(made, ids[:1] if shared else ids))[0])
+        found["L_p"] = each[1:].tolist()
+    return found
+
+
+def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
+    """Add Corollary I's rounds, relative to no synthetic data, for every share."""
+    figures = result.figures
+    # With strong convexity the loss is at most ||grad f||^2 / (2 mu) above its minimum: a tenth of that.
+    unit = 1.0 if scope.mu is None else 2 * scope.mu
+    epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(figures["gradient2"] or 0) / unit
+    figures["epsilon"] = epsilon
+
+    def steps(zeta2: float | None, sigma2: float | None, L: float | None) -> float:
+        # Without curvature L cancels in the quotient of losses that are not convex.
+        noise, smooth = max(0.0, sigma2 or 0) / scope.batch, 1.0 if L is None else L
+        return lemma.iterations(epsilon, clients, scope.tau, smooth, max(0.0, zeta2 or 0), noise, scope.mu)
+
+    known = epsilon > 0 and (scope.mu is None or figures["L_max"] is not None)
+    base = steps(figures["zeta2"], figures["sigma2_mean"], figures["L_max"]) if known else 0.0
+    for row in result.shares:
+        for name, end in (("rounds", ""), ("rounds_bound", "_bound")):
+            value = steps(row[f"zeta2{end}"], row[f"sigma2{end}"], row[f"L{end}"]) / base if base > 0 else math.nan
+            row[name] = value if math.isfinite(value) else None
+
+
+def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
+    """How clients' labels and sizes differ.
+
+    ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
+    frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
+    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
+    as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy.
+
+    Args:
+        federation: The data.
+        ids: The clients whose labels are compared; sizes are those of all.
+    """
+    task = TASKS[federation.task]
+    counts = np.stack([task.counts(federation.clients[k].y.cpu(), federation.classes).numpy() for k in ids]).astype(
+        float
+    )
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    total = counts.sum(0) / max(1.0, counts.sum())
+    distances = 0.5 * np.abs(shares - total).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.where(shares > 0, shares * np.log(shares / total), 0.0).sum(1)
+        entropies = -np.where(shares > 0, shares * np.log(shares), 0.0).sum(1)
+    sizes = federation.sizes.astype(float)
+    return {
+        "label_distance_mean": float(distances.mean()),
+        "label_distance_max": float(distances.max()),
+        "label_entropy_gap": float(gaps.mean()),
+        "effective_clients": float(sizes.sum() ** 2 / np.square(sizes).sum()),
+        "effective_classes": float(np.exp(entropies).mean()),
+    }

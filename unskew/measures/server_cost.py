@@ -1,0 +1,68 @@
+"""What a method costs the server: arithmetic of a round, and bytes that it holds from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from unskew.measures.base import Diagnosis
+from unskew.simulation.server import Server
+
+aten = torch.ops.aten
+
+
+def _elementwise(*_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(prod(out_shape))
+
+
+def _product(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
+    """Of a matrix and a vector."""
+    return 2 * int(prod(next(shape for shape in shapes if len(shape) == 2)))
+
+
+COUNTED = {
+    **dict.fromkeys((aten.mv, aten.addmv, aten.addmv_), _product),
+    **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_), _elementwise),
+}
+"""What is counted beside the products of matrices and convolutions that PyTorch counts itself."""
+
+
+class ServerCost(Diagnosis):
+    """Counts floating-point operations while the server adds up and takes in the updates of a round.
+
+    ``server/gflops`` of the round: sums of models and training at the server. ``server/bytes`` that are held after it: the
+    model and all that the method keeps at the server, but not updates on their way.
+
+    Args:
+        server: Whose work is counted from now on.
+    """
+
+    of_clients = False
+
+    def __init__(self, server: Server):
+        super().__init__(server)
+        self.counted = 0
+        server.meter = self.meter
+
+    def begin(self) -> None:
+        """Count from zero."""
+        super().begin()
+        self.counted = 0
+
+    @contextmanager
+    def meter(self) -> Iterator[None]:
+        """Counts what is done within."""
+        mode = FlopCounterMode(display=False, custom_mapping=COUNTED)
+        with mode:
+            yield
+        self.counted += mode.get_total_flops()
+
+    def figures(self) -> dict[str, float]:
+        """Both figures."""
+        held = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in self.server.tensors().values()}
+        return {"server/gflops": self.counted / 1e9, "server/bytes": sum(held.values()) + self.server.cache.bytes}

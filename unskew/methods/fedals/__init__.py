@@ -1,0 +1,1 @@
+"""FedALS: adaptive local steps."""

@@ -1,0 +1,1 @@
+"""FedCOG: consensus-oriented generation."""

@@ -1,0 +1,256 @@
+"""FedCOG: clients make data that the global model knows and their own previous model does not, and distil from it.
+
+Ye, Du, Ni, Chen, Wang, "Fake It Till Make It: Federated Learning with Consensus-Oriented Generation", 2023,
+arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
+
+1. learns ``N`` inputs ``x`` (Adam from Gaussian noise, both models frozen) that minimise
+   ``lambda_ce CE(G(x), y) + lambda_dis L_dis(x) + lambda_bn L_bn(x)`` with ``G`` the global model, ``P`` its own model after
+   its last training, and ``L_dis = 1 - JS(softmax(G(x)/T_js), softmax(P(x)/T_js))``: the two shall disagree;
+2. trains on ``w_real CE(real batch) + w_kd T^2 KL(softmax(z/T) || softmax(theta(x)/T))`` with the teacher's stored logits
+   ``z = G(x)``, a synthetic batch as large as the real one.
+
+Nothing more is sent than without it, and the server needs only sums.
+
+With several labels a sample, ``CE`` is the binary cross-entropy and ``KL`` and ``JS`` are those of one Bernoulli variable per
+label, all averaged over labels. The paper and its code do not define them; these definitions are ours. ``y`` is one-hot, or
+with ``cooccurrence`` also holds each other label with the share of the client's samples of ``y``'s label that have it.
+
+With ``generator="network"`` a network that makes the inputs is learned instead (``unskew.generators.learned.decoder``).
+
+Where paper and authors' code differ, this follows the paper; ``fedcog-authors`` has the settings of the code. The optimizer
+of the inputs is not in the paper; it is the code's. A client that never trained learns its inputs without the disagreement.
+The synthetic pass leaves the normalisation statistics alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError
+from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
+from unskew.generators.learned import decoder
+from unskew.generators.learned.inversion import Maker, augmented, learn, statistics_distance
+from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.seeding import fold, normal
+from unskew.tasks import Task
+
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class FedCOG(ClientRule):
+    """Consensus-oriented generation.
+
+    Attributes:
+        n: Number ``N`` of generated inputs.
+        g_steps: Updates of the inputs.
+        start_round: First round (from 0) with generation; earlier rounds are those of the host method.
+        g_lr: Adam's step for the inputs.
+        lambda_ce, lambda_dis, lambda_bn: Weights of the generation objective.
+        coefficients: ``fixed`` (``w_real = 1, w_kd = lambda_kd``) or ``auto`` (from the client's class deficits).
+        lambda_kd: Weight of the distillation for ``fixed``.
+        t_js, t: Temperatures of the divergence and of the distillation.
+        labels: Target labels: ``uniform``, ``complementary`` to what the client holds, or those of ``explicit``.
+        explicit: Labels in order, repeated until there are ``n``; written ``0;1;2``.
+        source: ``both`` models make the data; ``global``: without the disagreement; ``noise``: no learning at all.
+        supervision: ``soft``: distil the teacher's logits; ``hard``: cross-entropy to the target labels.
+        js: The paper's divergence, or the authors' ``reversed_clamped`` one.
+        alias: Keep the last inputs with the best logits, as the authors' code does by mistake.
+        max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
+        double: Make the inputs of the second half of local training anew.
+        cooccurrence: Multi-label targets get further labels as often as these occur together at the client.
+        generator: Learn the inputs themselves (``pixels``), or a ``network`` that makes images, with its input.
+        augment: Crop and mirror the images at random in every step of the synthesis.
+    """
+
+    name: ClassVar[str] = "fedcog"
+    summary: ClassVar[str] = "distils from data that only the global model knows"
+    paper: ClassVar[str] = "Ye et al. 2023, arXiv:2312.05966"
+    needs_class_counts: ClassVar[bool] = True
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
+    tasks_reason: ClassVar[str] = "it learns inputs for given labels"
+    makes_inputs: ClassVar[bool] = True
+
+    n: Annotated[int, Field(ge=1)] = 256
+    g_steps: Annotated[int, Field(ge=0)] = 100
+    start_round: Annotated[int, Field(ge=0)] = 50
+    g_lr: Positive = 0.01
+    lambda_ce: NonNegative = 1.0
+    lambda_dis: NonNegative = 0.1
+    lambda_bn: NonNegative = 0.0
+    coefficients: Literal["fixed", "auto"] = "fixed"
+    lambda_kd: NonNegative = 0.01
+    t_js: Positive = 1.0
+    t: Positive = 1.0
+    labels: Literal["uniform", "complementary", "explicit"] = "uniform"
+    explicit: LabelList = ()
+    source: Literal["both", "global", "noise"] = "both"
+    supervision: Literal["soft", "hard"] = "soft"
+    js: Literal["paper", "reversed_clamped"] = "paper"
+    alias: bool = False
+    max_prev_age: Annotated[int, Field(ge=0)] = 0
+    double: bool = False
+    cooccurrence: bool = False
+    generator: Literal["pixels", "network"] = "pixels"
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        """Explicit labels and their list belong together."""
+        if (self.labels == "explicit") != bool(self.explicit):
+            raise ConfigError(
+                "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
+            )
+
+    def check(self, federation: Federation, plain_sgd: bool) -> None:
+        """Labels must be classes of the data; a network and augmentation need images, further labels several ones."""
+        if self.source == "noise" and (self.generator == "network" or self.augment):
+            raise ConfigError(
+                "fedcog:source=noise learns nothing, so generator=network and augment=true have no effect."
+            )
+        if self.cooccurrence and federation.task != "multilabel":
+            raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
+        if self.explicit and max(self.explicit) >= federation.classes:
+            wrong, last = max(self.explicit), federation.classes - 1
+            raise ConfigError(f"fedcog:explicit has the label {wrong}, but the classes of the data are 0 to {last}.")
+        wanted = {"generator=network": self.generator == "network", "augment=true": self.augment}
+        for option in (name for name, asked in wanted.items() if asked and len(federation.shape) != 3):
+            raise ConfigError(
+                f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
+                "leave the option out."
+            )
+
+    @property
+    def needs_label_pairs(self) -> bool:
+        """Only for the rates of co-occurrence."""
+        return self.cooccurrence
+
+    def warning(self, rounds: int) -> str | None:
+        """Without a round of generation the method is its host."""
+        if rounds > self.start_round:
+            return None
+        return f"fedcog begins in round {self.start_round}, but the run has {rounds}: set fedcog:start_round or rounds."
+
+    def begin(self, ctx: Context) -> Tensors:
+        """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
+        if ctx.round < self.start_round:
+            return {}
+        assert ctx.class_counts is not None
+        y = self.labelled(ctx, self.targets(ctx.class_counts))
+        x, z = self.synthesise(ctx, y, ctx.key)
+        if self.double:
+            second = self.synthesise(ctx, y, fold(ctx.key, 7))
+            x, z, y = torch.cat([x, second[0]]), torch.cat([z, second[1]]), torch.cat([y, y])
+        w_real, w_kd = self.weights_of(ctx.class_counts)
+        return {"x": x, "z": z, "y": y, "w_real": w_real, "w_kd": w_kd}
+
+    def targets(self, counts: Tensor) -> Tensor:
+        """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
+        if self.labels == "explicit":
+            return repeated(self.explicit, self.n).to(counts.device)
+        deficit = counts.max() - counts
+        even = torch.ones_like(counts)
+        shares = even if self.labels == "uniform" else torch.where(deficit.sum() == 0, even, deficit)
+        return labels_of(allocate(shares, self.n), self.n)
+
+    def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
+        """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
+        assert ctx.class_counts is not None
+        y = ctx.task.targets(primary, len(ctx.class_counts))
+        if ctx.label_pairs is None:
+            return y
+        further = cooccurring(fold(ctx.key, 8), primary, ctx.label_pairs, ctx.class_counts)
+        return torch.maximum(y, further.to(y.dtype))
+
+    def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """``w_real`` and ``w_kd``; ``auto`` weighs by real samples and the deficit of classes, and they sum to 1."""
+        if self.coefficients == "fixed":
+            return torch.ones_like(counts[0]), torch.full_like(counts[0], self.lambda_kd)
+        real, missing = counts.sum(), (counts.max() - counts).sum()
+        w_kd = missing / (real + missing).clamp_min(1)  # a client whose samples have no label at all misses none
+        return 1 - w_kd, w_kd
+
+    def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
+        start, make, betas = self.maker(ctx, key)
+        weight = torch.as_tensor(self.lambda_dis if self.source == "both" and "v" in ctx.state else 0.0)
+        if self.max_prev_age and "round" in ctx.state:
+            weight = torch.where(ctx.round - ctx.state["round"] <= self.max_prev_age, weight, torch.zeros_like(weight))
+
+        def objective(point: Tensor, t: int) -> tuple[Tensor, Tensor]:
+            x = make(point)
+            if self.augment:
+                x = augmented(x, fold(fold(key, 3), t), ctx.pixels.inputs(torch.zeros_like(x[:1])))
+            if self.lambda_bn:
+                teacher, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
+            else:
+                teacher, distance = ctx.spec.forward(ctx.v_global, ctx.b_global, x), None
+            loss = self.lambda_ce * ctx.task.loss(teacher.logits, y)
+            if self.source == "both" and "v" in ctx.state:
+                student = ctx.spec.forward(ctx.state["v"], ctx.state["b"], x)
+                loss = loss + weight * self.disagreement(ctx.task, teacher.logits, student.logits)
+            if distance is not None:
+                loss = loss + self.lambda_bn * distance
+            return loss, teacher.logits
+
+        steps = 0 if self.source == "noise" else self.g_steps
+        point, z = learn(start, objective, steps, self.g_lr, betas, last=self.alias)
+        x = make(point)
+        if self.augment and not self.alias:
+            # The images are kept whole, so the logits of their crops do not belong to them.
+            z = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
+        return x, z
+
+    def maker(self, ctx: Context, key: Tensor) -> Maker:
+        """What is learned, at its start; how inputs ``[N, ...]`` are made of it; and Adam's decay rates."""
+        if self.generator == "network":
+            return decoder.maker(key, self.n, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
+        return normal(key, (self.n, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
+
+    def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
+        """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
+        if self.js == "paper":
+            return task.disagreement(teacher, student, self.t_js)
+        p, q = (task.beliefs(logits / self.t_js).exp() for logits in (teacher, student))
+        p, q, mean = (d.clamp(0.01, 0.99) for d in (p, q, (p + q) / 2))
+        return 1 - (0.5 * (kl(mean, q) + kl(mean, p))).clamp(0, 1)
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """``w_real loss + w_kd (distillation on a synthetic batch)``."""
+        if not carry:
+            return loss_fn
+
+        def distilled(v: Tensor, batch: Batch) -> Tensor:
+            size = len(batch.x)
+            at = (batch.step * size + torch.arange(size, device=carry["z"].device)) % self.n
+            if self.double:
+                at = at + torch.where(batch.step * 2 >= ctx.steps, self.n, 0)
+            logits = ctx.model(v, carry["x"][at], False).logits
+            if self.supervision == "hard":
+                term = ctx.task.loss(logits, carry["y"][at])
+            else:
+                term = self.t**2 * ctx.task.divergence(carry["z"][at], logits, self.t)
+            return carry["w_real"] * loss_fn(v, batch) + carry["w_kd"] * term
+
+        return distilled
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """The trained model, before aggregation, is what the next generation disagrees with."""
+        ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
+        ctx.state["round"] = torch.full_like(ctx.steps, float(ctx.round))
+
+    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+        """The learned inputs and their target labels."""
+        return (carry["x"], carry["y"]) if carry else None
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """Mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``."""
+    return (p * (p / q).log()).sum(-1).mean()

@@ -1,0 +1,1 @@
+"""Feddle: federated dual learning."""

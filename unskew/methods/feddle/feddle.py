@@ -1,0 +1,279 @@
+"""Feddle: the server searches with its own data how far to go along each of the last updates.
+
+Zhu et al., "Unlocking the Value of Decentralized Data: A Federated Dual Learning Approach for Model Aggregation", 2025,
+arXiv:2503.20138. The server holds some data, of the clients' task (in domain) or of another (out of domain), and an atlas of
+the last updates ("anchors" ``a_m``) as directions. After new updates have come in it takes these steps::
+
+    r = median_m ||a_m||,   a_bar_m = r a_m / ||a_m||
+    c' = the coefficients with which FedBuff would step; c = c'
+    c_hat = argmin_c  loss of the server's data at  omega + sum_m c_m a_bar_m,   plus lam / 2 ||c - c'||^2
+    omega <- omega + sum_m c_hat_m a_bar_m
+
+Coefficients may be negative. The atlas keeps ``atlas`` anchors: a new one takes the place of the one with the smallest
+``|c_hat|`` (ties: the oldest), but never of one that no search has seen; those let it grow until after the search. The search
+itself is in ``unskew.methods.feddle.search``.
+
+``c'_m = eta w_m / sum_j w_j (1 + age_m)^-a ||a_m|| / r`` for the updates since the last search and 0 for older ones, so that
+no step of the search is exactly a step of FedBuff (``weights: samples``: of FedAvg) whatever the norms. With ``lam=inf`` it
+is FedBuff, too.
+
+What the paper leaves open: Adam's state and the fresh head begin anew in each search (``warm_start`` keeps the head); a
+search is made in each round in which an update arrives, or whenever ``buffer_size`` are in; BatchNorm statistics move by the
+mean of the clients' changes, and the search reads them in eval mode; the paper gives grids, not the chosen steps and epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError
+from unskew.methods.feddle.search import (
+    Directions,
+    cosine,
+    minimise,
+    new_head,
+    norms,
+    scales,
+    surrogate,
+    train_head,
+)
+from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.server_training import need_data
+from unskew.seeding import fold
+
+Whole = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+@plain_dataclass
+class Anchor:
+    """An update in the atlas: ``a [d]``, its weight in a step of the fallback, who sent it when, and its ``c_hat``.
+
+    ``c`` is None until a search has seen it.
+    """
+
+    a: Tensor
+    weight: float
+    share: float
+    client: int
+    born: int
+    c: float | None
+
+
+@dataclass(frozen=True)
+class Feddle(ServerRule):
+    """Aggregation by searching along the last updates with the server's data.
+
+    Attributes:
+        atlas: Anchors kept, ``M``; None: twice the clients drawn per round, as in the paper.
+        trigger: Search in every ``round`` with an arrival, or whenever the ``buffer`` is full.
+        buffer_size: Updates that make the buffer full.
+        eta: Step of the fallback.
+        a: The fallback's weights fall with the age in rounds as ``(1 + age)^-a``; 0: not at all.
+        lr: Adam's step on the coefficients.
+        epochs: Passes over the server's data per search; None: 20 in domain, 1 out of domain. 0 is FedBuff.
+        batch: Samples per step; None: 64 in domain, 256 out of domain.
+        max_steps: Most steps per search.
+        lam: Strength with which coefficients are held at the fallback's; None: 0 in domain, 0.01 out of domain.
+        head_lr: Adam's step on the fresh head, out of domain.
+        warm_start: Whether the head of the last search is where the next begins.
+        eviction: Which anchor leaves: the one of the smallest ``score`` or the oldest (``fifo``).
+        normalise: Whether anchors are brought to one length.
+        start: Where the search begins, and what ``lam`` holds to: the ``fallback`` or ``zero``.
+        half: Whether anchors are kept in half precision (bfloat16).
+    """
+
+    name: ClassVar[str] = "feddle"
+    summary: ClassVar[str] = "searches with data at the server how far to go along each update"
+    paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
+    needs: ClassVar[Literal["sum", "individual"]] = "individual"
+    weights: ClassVar[Weights | None] = "uniform"
+    remembers_statistics: ClassVar[bool] = True
+    without_updates: ClassVar[bool] = True
+
+    atlas: Whole | None = None
+    trigger: Literal["round", "buffer"] = "round"
+    buffer_size: Whole = 10
+    eta: Positive = 1.0
+    a: NonNegative = 0.0
+    lr: Positive = 1e-3
+    epochs: Annotated[int, Field(ge=0)] | None = None
+    batch: Whole | None = None
+    max_steps: Whole | None = None
+    lam: NonNegative | None = None
+    head_lr: Positive = 1e-3
+    warm_start: bool = False
+    eviction: Literal["score", "fifo"] = "score"
+    normalise: bool = True
+    start: Literal["fallback", "zero"] = "fallback"
+    half: bool = False
+
+    def refuses(self, whole: Method) -> str | None:
+        """An update of slices only is no direction for the whole model."""
+        if whole.sync is None:
+            return None
+        return (
+            f"feddle steps along whole updates of several rounds, but with {whole.sync.name} only parts of the model "
+            "are sent in most rounds, so the parts of an anchor would not belong together; leave one of them out."
+        )
+
+    def check_server(self, federation: Federation, spec: ModelSpec) -> None:
+        """Data at the server, an atlas that holds a buffer, and vectors as features if the head is exchanged."""
+        data = need_data(self.name, federation)
+        if self.trigger == "buffer" and self.atlas is not None and self.atlas < self.buffer_size:
+            raise ConfigError(
+                f"feddle:atlas={self.atlas} is smaller than buffer_size={self.buffer_size}; the atlas must hold a buffer."
+            )
+        if not data.in_domain and not spec.parts["body"]:
+            raise ConfigError(
+                "feddle puts a head of its own in the place of the model's to learn from another data set, but this model is "
+                "nothing but a head; take a model with hidden layers, or give --server 1000."
+            )
+        if not data.in_domain and len(spec.feature_shape) != 1:
+            raise ConfigError(
+                f"feddle puts a linear head of its own on the features, but the head {spec.head_name!r} takes inputs of "
+                f"shape {spec.feature_shape}; name another head, or give the server data of the clients' task."
+            )
+
+    def init(self, v: Tensor, federation: Federation) -> Tensors:
+        """An empty atlas."""
+        nothing = v.new_zeros(0)
+        return {
+            "v": v,
+            "anchors": v.new_zeros(0, len(v)).to(torch.bfloat16 if self.half else v.dtype),
+            "numbers": torch.zeros(0, 6, dtype=torch.float64),
+            "head": nothing,
+            "b_moved": nothing,
+            "b_weight": torch.zeros((), dtype=torch.float64),
+            "found": torch.zeros(0, 2, dtype=torch.float64),
+            "cosine": nothing,
+        }
+
+    def step(self, state: Tensors, updates: Updates) -> Tensors:
+        """Take in the arrivals, and search; without any, only what was found before is no longer reported."""
+        most = self.atlas or max(2 * updates.at_server.cohort, self.buffer_size if self.trigger == "buffer" else 1)
+        if not len(updates):
+            return {**state, "found": state["found"][:0], "cosine": state["cosine"][:0]}
+        assert updates.b_global is not None
+        atlas = unpacked(state)
+        fresh = sum(anchor.c is None for anchor in atlas)
+        now = {**state, "b": updates.b_global, "found": state["found"][:0], "cosine": state["cosine"][:0]}
+        for number, update in enumerate(updates):
+            share = (1 + updates.round - update.born) ** -self.a
+            a = update.delta.to(state["anchors"].dtype)
+            atlas.append(Anchor(a, update.weight, share, update.client, update.born, None))
+            self.evict(atlas, most)
+            fresh += 1
+            if update.b_start is not None:
+                moved = (update.buffers - update.b_start) * update.weight
+                now["b_moved"] = moved + now["b_moved"] if float(now["b_weight"]) else moved
+                now["b_weight"] = now["b_weight"] + update.weight
+            full = self.trigger == "buffer" and fresh == self.buffer_size
+            if full or (self.trigger == "round" and number == len(updates) - 1):
+                now, fresh = self.search(now, atlas, updates, number), 0
+                self.evict(atlas, most)
+        anchors = torch.stack([anchor.a for anchor in atlas])
+        rows = [[r.weight, r.share, r.client, r.born, r.c or 0.0, float(r.c is None)] for r in atlas]
+        now |= {"anchors": anchors, "numbers": torch.tensor(rows, dtype=torch.float64)}
+        if any(update.b_start is None for update in updates):
+            del now["b"]  # statistics that do not travel, or begin anew in every round, have no changes to add up
+        return now
+
+    def evict(self, atlas: list[Anchor], most: int) -> None:
+        """Shorten the atlas, which is in order of arrival, to ``most`` anchors, but for those that no search has seen."""
+        while len(atlas) > most:
+            seen = [anchor for anchor in atlas if anchor.c is not None]
+            if not seen:
+                return
+            goes = seen[0] if self.eviction == "fifo" else min(seen, key=lambda anchor: abs(anchor.c or 0.0))
+            del atlas[next(i for i, anchor in enumerate(atlas) if anchor is goes)]
+
+    def search(self, state: Tensors, atlas: list[Anchor], updates: Updates, number: int) -> Tensors:
+        """Find the coefficients, write them into the atlas, and step; ``number`` tells apart the searches of a round."""
+        at, v = updates.at_server, state["v"]
+        assert at.data is not None
+        assert updates.key is not None
+        b = updates.aggregate.buffers
+        if float(state["b_weight"]):
+            b = state["b"] + state["b_moved"] / float(state["b_weight"])
+        A = torch.stack([anchor.a for anchor in atlas])
+        lengths = norms(A, v.dtype)
+        scale, r = scales(lengths) if self.normalise else (torch.ones_like(lengths), None)
+        directions = Directions(A, scale)
+        c0 = self.fallback(atlas, lengths, r)
+        own, key = at.data.in_domain, fold(updates.key, number)
+        epochs = (20 if own else 1) if self.epochs is None else self.epochs
+        lam = (0.0 if own else 0.01) if self.lam is None else self.lam
+        size, head, seen = self.batch or (64 if own else 256), state["head"], state["cosine"]
+        c = c0
+        if epochs and not math.isinf(lam):
+            plans = [
+                at.plan(fold(key, i), len(at.data.y), local_epochs=epochs, batch_size=size, drop_last=False)
+                for i in range(2)
+            ]
+            searched, first = (plan[: self.max_steps] for plan in plans)
+            loss_fn = None
+            if not own:
+                width, classes = at.spec.feature_shape[0], at.data.classes
+                theta = head.view(classes, width + 1) if len(head) else new_head(fold(key, 2), classes, width, v)
+                theta = train_head(at, theta, first, directions.at(v, c0), b, self.head_lr)
+                head, loss_fn = theta.flatten() if self.warm_start else head, surrogate(at, theta)
+                found = cosine(at, theta, v, b, directions, c0, fold(key, 3))
+                seen = seen if found is None else v.new_tensor([found])
+            batches = (at.batch(index, i) for i, index in enumerate(searched))
+            c = minimise(at.gradient(loss_fn, b, train=False), batches, v, directions, c0, self.lr, lam)
+        for anchor, value in zip(atlas, c.tolist(), strict=True):
+            anchor.c = value
+        return {
+            **state,
+            "v": directions.at(v, c),
+            "b": b,
+            "b_moved": state["b_moved"][:0],
+            "b_weight": torch.zeros_like(state["b_weight"]),
+            "head": head,
+            "cosine": seen,
+            "found": torch.cat([state["found"], torch.stack([c0, c], dim=1).to(state["found"])]),
+        }
+
+    def fallback(self, atlas: list[Anchor], lengths: Tensor, r: Tensor | None) -> Tensor:
+        """``c' [n]``, with which the step is FedBuff's; ``r`` is the common length of the directions, None: their own."""
+        total = sum(anchor.weight for anchor in atlas if anchor.c is None)
+        weights = [self.eta * anchor.weight * anchor.share / total if anchor.c is None else 0.0 for anchor in atlas]
+        c = torch.tensor(weights, dtype=lengths.dtype, device=lengths.device)
+        if self.start == "zero":
+            return torch.zeros_like(c)
+        return c if r is None or not float(r) else c * lengths / r
+
+    def metrics(self, state: Tensors) -> dict[str, Any]:
+        """The coefficients that the round's searches found, in order of arrival, those of the fallback, and the signs."""
+        found: dict[str, Any] = {"anchors": len(state["anchors"])}
+        if len(state["found"]):
+            c0, c = state["found"].T
+            found |= {
+                "coefficients/positive": int((c > 0).sum()),
+                "coefficients/negative": int((c < 0).sum()),
+                "coefficients/moved": float((c - c0).abs().mean()),
+                "coefficients": c.tolist(),
+                "fallback_coefficients": c0.tolist(),
+            }
+        if len(state["cosine"]):
+            found["surrogate/cosine"] = float(state["cosine"][0])
+        return found
+
+
+def unpacked(state: Tensors) -> list[Anchor]:
+    """The atlas that a state holds, in order of arrival."""
+    found = []
+    for a, (weight, share, client, born, c, fresh) in zip(state["anchors"], state["numbers"].tolist(), strict=True):
+        found.append(Anchor(a, weight, share, int(client), int(born), None if fresh else c))
+    return found

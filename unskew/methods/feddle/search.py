@@ -1,0 +1,166 @@
+"""Feddle's search: which sum of directions makes the server's loss small (Zhu et al. 2025, Sections 3 and 4).
+
+In domain the server minimises, over the coefficients ``c`` of the directions ``A_bar [n, d]``::
+
+    l(c) = CE(D_S; omega + sum_m c_m a_m) + lam / 2 sum_m (c_m - c'_m)^2
+
+Out of domain the clients' head is of no use: a fresh linear head ``theta`` is first trained on the features at ``c'`` and
+then stays, and ``h(c) = CE(D'_S; [body(omega + sum_m c_m a_m); theta]) + lam / 2 ...`` takes the place of ``l``.
+
+The gradient is exact and keeps the directions outside of the graph (Equations 16 and 17): with ``g`` the gradient with
+respect to the model, ``dl/dc_m = <g, a_m> + lam (c_m - c'_m)``, one product of a matrix and a vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.models.trainable import Batch, GradFn, LossFn
+from unskew.protocol.server_training import AtServer
+from unskew.seeding import uniform
+
+ROWS = 8
+"""Anchors in half precision that are brought to the model's precision at a time."""
+MEASURED = 500
+"""Samples on which a gradient is measured."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """``a_bar_m = scale_m a_m``: the anchors ``A [n, d]``, perhaps in half precision, and their scales ``[n]``."""
+
+    A: Tensor
+    scale: Tensor
+
+    def at(self, v: Tensor, c: Tensor) -> Tensor:
+        """``v + sum_m c_m a_bar_m``, ``[d]``."""
+        v, weights = v.clone(), c * self.scale
+        for rows, part in self._parts(v.dtype):
+            v.addmv_(part.T, weights[rows])
+        return v
+
+    def slopes(self, g: Tensor) -> Tensor:
+        """``<g, a_bar_m>`` for every direction, ``[n]``."""
+        return torch.cat([part @ g for _, part in self._parts(g.dtype)]) * self.scale
+
+    def _parts(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        step = len(self.A) if self.A.dtype == dtype else ROWS
+        for start in range(0, len(self.A), step):
+            rows = slice(start, start + step)
+            yield rows, self.A[rows].to(dtype)
+
+
+def norms(A: Tensor, dtype: torch.dtype) -> Tensor:
+    """Norms of the anchors in the model's precision, ``[n]``."""
+    return torch.stack([torch.linalg.vector_norm(row.to(dtype)) for row in A])
+
+
+def scales(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """What brings anchors of these norms ``[n]`` to their median ``r``, and ``r``; an anchor of norm 0 stays 0.
+
+    With an even number the median is the mean of the middle two. If more than half of the anchors are zero, ``r`` is the
+    median of the others, as no direction could be scaled otherwise.
+
+    >>> scales(torch.tensor([1.0, 2.0, 0.0, 4.0]))
+    (tensor([1.5000, 0.7500, 0.0000, 0.3750]), tensor(1.5000))
+    """
+    r = torch.quantile(lengths, 0.5)
+    if not r and bool(lengths.any()):
+        r = torch.quantile(lengths[lengths > 0], 0.5)
+    return torch.where(lengths > 0, r / lengths.clamp_min(torch.finfo(lengths.dtype).tiny), 0.0), r
+
+
+def minimise(
+    grad_fn: GradFn, batches: Iterable[Batch], v: Tensor, directions: Directions, c0: Tensor, lr: float, lam: float
+) -> Tensor:
+    """The coefficients ``[n]`` after one step of Adam per batch, beginning at ``c0``, to which ``lam`` draws them."""
+    c, m, s = c0.clone(), torch.zeros_like(c0), torch.zeros_like(c0)
+    for t, batch in enumerate(batches, start=1):
+        g = directions.slopes(grad_fn(directions.at(v, c), batch)) + lam * (c - c0)
+        m, s = 0.9 * m + 0.1 * g, 0.999 * s + 0.001 * g * g
+        c = c - lr * m / (1 - 0.9**t) / ((s / (1 - 0.999**t)).sqrt() + 1e-8)
+    return c
+
+
+def surrogate(at: AtServer, theta: Tensor) -> LossFn:
+    """``h``: the loss of the features under the linear head ``theta [C', f + 1]``, whose last column is the bias."""
+
+    def loss_fn(v: Tensor, batch: Batch) -> Tensor:
+        return at.task.loss(linear(theta, at.model(v, batch.x).features), batch.y)
+
+    return loss_fn
+
+
+def linear(theta: Tensor, features: Tensor) -> Tensor:
+    """Logits ``[B, C']`` of the head ``theta [C', f + 1]``."""
+    return F.linear(features.to(theta.dtype), theta[:, :-1], theta[:, -1])
+
+
+def new_head(key: Tensor, classes: int, width: int, like: Tensor) -> Tensor:
+    """A fresh linear head ``[C', f + 1]``, drawn as PyTorch's linear layers are."""
+    bound = 1 / math.sqrt(width)
+    return ((2 * uniform(key, (classes, width + 1)) - 1) * bound).to(like.dtype).to(like.device)
+
+
+def train_head(at: AtServer, theta: Tensor, plan: Sequence[Tensor], v: Tensor, b: Tensor, lr: float) -> Tensor:
+    """The head ``[C', f + 1]`` after one step of Adam per batch of ``plan``; features are computed once.
+
+    Args:
+        at: The server's data and model.
+        theta: Where to begin.
+        plan: The samples of each step.
+        v: The model whose body makes the features, ``[d]``.
+        b: Its statistics, ``[m]``.
+        lr: Adam's step.
+    """
+    assert at.data is not None
+    if not plan:
+        return theta
+    used = torch.unique(torch.cat(list(plan)))
+    x, y = at.data.x, at.data.y
+    features = at.outputs(v, b, x[used.to(x.device)]).features
+    targets = y[used.to(y.device)].to(features.device)
+    theta = theta.clone()
+    m, s = torch.zeros_like(theta), torch.zeros_like(theta)
+    for t, index in enumerate(plan, start=1):
+        where = torch.searchsorted(used, index).to(features.device)
+        leaf = theta.requires_grad_()
+        (g,) = torch.autograd.grad(at.task.loss(linear(leaf, features[where]), targets[where]), leaf)
+        m, s = 0.9 * m + 0.1 * g, 0.999 * s + 0.001 * g * g
+        theta = (theta - lr * m / (1 - 0.9**t) / ((s / (1 - 0.999**t)).sqrt() + 1e-8)).detach()
+    return theta
+
+
+def cosine(
+    at: AtServer, theta: Tensor, v: Tensor, b: Tensor, directions: Directions, c: Tensor, key: Tensor
+) -> float | None:
+    """Cosine between the gradients over ``c`` of ``h`` and of the clients' own loss ``l``; None without samples of theirs.
+
+    Both are means over as many samples as there are, but at most ``MEASURED``.
+    """
+    if at.witness is None:
+        return None
+    assert at.data is not None
+    point = directions.at(v, c)
+
+    def gradient(loss_fn: LossFn, x: Tensor, y: Tensor) -> Tensor:
+        index = at.plan(key, len(y), local_epochs=1, batch_size=min(len(y), MEASURED), drop_last=True)[0]
+        total = torch.zeros_like(point)
+        for part in torch.split(index, 64):
+            g = at.gradient(loss_fn, b, train=False)(point, at.batch(part, 0, x, y))
+            total.add_(g, alpha=len(part) / len(index))
+        return directions.slopes(total)
+
+    def own(v: Tensor, batch: Batch) -> Tensor:
+        assert at.witness is not None
+        return at.witness.task.loss(at.model(v, batch.x).logits, batch.y)
+
+    h = gradient(surrogate(at, theta), at.data.x, at.data.y)
+    true = gradient(own, at.witness.x, at.witness.y)
+    return float(F.cosine_similarity(h, true, dim=0))

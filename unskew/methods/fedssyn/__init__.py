@@ -1,0 +1,1 @@
+"""Fedssyn: synthetic data shuffling."""

@@ -1,0 +1,279 @@
+"""Fedssyn: before training, clients make synthetic images, which the server shuffles and deals out to all of them.
+
+Li, Esfandiari, Schmidt, Alstrom, Stich, "Synthetic data shuffling accelerates the convergence of federated learning under
+data heterogeneity", 2023, arXiv:2306.13263, Algorithm 1. Once, before the first round, with all ``N`` clients:
+
+1. Client ``i`` trains a class-conditional generator on ``rho n_i`` of its samples, drawn uniformly.
+2. It makes ``n~`` images, its subset's class frequencies kept (largest remainder; a class it lacks gets none).
+3. It uploads them as 8-bit pixels with labels. The generator stays where it is.
+4. The server permutes all of them uniformly and deals them out in ``N`` equal parts ``D~_si`` (within one image).
+5. Client ``i`` trains on ``D_i`` and ``D~_si`` from then on, in every method that this one is added to.
+
+The sum averages clients uniformly, as the paper does; by samples, only real ones count. ``n~`` is the size of the whole
+training set over ``N`` (the paper's 50000/N), held-out samples included. So that synthetic data do not mean more gradient
+steps, local epochs become ``max(1, floor(E n / (n + n~)))`` with ``n`` that same mean size, as in the authors' code
+(``match_steps``).
+
+Clients that refuse to share, or keep some images back, make the pool smaller; it is still dealt out to all. With ``data`` the
+paper's ablations: ``real`` (``D_i`` alone), ``local`` (each client keeps its own images), ``central_real`` and
+``central_synthetic`` (one client that holds all real, or all made, samples).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError, DataError
+from unskew.generators import synthetic_set as synthetic
+from unskew.generators.catalogue import factory, imported, spelled
+from unskew.generators.client_images import Recipe, make_set
+from unskew.generators.synthetic_set import SyntheticSet
+from unskew.generators.trained.privacy import Positive, Privacy
+from unskew.methods.fedssyn.shares import check_fits, mean_size, one_client, with_shares
+from unskew.protocol.rules import DataRule, Method, Weights
+from unskew.protocol.workspace import NOWHERE, Changed, Place
+from unskew.seeding import generator
+
+Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
+
+
+@dataclass(frozen=True)
+class Fedssyn(DataRule):
+    """Synthetic data shuffling.
+
+    Attributes:
+        rho: Share of a client's samples that its generator learns from.
+        n_syn: Images that each client makes; None: the size of the training set over the number of clients.
+        generator: ``ddpm``, ``vae``, ``gan``, one of them with ``-small``, or ``package.module:factory``; its options follow
+            after semicolons.
+        epochs: Of the generators' training; None: the generator's own.
+        data: ``shuffled`` is the method, the others are ablations.
+        refuse: Clients that do not share: their numbers (``0;3``), or a share of all (``0.2``).
+        keep: What a client shares of its images: a function ``(images, labels) -> truth values``, or its import path.
+        match_steps: Fewer local epochs, so that the gradient steps stay as many as without synthetic data.
+        epsilon: Privacy budget of each client's generator; with ``noise_multiplier`` its training stops before it is spent,
+            alone it decides the noise. With neither, generators are not private.
+        noise_multiplier: Noise of DP-SGD over ``clip``.
+        delta, clip, accountant: Of DP-SGD.
+    """
+
+    name: ClassVar[str] = "fedssyn"
+    summary: ClassVar[str] = "clients share shuffled synthetic images before training"
+    paper: ClassVar[str] = "Li et al. 2023, arXiv:2306.13263"
+    weights: ClassVar[Weights | None] = "uniform"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = "its generators make images of one class"
+
+    rho: Annotated[float, Field(gt=0, le=1)] = 0.75
+    n_syn: Annotated[int, Field(ge=1)] | None = None
+    generator: str = "ddpm"
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    data: Kind = "shuffled"
+    refuse: str = ""
+    keep: str | Callable[..., Any] | None = None
+    match_steps: bool = True
+    epsilon: Positive | None = None
+    noise_multiplier: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Positive = 1.0
+    accountant: Literal["rdp", "prv"] = "rdp"
+
+    def __post_init__(self) -> None:
+        made = factory(self.generator, self.epochs)
+        aimless = [name for name in ("delta", "clip", "accountant") if getattr(self, name) != getattr(Privacy, name)]
+        if self.privacy is None and aimless:
+            raise ConfigError(
+                f"fedssyn:{aimless[0]} belongs to private generators: give epsilon or noise_multiplier, too."
+            )
+        if self.privacy is not None and not getattr(getattr(made, "func", made), "private", False):
+            raise ConfigError(
+                f"generator={self.generator} has no private training: a vae's class means and a gan's game would leak. "
+                "Use ddpm, or a generator of your own that says private = True."
+            )
+        if isinstance(self.keep, str):
+            imported(self.keep, "keep")
+        refusing(self.refuse)
+
+    def refuses(self, whole: Method) -> str | None:
+        """Training in one place has no clients that a rule could act on."""
+        if self.data.startswith("central") and (whole.client or whole.sync):
+            other = (*whole.client, *filter(None, [whole.sync]))[0].name
+            return f"fedssyn:data={self.data} trains in one place, which leaves nothing to do for {other}."
+        return None
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """The guarantee asked for."""
+        if self.epsilon is None and self.noise_multiplier is None:
+            return None
+        return Privacy(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
+
+    @property
+    def makes(self) -> bool:  # type: ignore[override]
+        """Whether anything is made."""
+        return self.data not in ("real", "central_real")
+
+    def check_data(self, federation: Federation) -> None:
+        """Refuse data that are no 8-bit images, and more refusals than clients."""
+        x = federation.test[0]
+        if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] not in (1, 3):
+            raise DataError(
+                "fedssyn shares 8-bit images, grey or in colour, but an input here is "
+                f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}; give uint8 images."
+            )
+        total = len(federation.clients)
+        if self.makes and len(refusing(self.refuse, total)) == total:
+            raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
+
+    def prepare(self, federation: Federation, seed: int, place: Place = NOWHERE) -> Changed:
+        """Make the images, or take those that are given, and deal them out."""
+        self.check_data(federation)
+        total = len(federation.clients)
+        pixels = int(np.prod(federation.shape))
+        size = pixels + max(1, ((federation.classes - 1).bit_length() + 7) // 8)
+        real = [len(client.y) for client in federation.clients]
+        if self.data == "real":
+            return federation, {}
+        if self.data == "central_real":
+            return one_client(federation, None), {k: (n * size, 0) for k, n in enumerate(real)}
+        made = self.made(federation, seed, place)
+        if not len(made.y):
+            raise DataError("fedssyn: the clients keep all of their images back, so there is nothing to share out.")
+        federation = replace(federation, told={**federation.told, self.name: figures(made.about)})
+        sent = np.bincount(made.source.numpy(), minlength=total)
+        if self.data == "central_synthetic":
+            return one_client(federation, made), {k: (int(n) * size, 0) for k, n in enumerate(sent)}
+        if self.data == "local":
+            order, counts, cost = torch.arange(len(made.y)), sent, {}
+        else:
+            order = torch.randperm(len(made.y), generator=generator(seed, "synthetic shuffle"))
+            counts = np.full(total, len(made.y) // total) + (np.arange(total) < len(made.y) % total)
+            cost = {k: (int(sent[k]) * size, int(counts[k]) * size) for k in range(total)}
+        return with_shares(federation, made, order, counts), cost
+
+    def made(self, federation: Federation, seed: int, place: Place) -> SyntheticSet:
+        """The images of all clients, before they are shuffled."""
+        sharing = [k for k in range(len(federation.clients)) if k not in refusing(self.refuse, len(federation.clients))]
+        count = self.n_syn or mean_size(federation)
+        if place.given is not None:
+            made = synthetic.load(synthetic.find(place.given))
+            check_fits(made, federation)
+            self.check_asked(made.about["recipe"])
+            if made.about["recipe"]["data"][1] != federation.fingerprint:
+                place.warn("The synthetic set was made by clients that hold other samples than those here.")
+            return noted(made, synthetic.find(place.given))
+        chosen, epochs = spelled(self.generator, self.epochs)
+        recipe = {
+            "seed": seed,
+            "rho": self.rho,
+            "generator": chosen,
+            "epochs": epochs,
+            "refuse": self.refuse,
+            "count": count,
+            "keep": self.kept,
+            "privacy": None if self.privacy is None else vars_of(self.privacy),
+            "data": [federation.name, federation.fingerprint, list(federation.shape), federation.classes],
+            "sizes": hashlib.sha256(federation.sizes.astype(np.int64).tobytes()).hexdigest()[:16],
+        }
+        about = {"recipe": recipe, "classes": federation.classes, "shape": list(federation.shape)}
+        about["clients"] = len(federation.clients)
+        key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+        keep = imported(self.keep, "keep") if isinstance(self.keep, str) else self.keep
+        maker = Recipe(self.rho, count, factory(self.generator, self.epochs), self.privacy, sharing, keep)
+        where = place.within(key).folder
+        made = make_set(federation, maker, seed, where, place.device, about, place.tell, place.warn)
+        return made if where is None else noted(made, where)
+
+    @property
+    def kept(self) -> str | None:
+        """What says which images are shared, by its import path."""
+        keep = self.keep
+        return keep if isinstance(keep, str | None) else f"{keep.__module__}:{getattr(keep, '__qualname__', keep)}"
+
+    def check_asked(self, recipe: dict[str, Any]) -> None:
+        """Refuse a given set that was made otherwise than these options ask for; options left alone ask for nothing.
+
+        Raises:
+            ConfigError: It was.
+        """
+        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
+        asked = {name: getattr(self, name) for name in names} | {"keep": self.kept}
+        asked["generator"], asked["epochs"] = spelled(self.generator, self.epochs)
+        known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
+        known["generator"], known["epochs"] = spelled(recipe["generator"], recipe["epochs"])
+        usual = {field.name: field.default for field in fields(self)}
+        for name, value in asked.items():
+            held = known.get(name)
+            if value != usual[name] and value != held:
+                how = f"without {name}, not with {value}" if held in (None, "") else f"with {name}={held}, not {value}"
+                raise ConfigError(
+                    f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
+                )
+
+    def local_epochs(self, epochs: int, before: Federation, after: Federation) -> int:
+        """``max(1, floor(E n / (n + n~)))``, so that local steps stay as many."""
+        if not self.match_steps or self.data not in ("shuffled", "local"):
+            return epochs
+        real = mean_size(before) * len(before.clients)
+        return max(1, epochs * real // (real + int(after.sizes.sum() - before.sizes.sum())))
+
+
+def figures(about: dict[str, Any]) -> dict[str, object]:
+    """What the summary of a run says of its images, from how they were made."""
+    told: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
+    told["synthetic_seconds"] = about["seconds"]
+    if about.get("epsilon") and about["recipe"]["privacy"]:
+        spent = max(about["epsilon"].values())
+        share = "what it sends are images of that generator, and how many there are of each class is not covered."
+        told |= {"epsilon": spent, "privacy": Privacy(**about["recipe"]["privacy"]).sentence(spent, share)}
+    return told
+
+
+def noted(made: SyntheticSet, folder: Path) -> SyntheticSet:
+    """The set, knowing where it lies."""
+    return replace(made, about={**made.about, "folder": str(folder)})
+
+
+def vars_of(privacy: Privacy) -> dict[str, Any]:
+    """The options of a guarantee, by name."""
+    names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant")
+    return {name: getattr(privacy, name) for name in names}
+
+
+def refusing(refuse: str, clients: int | None = None) -> set[int]:
+    """Which clients refuse: ``"0;3"`` names them, ``"0.2"`` is a share, rounded, of those with the highest numbers.
+
+    Without the number of clients only what is wrong with any number is found.
+
+    Raises:
+        ConfigError: It is neither.
+
+    >>> sorted(refusing("0;3", 10)), sorted(refusing("0.2", 10)), refusing("", 10)
+    ([0, 3], [8, 9], set())
+    """
+    try:
+        if "." in refuse:
+            share = float(refuse)
+            if not 0 <= share <= 1:
+                raise ValueError
+            total = clients or 0
+            return set(range(total - round(share * total), total))
+        found = {int(piece) for piece in refuse.split(";") if piece.strip()}
+    except ValueError:
+        raise ConfigError(f"fedssyn:refuse={refuse} is neither clients such as 0;3 nor a share such as 0.2.") from None
+    if found and min(found) < 0:
+        raise ConfigError(f"fedssyn:refuse={refuse}: clients are numbered from 0.")
+    if found and clients is not None and max(found) >= clients:
+        raise ConfigError(f"fedssyn:refuse={refuse}: there are {clients} clients, numbered from 0.")
+    return found

@@ -1,0 +1,287 @@
+"""Models by name, and the ways in which a user brings a model.
+
+`MODELS` lists the models that come with unskew. `resolve_model` also takes a module, a factory, or the import
+path of a factory, or ``hf:NAME`` for a model of the Hugging Face hub or of a folder. Weights are drawn from PyTorch's
+global generator, so the caller seeds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from unskew.errors import ConfigError, unknown
+from unskew.models.zoo.cnn_c import CNNC
+from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
+from unskew.models.zoo.vision import CNNA, CNNB, MLP, VGG11, Logistic, ResNet20
+
+HUB = "hf:"
+ModelLike = str | nn.Module | Callable[..., nn.Module]
+"""What `resolve_model` accepts as a model."""
+
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OWN_KINDS = (inspect.Parameter.POSITIONAL_ONLY, *_KEYWORD_KINDS)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model that can be built by name.
+
+    Attributes:
+        name: The name in a configuration file.
+        constructor: Called with `shape`, `classes` and the model's options as keywords.
+        description: One line for the list of models.
+        reference: The paper that the model is taken from.
+        pretrained: Whether its weights come from the Hugging Face hub (the extra ``transformers``).
+    """
+
+    name: str
+    constructor: Callable[..., nn.Module]
+    description: str
+    reference: str
+    pretrained: bool = False
+
+
+MODELS: dict[str, ModelEntry] = {
+    entry.name: entry
+    for entry in (
+        ModelEntry(
+            "cnn",
+            CNNA,
+            "CNN-A: two 5x5 convolutions and three linear layers (CIFAR-10, Fashion-MNIST)",
+            "FedCOG, Ye et al. 2023, arXiv:2312.05966",
+        ),
+        ModelEntry(
+            "cnn-b",
+            CNNB,
+            "CNN-B: three 3x3 convolutions and two linear layers (CIFAR-100)",
+            "FedCOG, Ye et al. 2023, arXiv:2312.05966",
+        ),
+        ModelEntry(
+            "cnn-c",
+            CNNC,
+            "CNN-C: three 3x3 convolutions, one pooling and two linear layers",
+            "Feddle, Zhu et al. 2025, arXiv:2503.20138",
+        ),
+        ModelEntry(
+            "resnet20",
+            ResNet20,
+            "ResNet-20 for small images; batch or group norm, three kinds of shortcut",
+            "He et al. 2015, arXiv:1512.03385; variant of FedALS, Gholami and Seferoglu 2024, arXiv:2404.11754",
+        ),
+        ModelEntry(
+            "vgg11",
+            VGG11,
+            "VGG-11 with dropout and without batch norm",
+            "Simonyan and Zisserman 2014, arXiv:1409.1556; variant of Fedssyn, Li et al. 2023, arXiv:2306.13263",
+        ),
+        ModelEntry(
+            "logistic",
+            Logistic,
+            "Multinomial logistic regression on the flattened input",
+            "the convex model of FedProx, Li et al. 2018, arXiv:1812.06127",
+        ),
+        ModelEntry(
+            "mlp",
+            MLP,
+            "Multilayer perceptron on the flattened input, two hidden layers of 200 by default",
+            "the 2NN of FedAvg, McMahan et al. 2016, arXiv:1602.05629",
+        ),
+        ModelEntry(
+            "resnet-18",
+            resnet18,
+            "ResNet-18 trained on ImageNet, images brought to 224 x 224",
+            "He et al. 2015, arXiv:1512.03385; as in Feddle, Zhu et al. 2025, arXiv:2503.20138",
+            pretrained=True,
+        ),
+        ModelEntry(
+            "vit-b16",
+            vit_b16,
+            "ViT-B/16 trained on ImageNet, with LoRA on the projections of attention",
+            "Dosovitskiy et al. 2020, arXiv:2010.11929; as in Feddle, Zhu et al. 2025, arXiv:2503.20138",
+            pretrained=True,
+        ),
+    )
+}
+"""The models that come with unskew, by name."""
+
+
+def model_names() -> list[str]:
+    """Return the names of the registered models.
+
+    >>> model_names()
+    ['cnn', 'cnn-b', 'cnn-c', 'resnet20', 'vgg11', 'logistic', 'mlp', 'resnet-18', 'vit-b16']
+    """
+    return list(MODELS)
+
+
+def build_model(name: str, shape: tuple[int, ...], classes: int, **options: object) -> nn.Module:
+    """Build a registered model.
+
+    Args:
+        name: A key of `MODELS`.
+        shape: Shape of a sample, usually `(channels, height, width)`.
+        classes: Number of logits.
+        **options: Options of the model, such as `shortcut` of `"resnet20"`.
+
+    Returns:
+        The model with freshly drawn weights.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or a value does not fit the model.
+
+    >>> build_model("mlp", (4,), 2, hidden=[3]).head
+    Linear(in_features=3, out_features=2, bias=True)
+    """
+    return _build(name, shape, classes, options)
+
+
+def resolve_model(
+    model: ModelLike,
+    shape: tuple[int, ...],
+    classes: int,
+    options: Mapping[str, object] | None = None,
+    task: str = "classification",
+) -> nn.Module:
+    """Turn whatever the user calls a model into a module.
+
+    Args:
+        model: One of
+            a registered name;
+            a module, which is returned as it is;
+            a factory, called with those of `shape`, `classes` and `task` that its signature names, and with `options`;
+            a string `"package.module:factory"`, which is imported and then treated like the factory;
+            `"hf:NAME"`, a model of the hub or of a folder (see `unskew.models.zoo.pretrained.hugging_face`).
+        shape: Shape of a sample.
+        classes: Number of logits.
+        options: Keywords for the model or the factory.
+        task: What it is trained for.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: The model cannot be found, imported, or called with what is known.
+
+    >>> resolve_model("torch.nn:Linear", (4,), 2, {"in_features": 4, "out_features": 2})
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    options = options or {}
+    if isinstance(model, str) and ":" not in model:
+        return _build(model, shape, classes, options)
+    if isinstance(model, str) and model.startswith(HUB):
+        if "weights" in options:
+            raise ConfigError(f"The model {model!r} has no option 'weights'; its name says which they are.")
+        named = functools.partial(hugging_face, weights=model.removeprefix(HUB))
+        return _call(f"The model {model!r}", named, shape, classes, options, task)
+    label = f"The factory {model!r}" if isinstance(model, str) else f"The factory {_name(model)!r}"
+    target = _import(model) if isinstance(model, str) else model
+    if isinstance(target, nn.Module):
+        if options:
+            raise ConfigError(
+                f"The model is already built, so its options ({_listed(options)}) have no effect. "
+                "Remove them, or give a factory."
+            )
+        return target
+    if not callable(target):
+        raise ConfigError(f"A model is a name, a module, or a function that returns a module, but got {target!r}.")
+    return _call(label, target, shape, classes, options, task)
+
+
+def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """Name and options of a model that is given as a mapping.
+
+    Raises:
+        ValueError: It does not name one.
+
+    >>> named_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
+    ('hf:facebook/opt-125m', {'lora': {'r': 4}})
+    """
+    kinds = [kind for kind in ("hf", "name") if kind in model]
+    name = model[kinds[0]] if len(kinds) == 1 else None
+    if not isinstance(name, str):
+        raise ValueError("a mapping names the model as hf: NAME (of the Hugging Face hub) or as name: NAME")
+    options = {key: value for key, value in model.items() if key != kinds[0]}
+    return (HUB if kinds[0] == "hf" else "") + name, options
+
+
+def _build(name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, object]) -> nn.Module:
+    if name not in MODELS:
+        hint = "A model of your own is written as 'package.module:factory'."
+        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
+    return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
+
+
+def _call(
+    label: str,
+    factory: Callable[..., object],
+    shape: tuple[int, ...],
+    classes: int,
+    options: Mapping[str, object],
+    task: str = "classification",
+) -> nn.Module:
+    """Call a factory with the part of shape, classes and task that it names, after checking that the call can work."""
+    parameters = _parameters(factory)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    keywords = [p.name for p in parameters if p.kind in _KEYWORD_KINDS]
+    known = {"shape": shape, "classes": classes, **({"task": task} if "task" in keywords else {})}
+    # A keyword that the user has fixed with functools.partial is an answer, not a question.
+    fixed = factory.keywords if isinstance(factory, functools.partial) else {}
+
+    refused = [o for o in options if o in known or not (takes_any or o in keywords)]
+    if refused:
+        valid = [keyword for keyword in keywords if keyword not in known and keyword not in fixed]
+        choices = f"Its options are: {_listed(valid)}." if valid else "It has no options."
+        raise ConfigError(f"{label} has no option {_listed(refused)}. {choices}")
+
+    given = {k: v for k, v in known.items() if (takes_any or k in keywords) and k not in fixed}
+    given |= options
+    needed = [p for p in parameters if p.kind in _OWN_KINDS and p.default is p.empty]
+    missing = [p.name for p in needed if p.kind not in _KEYWORD_KINDS or p.name not in given]
+    if missing:
+        raise ConfigError(
+            f"{label} needs {_listed(missing)}, but only 'shape' and 'classes' are known. "
+            "Set the rest in the model's options, or give it a default."
+        )
+
+    module = factory(**given)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
+    return module
+
+
+def _parameters(factory: Callable[..., object]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):
+        return []  # Some built-in callables have no signature; they are called without arguments.
+
+
+def _import(path: str) -> object:
+    """Import the object that `"package.module:name"` stands for."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        target: object = importlib.import_module(module_name)
+    # The module is the user's, and importing it may fail in any way.
+    except Exception as error:
+        raise ConfigError(
+            f"The module {module_name!r} of the model {path!r} cannot be imported "
+            f"({type(error).__name__}: {error}). Check its spelling, and that its folder is on PYTHONPATH."
+        ) from error
+    try:
+        return functools.reduce(getattr, attribute.split("."), target)
+    except AttributeError as error:
+        raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by the model {path!r}.") from error
+
+
+def _name(factory: object) -> str:
+    return str(getattr(factory, "__qualname__", type(factory).__name__))
+
+
+def _listed(names: Mapping[str, object] | list[str]) -> str:
+    return ", ".join(repr(name) for name in names)

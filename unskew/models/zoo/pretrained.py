@@ -1,0 +1,242 @@
+"""Models of the Hugging Face hub or of a local folder, whole or with LoRA factors (the extra ``transformers``).
+
+Weights are read from safetensors only, and no code of a model's author is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from unskew.errors import ConfigError, unknown
+from unskew.models.zoo.lora import add_lora, checked_lora, first_line
+from unskew.models.zoo.transformer import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
+
+Options = Mapping[str, Any]
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+DERIVED = ("out_features", "out_indices", "stage_names")
+RESNET18 = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+VIT_LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+def hugging_face(
+    shape: tuple[int, ...],
+    classes: int,
+    task: str = "classification",
+    *,
+    weights: str,
+    pretrained: bool = True,
+    config: Options | None = None,
+    lora: Options | None = None,
+    revision: str | None = None,
+    size: int | None = None,
+) -> nn.Module:
+    """A model by the name of its weights; what it is to do follows from the task and the shape of an input.
+
+    The task ``language`` takes a causal language model; else a vector of token ids takes a classifier of sequences, and
+    an image a classifier of images. A classifier's head is made anew where the checkpoint's has other classes.
+
+    Args:
+        shape: Shape of one input: ``(L,)`` token ids, or ``(c, H, W)``.
+        classes: Number of classes; of tokens, for a language model.
+        task: ``language``, ``classification`` or ``multilabel``.
+        weights: A model of the hub, or a folder with ``config.json`` and safetensors. Without ``pretrained`` also a kind of
+            model, such as ``opt``.
+        pretrained: Load the weights; else only the configuration is read and weights are drawn.
+        config: Entries of the model's configuration to change.
+        lora: Train factors of low rank (see ``Lora``) and a classifier's head; all else is frozen.
+        revision: Branch, tag or commit at the hub.
+        size: Height and width of images; the checkpoint's own if None.
+
+    Raises:
+        ConfigError: The model cannot be found or loaded, or an option does not fit it.
+    """
+    if not isinstance(weights, str) or not weights:
+        raise ConfigError("Name the model: hf:NAME, with a name of the Hugging Face hub or a local folder.")
+    kind = "CausalLM" if task == "language" else "ImageClassification" if len(shape) == 3 else "SequenceClassification"
+    factors = None if lora is None else checked_lora(lora)
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ConfigError(f"size={size!r} is not valid: it is the height and width of images, a whole number from 1.")
+    if size is not None and kind != "ImageClassification":
+        raise ConfigError("size belongs to models of images; the length of texts is text.block.")
+    with quiet_transformers() as transformers, sentences(weights):
+        given = configuration(transformers, weights, pretrained, config or {}, revision)
+        if kind == "CausalLM":
+            if not pretrained and "vocab_size" not in (config or {}) and is_kind(transformers, weights):
+                given.vocab_size = classes
+        else:
+            given.num_labels = classes
+        net = loaded(getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, given, revision)
+        if factors is not None:
+            add_lora(net, factors)
+        if kind == "SequenceClassification":
+            return SequenceClassifier(net)
+        if kind == "CausalLM":
+            model = CausalLM(net)
+            if model.looks_ahead():
+                raise ConfigError(
+                    f"{weights} looks at later tokens when it predicts the next one; take a causal language model."
+                )
+            return model
+        mean, std, side = image_scale(weights, given, revision, pretrained)
+        return ImageClassifier(net, size or side, mean, std)
+
+
+def resnet18(
+    shape: tuple[int, ...],
+    classes: int,
+    weights: str = "microsoft/resnet-18",
+    pretrained: bool = True,
+    size: int = 224,
+    config: Options | None = None,
+    lora: Options | None = None,
+) -> nn.Module:
+    """ResNet-18 trained on ImageNet; see `hugging_face` for the options."""
+    if not pretrained:
+        weights, config = "resnet", {**RESNET18, **(config or {})}
+    return images(shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora)
+
+
+def vit_b16(
+    shape: tuple[int, ...],
+    classes: int,
+    weights: str = "google/vit-base-patch16-224",
+    pretrained: bool = True,
+    size: int | None = None,
+    config: Options | None = None,
+    lora: Options | None = VIT_LORA,
+) -> nn.Module:
+    """ViT-B/16 trained on ImageNet, with LoRA on the four projections of attention; see `hugging_face` for the options."""
+    weights = weights if pretrained else "vit"
+    return images(shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora)
+
+
+def images(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """A classifier of images, refused for anything else."""
+    if len(shape) != 3 or min(shape) < 1:
+        raise ConfigError(f"This model needs an image shape (channels, height, width), but got {tuple(shape)}.")
+    return hugging_face(shape, classes, **options)
+
+
+def is_folder(name: str) -> bool:
+    """Whether a name means a local folder.
+
+    Raises:
+        ConfigError: It can mean nothing else, but the folder is not there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return True
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"There is no folder {name} with a model.")
+    return False
+
+
+def is_kind(transformers: Any, name: str) -> bool:
+    """Whether a name is that of a kind of model, such as ``opt``, and not of a folder."""
+    return not is_folder(name) and name in transformers.CONFIG_MAPPING
+
+
+def configuration(transformers: Any, weights: str, pretrained: bool, changes: Options, revision: str | None) -> Any:
+    """The model's configuration, with changes."""
+    if not pretrained and is_kind(transformers, weights):
+        given = transformers.AutoConfig.for_model(weights)
+    else:
+        where = str(Path(weights).expanduser()) if is_folder(weights) else weights
+        given = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+    wrong = [name for name in changes if not hasattr(given, name)]
+    if wrong:
+        raise ConfigError(unknown(f"entry of the configuration of {weights}", wrong[0], given.to_dict()))
+    if changes:  # made anew, so that values which follow from others fit the changes
+        told = {k: v for k, v in given.to_diff_dict().items() if k not in DERIVED}
+        given = type(given)(**{**told, **changes})
+    if getattr(given, "layerdrop", 0):
+        given.layerdrop = 0.0  # whole blocks left out at random: not the same on every engine
+    return given
+
+
+def loaded(auto: Any, weights: str, pretrained: bool, given: Any, revision: str | None) -> Any:
+    """The model in float32 with eager attention, the only one that can be mapped over clients.
+
+    Raises:
+        ConfigError: There are no safetensors, or they are of another model.
+    """
+    if not pretrained:
+        return auto.from_config(given, attn_implementation="eager", dtype="float32")
+    where = weights
+    if is_folder(weights):
+        folder = Path(weights).expanduser()
+        where = str(folder)
+        if not any(folder.glob("*.safetensors")):
+            others = sorted(f.name for suffix in ("*.bin", "*.pt", "*.h5", "*.msgpack") for f in folder.glob(suffix))
+            found = f"only {', '.join(others)}, which may run code when it is read" if others else "no weights"
+            raise ConfigError(
+                f"{folder} holds no safetensors ({found}). Save the model as safetensors; save_pretrained does."
+            )
+    net, report = auto.from_pretrained(
+        where,
+        config=given,
+        revision=revision,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+    new = {*report["missing_keys"], *(key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"])}
+    body = sorted(k for k in new if k.startswith(net.base_model_prefix + ".") and "pooler" not in k)
+    if body:
+        raise ConfigError(
+            f"The weights of {weights} do not fit the model: {len(body)} are missing or of another shape, such as {body[0]}."
+        )
+    return net
+
+
+def image_scale(weights: str, given: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
+    """Mean, deviation and size of a checkpoint's images; the usual ones of its kind where it does not say."""
+    mean, std = IMAGENET if given.model_type == "resnet" else HALVES
+    side = getattr(given, "image_size", 224)
+    path: str | Path | None = None
+    if is_folder(weights):
+        path = Path(weights).expanduser() / "preprocessor_config.json"
+    elif pretrained:
+        hub: Any = import_module("transformers.utils.hub")
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        path = hub.cached_file(weights, "preprocessor_config.json", revision=revision, **quiet)
+    if path is not None and Path(path).is_file():
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        mean, std = told.get("image_mean", mean), told.get("image_std", std)
+        asked = told.get("size", side)
+        if "image_size" not in given.to_dict() and isinstance(asked, dict):
+            asked = asked.get("height", asked.get("shortest_edge", side))
+            side = asked if isinstance(asked, int) else side
+    channels = getattr(given, "num_channels", 3)
+    for name, values in (("image_mean", mean), ("image_std", std)):
+        numbers = isinstance(values, list | tuple) and all(isinstance(v, int | float) for v in values)
+        if not numbers or len(values) < channels:
+            raise ConfigError(f"{name} in the preprocessor_config.json of {weights} must be {channels} numbers.")
+    return mean[:channels], std[:channels], side
+
+
+@contextmanager
+def sentences(weights: str) -> Iterator[None]:
+    """Within, what goes wrong in loading becomes a sentence."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # the hub, the files and the model may fail in any way
+        hint = ""
+        if "safetensors" in str(error):
+            hint = (
+                " If the hub has them at another revision, name it (revision), or give a folder that holds safetensors."
+            )
+        raise ConfigError(f"The model {weights!r} cannot be loaded: {first_line(error)}.{hint}") from error

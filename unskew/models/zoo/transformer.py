@@ -1,0 +1,199 @@
+"""Models of the package ``transformers`` as modules from one input tensor to logits.
+
+Texts are token ids ``[B, L]`` (int64), where -1 stands for padding, always at the end: so no id of the vocabulary is taken
+for it, and the mask needs no tensor of its own. Images are intensities from 0 to 1, which the model brings to its size and
+scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+from unskew.models.dropout import Dropout
+from unskew.models.steering import Steering
+from unskew.models.zoo.lora import merged
+
+PADDING = -1
+
+
+class Pretrained(nn.Module):
+    """What wrapped models have in common.
+
+    Attributes:
+        net: The model of ``transformers``, with LoRA factors inside its layers where it has any.
+        blocks: Name of the list of its blocks, each of which is a layer in order of depth; None if it has none.
+    """
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net: Any = net
+        self.blocks = block_list(self)
+        # An nn.Dropout is exchanged for one with keys, from which the functional ones then take theirs.
+        self.drop: nn.Module | None = nn.Dropout(0.0) if drops(net.config) else None
+
+    def steered(self) -> AbstractContextManager[object]:
+        """The context of a forward pass, in which random masks and precision are ours."""
+        keyed = self.drop if isinstance(self.drop, Dropout) and self.training else None
+        if keyed is None and self.net.dtype != torch.float64:
+            return contextlib.nullcontext()
+        return Steering(keyed)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a folder that ``hf:FOLDER`` and ``transformers`` load; LoRA factors are added to their weights."""
+        folder = Path(folder)
+        with quiet_transformers():
+            merged(self.net).save_pretrained(folder)
+        return folder
+
+
+class OfTexts(Pretrained):
+    """What takes token ids."""
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens it knows, if its configuration says."""
+        return getattr(self.net.config, "vocab_size", None)
+
+
+class CausalLM(OfTexts):
+    """Token ids ``[B, L]`` to logits ``[B, L, V]`` of the next token.
+
+    Padding is at the end and attention looks back only, so no mask is needed: no token sees any padding.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits at every position, those of padding without meaning."""
+        ids = token_ids(x, self.net.config)
+        with self.steered():
+            return self.net(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def looks_ahead(self) -> bool:
+        """Whether a token changes the logits before it, as in models that were trained to fill gaps."""
+        training = self.training
+        with torch.no_grad():
+            one, other = self.eval()(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
+        self.train(training)
+        return not torch.allclose(one, other, rtol=0, atol=1e-4)
+
+
+class SequenceClassifier(OfTexts):
+    """Token ids ``[B, L]`` to logits ``[B, C]``.
+
+    A decoder's text is classified by its last token: features are its hidden state ``[B, f]``. An encoder is asked as it is,
+    with the mask.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the classes."""
+        ids, there = token_ids(x, self.net.config), x != PADDING
+        with self.steered():
+            if hasattr(self.net, "score"):
+                base = getattr(self.net, self.net.base_model_prefix)
+                states = base(input_ids=ids, use_cache=False).last_hidden_state
+                last = (there.sum(-1) - 1).clamp_min(0)
+                at = last[:, None, None].expand(-1, 1, states.shape[-1])
+                return self.net.score(states.gather(1, at).squeeze(1))  # type: ignore[no-any-return]
+            # Made here in full: the one that transformers makes looks at values, which vmap cannot.
+            mask = torch.zeros_like(x, dtype=self.net.dtype).masked_fill(~there, torch.finfo(self.net.dtype).min)
+            mask = mask[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+            return self.net(input_ids=ids, attention_mask=mask).logits  # type: ignore[no-any-return]
+
+
+class ImageClassifier(Pretrained):
+    """Images ``[B, c, H, W]`` of intensities from 0 to 1 to logits ``[B, C]``.
+
+    Args:
+        net: The model.
+        size: Height and width that it takes.
+        mean, std: With which its images were standardised, per channel.
+    """
+
+    intensities = True
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, net: nn.Module, size: int, mean: Sequence[float], std: Sequence[float]):
+        super().__init__(net)
+        self.size = size
+        self.given = {"image_mean": list(mean), "image_std": list(std), "size": {"height": size, "width": size}}
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bring the images to the model's size, channels and scale; then its logits."""
+        sides = x.shape[-2:]
+        if sides != (self.size, self.size):
+            smaller = max(sides) > self.size
+            x = F.interpolate(x, (self.size, self.size), mode="bilinear", align_corners=False, antialias=smaller)
+        channels = len(self.given["image_mean"])
+        if x.shape[1] == 1 and channels > 1:
+            x = x.expand(-1, channels, -1, -1)
+        with self.steered():
+            return self.net(pixel_values=(x - self.mean) / self.std).logits  # type: ignore[no-any-return]
+
+    def save(self, folder: str | Path) -> Path:
+        """As a folder, with the size and the scale of its images."""
+        folder = super().save(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.given, indent=2) + "\n", encoding="utf-8")
+        return folder
+
+
+def token_ids(x: Tensor, config: Any) -> Tensor:
+    """Ids that the model may look up: padding gets the model's own id for it.
+
+    Raises:
+        TypeError: The inputs are no whole numbers.
+    """
+    if x.is_floating_point():
+        raise TypeError("it takes token ids, which are whole numbers")
+    return torch.where(x == PADDING, getattr(config, "pad_token_id", None) or 0, x)
+
+
+def drops(config: Any) -> bool:
+    """Whether a configuration asks for any dropout."""
+    values = [v for name, v in config.to_dict().items() if "drop" in name and not isinstance(v, bool)]
+    return any(isinstance(v, int | float) and v > 0 for v in values)
+
+
+def block_list(module: Pretrained) -> str | None:
+    """The name of the list of blocks: of a transformer's lists of modules, the one with the most parameters."""
+    if not hasattr(module.net.config, "num_attention_heads"):
+        return None
+    lists = {
+        n: sum(p.numel() for p in m.parameters()) for n, m in module.named_modules() if isinstance(m, nn.ModuleList)
+    }
+    return max(lists, key=lambda name: lists[name]) if lists else None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[Any]:
+    """The package ``transformers`` with its warnings and progress bars off.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        transformers: Any = import_module("transformers")
+        bars: Any = import_module("transformers.utils.logging")
+    except ImportError as error:
+        raise ConfigError("This model needs the package transformers: pip install 'unskew[transformers]'.") from error
+    level, shown = bars.get_verbosity(), bars.is_progress_bar_enabled()
+    bars.set_verbosity_error()
+    bars.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        bars.set_verbosity(level)
+        if shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""What methods and engines agree on: slots, messages, contexts."""

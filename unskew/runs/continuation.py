@@ -1,0 +1,104 @@
+"""Going on with a run, and beginning one where another ended: what must be the same, and what is taken over."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import ArrayClients, Federation
+from unskew.errors import CheckpointError, ConfigError
+from unskew.methods.catalogue import method
+from unskew.models.vector import ModelSpec
+from unskew.records.recorder import Recorder
+from unskew.records.result import read_history
+from unskew.simulation import checkpoint
+from unskew.simulation.server import Server
+
+RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_every", "target", "save_samples")
+"""Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
+
+
+def begin_where(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
+    """Take over the model, traffic and history of the run in ``parent``, and what both methods keep.
+
+    What a client keeps under a rule that both methods have (FedCOG's previous model) stays; rules that only the new method
+    has begin as in their first round.
+
+    Args:
+        parent: Folder of the other run.
+        config: Of the run that begins.
+        server: Its server, freshly made.
+        recorder: Its recorder.
+        data: What identifies its data.
+
+    Returns:
+        The number of rounds that the other run had.
+
+    Raises:
+        ConfigError: It is no run, or another model, other data, or already as long.
+    """
+    found = checkpoint.newest(parent / "checkpoints")
+    if found is None:
+        raise ConfigError(f"start_from={str(parent)!r} is no run folder with a checkpoint.")
+    path, manifest, _ = found
+    extra, done = manifest["extra"], int(manifest["round"])
+    if done >= config.rounds:
+        raise ConfigError(
+            f"The run in {parent} has {done} rounds; one that starts from it needs more, not {config.rounds}."
+        )
+    if extra["data"] != data:
+        raise ConfigError(f"The run in {parent} was made on other data or another partition.")
+    check_frozen(extra, server.spec)
+    try:
+        before = method(extra["config"]["method"])
+    except ConfigError:  # a method that only Python knew
+        before = None
+    checkpoint.branch(path, manifest, server, before)
+    recorder.adopt(read_history(parent)[:done], extra["seconds"])
+    return done
+
+
+def identity(federation: Federation) -> str:
+    """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
+    sizes = ""
+    if isinstance(federation.clients, ArrayClients):
+        sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]
+    server = 0 if federation.server is None else len(federation.server.y)
+    made = f", synthetic {federation.made}" if federation.made else ""
+    known = federation.fingerprint or "unknown"
+    return f"partition {known}, sizes {sizes}, test {len(federation.test[1])}, {server=}{made}"
+
+
+def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
+    """Refuse to go on with the trained part of a model whose other part has changed since.
+
+    Raises:
+        CheckpointError: The parameters that are not trained are others than those of the run.
+    """
+    if extra.get("frozen", spec.frozen) != spec.frozen:
+        raise CheckpointError(
+            "The parameters that are not trained differ from those of the run: the model's folder, or its version at the "
+            "hub, has changed. Bring the former one back."
+        )
+
+
+def check_same(then: dict[str, Any], now: Experiment) -> None:
+    """Refuse to go on with a run under another configuration.
+
+    Raises:
+        CheckpointError: A field differs that decides what the run is.
+    """
+    current, neutral = now.model_dump(mode="json"), Experiment().model_dump(mode="json")
+    for name in current:
+        was = then.get(name, neutral[name])
+        if isinstance(was, dict):  # a section may have more fields by now
+            was = {**neutral[name], **was}
+        if name not in RESUMABLE and was != current[name]:
+            raise CheckpointError(
+                f"The run was made with {name}={was!r}, but is resumed with {name}={current[name]!r}; "
+                "a run can only go on as it began. Start a new one instead."
+            )

@@ -1,0 +1,225 @@
+"""From an experiment to a result: the few lines that wire everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unskew.runs.model import ModelLike, as_wanted, check_method
+from unskew.config.experiment import DATA_FIELDS, Experiment, experiment, load_yaml
+from unskew.data.federation import Federation
+from unskew.data.load import load_federation
+from unskew.engines.catalogue import pick_device
+from unskew.errors import CheckpointError, ConfigError
+from unskew.files import locked, make_folder, occupied, unmake_folder
+from unskew.methods.catalogue import MethodLike, method
+from unskew.models.catalogue import HUB
+from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
+from unskew.records.recorder import Callback
+from unskew.records.result import Result
+from unskew.records.trackers import make_trackers
+from unskew.runs.session import Session
+
+
+def run(
+    federation: Federation | None = None,
+    *,
+    model: ModelLike | Mapping[str, Any] | None = None,
+    method: MethodLike | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Result:
+    """Train one model across the clients of a federation.
+
+    Args:
+        federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say.
+        model: A registered name, a module, a factory, ``"package.module:factory"``, ``"hf:NAME"``, or a mapping such as
+            ``{"hf": NAME, "lora": {"r": 4}}``.
+        method: A method or a sum, as ``unskew.method`` takes it.
+        out: Run folder to write; without it nothing is written to disk.
+        resume: Go on with the run in ``out``.
+        callbacks: Followers of the run.
+        options: Any field of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
+
+    Returns:
+        The history, the summary and the final model.
+
+    Raises:
+        ConfigError: An option is wrong, or the run folder is already there.
+        DataError: The data cannot be used.
+        CheckpointError: The run cannot be resumed, or the disk is full.
+    """
+    values = dict(options)
+    if federation is not None:
+        given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        check_given(given, values)
+        values = {**given, **values}
+    if model is not None:
+        values["model"] = model if isinstance(model, str | Mapping) else _name_of(model)
+    if method is not None:
+        values["method"] = method if isinstance(method, str) else "fedavg"
+    return run_experiment(
+        experiment(values),
+        federation=federation,
+        model=None if isinstance(model, str | Mapping) else model,
+        method_given=None if isinstance(method, str) else method,
+        out=out,
+        resume=resume,
+        callbacks=callbacks,
+    )
+
+
+def _name_of(model: object) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def check_given(given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Options about data that are given already must not say something else.
+
+    Raises:
+        ConfigError: They do.
+    """
+    for name in DATA_FIELDS:
+        if name in options and options[name] != given.get(name):
+            raise ConfigError(f"{name}={options[name]!r} has no effect on a federation that is given.")
+
+
+def load_data(config: Experiment) -> Federation:
+    """The federation that a configuration describes."""
+    return load_federation(
+        config.data,
+        partition=config.partition,
+        clients=config.clients,
+        seed=config.seed,
+        path=config.data_path,
+        label=config.label,
+        image=config.image,
+        label_separator=config.label_separator,
+        image_size=config.image_size,
+        keep_classes=config.keep_classes,
+        keep_samples=config.keep_samples,
+        holdout=config.holdout,
+        server=config.server,
+        server_path=config.server_path,
+        text=config.text.columns,
+        tokenizer=tokenizer_of(config),
+        block=config.text.block,
+        set_aside=config.set_aside,
+    )
+
+
+def tokenizer_of(config: Experiment) -> str | None:
+    """The tokeniser of texts: the one asked for, or that of the model; None if neither says any."""
+    return config.text.tokenizer or (config.model.removeprefix(HUB) if config.model.startswith(HUB) else None)
+
+
+def run_experiment(
+    config: Experiment,
+    *,
+    federation: Federation | None = None,
+    model: ModelLike | None = None,
+    method_given: MethodLike | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    shared: Path | None = None,
+) -> Result:
+    """Carry out ``config``; see ``run``. What its method makes before training is kept in ``shared`` for other runs, too."""
+    folder = None if out is None else Path(out)
+    chosen = method(config.method if method_given is None else method_given)
+    if method_given is not None:
+        config = config.model_copy(update={"method": chosen.spelling or chosen.name})
+    device = pick_device(config.device)
+    trackers = make_trackers(config.trackers, folder)
+    if resume and (folder is None or not (folder / "config.yaml").is_file()):
+        raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
+    if folder is not None and not resume and occupied(folder):
+        raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
+    if config.save_samples and folder is None:
+        raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
+    original = load_data(config) if federation is None else federation
+    spec = check_method(config, original, model, chosen)
+    check_given_set(config, chosen)
+    original = as_wanted(original, spec)
+    made = [] if folder is None else make_folder(folder)
+    with locked(folder):
+        session = None
+        try:
+            prepared = prepare(chosen, original, config, device, folder, shared, callbacks)
+            everyone = [*callbacks, *trackers]
+            session = Session(
+                config, prepared.federation, spec, chosen, device, folder, everyone, prepared.training, original
+            )
+            for client, (up, down) in prepared.traffic:
+                session.server.traffic.count(client, "up", up, 0)
+                session.server.traffic.count(client, "down", down, 0)
+            return session.go(resume)
+        except BaseException:
+            # A new run that did not finish a round leaves nothing behind but what was made for it.
+            rounds = session is not None and session.recorder.history
+            if folder is not None and not resume and not rounds and not (folder / SYNTHETIC).exists():
+                unmake_folder(folder, made)
+            raise
+
+
+def resume(
+    folder: str | Path,
+    *,
+    federation: Federation | None = None,
+    model: ModelLike | None = None,
+    method: MethodLike | None = None,
+    callbacks: Sequence[Callback] = (),
+    shared: Path | None = None,
+    **changes: Any,
+) -> Result:
+    """Go on with an interrupted run; the result is bit for bit that of an uninterrupted one.
+
+    Args:
+        folder: The run folder.
+        federation: The same data, if they were given in Python.
+        model: The same model, if it was given in Python.
+        method: The same method, if it was given in Python.
+        callbacks: Followers of the run.
+        shared: Where what its method made before training is kept for several runs, if not in ``folder``; found by itself
+            where ``unskew compare`` and ``unskew reproduce`` keep it.
+        changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers``, ``checkpoint_every``,
+            ``target`` or ``save_samples``.
+
+    Raises:
+        CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
+    # A method given in Python has a name that only Python knows.
+    named = {} if method is None or isinstance(method, str) else {"method": "fedavg"}
+    config = experiment({**load_yaml(folder / "config.yaml"), **changes, **named})
+    if federation is None and config.data == "arrays":
+        raise CheckpointError(f"The data of {folder} were given in Python; resume it there, with the same federation.")
+    done = finished_rounds(folder)
+    if done is not None and done >= config.rounds:
+        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
+    return run_experiment(
+        config,
+        federation=federation,
+        model=model,
+        method_given=method,
+        out=folder,
+        resume=True,
+        callbacks=callbacks,
+        shared=kept_beside(folder) if shared is None else shared,
+    )
+
+
+def finished_rounds(folder: Path) -> int | None:
+    """The rounds of a run that came to its end; None if it did not."""
+    try:
+        return int(json.loads((folder / "summary.json").read_bytes())["rounds"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'summary.json'} is damaged; remove it and resume the run.") from error

@@ -1,0 +1,261 @@
+"""One sitting of a run: from a checkpoint (or the start) to the end or an interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from unskew.config.experiment import Experiment
+from unskew.runs.continuation import begin_where, check_frozen, check_same, identity
+from unskew.data.federation import Federation
+from unskew.measures.catalogue import make_diagnoses
+from unskew.engines.base import Engine, Setup, Training
+from unskew.engines.catalogue import make_engine, pick_engine
+from unskew.engines.machine import cores
+from unskew.errors import CheckpointError
+from unskew.files import write_atomic
+from unskew.methods.fedavg import FedAvg
+from unskew.protocol.rules import Method
+from unskew.models.vector import ModelSpec
+from unskew.records.recorder import Callback, Recorder, warn, write_summary
+from unskew.records.result import Result
+from unskew.simulation import checkpoint, personal
+from unskew.simulation.server_training import Bench
+from unskew.simulation.delays import Delays
+from unskew.simulation.evaluate import ClientScores, Evaluator, Models
+from unskew.simulation.loop import Interrupted, train
+from unskew.simulation.network import Network
+from unskew.simulation.sampler import Sampler
+from unskew.simulation.made_inputs import Samples
+from unskew.simulation.server import Server
+from unskew.simulation.store import ClientStore
+from unskew.runs.summary import summarise
+from unskew.tasks import TASKS
+
+
+class Session:
+    """Everything of a run in memory; ``go`` carries it out.
+
+    Args:
+        config: The run.
+        federation: Its data.
+        spec: Its model.
+        chosen: Its method.
+        device: Where it trains.
+        folder: The run folder, or None.
+        callbacks: Its followers.
+        training: The clients' budget, where the method's data changed it.
+        original: The data before the method changed them, which clients are evaluated on.
+    """
+
+    def __init__(
+        self,
+        config: Experiment,
+        federation: Federation,
+        spec: ModelSpec,
+        chosen: Method,
+        device: torch.device,
+        folder: Path | None,
+        callbacks: Sequence[Callback],
+        training: Training | None = None,
+        original: Federation | None = None,
+    ):
+        spec = spec.to(device)
+        training, original = training or config.training, original or federation
+        if device.type != "cpu":
+            moved = federation.to(device)
+            original, federation = moved if original is federation else original, moved
+        self.config, self.federation, self.spec, self.method = config, federation, spec, chosen
+        self.folder, self.callbacks = folder, callbacks
+        task = TASKS[federation.task]
+        rule = chosen.server or FedAvg()
+        auto = chosen.weights or rule.weights or "samples"
+        self.weights = auto if config.weights == "auto" else config.weights
+        store, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
+        self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
+        observed = "surrogate" in config.diagnose
+        bench = Bench(spec, federation, config.training, device, self.sampler.size, observed, self.weights)
+        self.server = Server(
+            chosen, rule, spec, federation, self.weights, config.buffers, store, config.seed, bench, cache
+        )
+        delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
+        delays.check(len(federation.clients))
+        flying = ClientStore(None if folder is None else folder / "in-flight")
+        self.network = Network(config.network.drop, config.seed, delays, flying, device)
+        self.task = task
+        self.evaluator = Evaluator(spec, original, task, device)
+        self.setup = Setup(spec, federation, chosen.client, task, training, config.seed, device)
+        self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
+        self.recorder = Recorder(folder, callbacks)
+        self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, self.recorder.history)
+        self.samples: Samples | None = None
+        self._saved = 0
+
+    def go(self, resume: bool) -> Result:
+        """Train the rounds that remain and write the summary."""
+        start = self._restore() if resume else self._branch()
+        # More workers than clients in a round would have nothing to do.
+        workers = min(self.config.workers or cores(), self.sampler.size)
+        engine: Engine = make_engine(self.engine_name, self.setup, workers)
+        if self.config.save_samples:
+            engine = self.samples = Samples(engine, self.method.client, self.federation, self.config.rounds - 1)
+        try:
+            self._begin(start)
+            for diagnosis in self.diagnoses:
+                diagnosis.begin()
+            texts = [rule.warning(self.config.rounds) for rule in self.method.client]
+            sync = self.method.sync
+            never = None if sync is None else sync.too_short(self.config.rounds, self.setup.spec)
+            texts += [never, self.samples.problem if self.samples else None]
+            if personal.tunes(self.method) and not self.config.eval_clients:
+                texts.append(
+                    "ft trains the clients that are evaluated; with eval_clients 0 there are no personal figures."
+                )
+            for text in filter(None, texts):
+                self._warn(text)
+            rounds = range(start, self.config.rounds)
+            train(rounds, self.sampler, self.server, engine, self.network, self._finished)
+            if not (self.server.moved or self.server.overflows or never):
+                self._warn(self.network.stuck(len(rounds)))
+            self.recorder.sync()
+            client_scores = self._client_scores(engine)
+        except Interrupted as interruption:
+            self._save(len(self.recorder.history))
+            interruption.folder = self.folder
+            raise
+        finally:
+            engine.close()
+            self.recorder.close()
+        summary = summarise(self.config, self.setup, self.server, self.recorder, client_scores, self.engine_name)
+        if self.folder is not None:
+            weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
+            # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
+            base = json.dumps({"model": self.config.model, "frozen": self.spec.frozen})
+            about = {"base": base} if self.spec.frozen else None
+            data = save({name: t.contiguous() for name, t in weights.items()}, about)
+            write_atomic(self.folder / "model.safetensors", data)
+            write_summary(self.folder, summary)
+        for store in (self.server.store, self.server.cache, self.network.store):
+            store.close()
+        for callback in self.callbacks:
+            callback.end(summary)
+        module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
+        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder)
+
+    def _begin(self, start: int) -> None:
+        """Everything fits: write down what is run, and tell the followers."""
+        self._saved = start
+        if self.folder is not None:
+            write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
+            (self.folder / "summary.json").unlink(missing_ok=True)
+            checkpoint.drop(self.folder / "checkpoints", after=start)
+        for callback in self.callbacks:
+            callback.start(self.config.model_dump(mode="json"), start)
+        self.recorder.start_clock()
+
+    def _finished(self, t: int, figures: dict[str, Any]) -> None:
+        """After round ``t``: evaluate, record, save."""
+        done, last = t + 1, t + 1 == self.config.rounds
+        score = None
+        if last or done % self.config.eval_every == 0:
+            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
+            for diagnosis in self.diagnoses:
+                figures |= diagnosis.figures() if diagnosis.updates or not diagnosis.of_clients else {}
+        for diagnosis in self.diagnoses:
+            diagnosis.begin()
+        traffic = self.server.traffic
+        problem = self.server.problem(done)
+        if problem is not None:
+            self._warn(problem)
+        self.recorder.round(
+            {
+                "round": done,
+                "accuracy": score and score.accuracy,
+                "loss": score and score.loss,
+                **(score.figures if score else dict.fromkeys(self.task.figures)),
+                "bytes_up": traffic.up + traffic.buffers_up,
+                "bytes_down": traffic.down + traffic.buffers_down,
+                "seconds": round(self.recorder.seconds, 4),
+                **figures,
+            }
+        )
+        if last and self.samples is not None and self.folder is not None:
+            nothing = self.samples.draw(self.folder / "samples")
+            if nothing is not None:
+                self._warn(nothing)
+        if last or done % self.config.checkpoint_every == 0:
+            self._save(done)
+
+    def _warn(self, text: str) -> None:
+        warn(self.callbacks, text)
+
+    def _save(self, done: int) -> None:
+        if self.folder is None or done == self._saved:
+            return
+        self.recorder.sync()
+        extra = {
+            "seconds": self.recorder.seconds,
+            "config": self.config.model_dump(mode="json"),
+            "data": identity(self.federation),
+            "frozen": self.spec.frozen,
+            "delays": self.network.delays.identity,
+        }
+        checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
+        self._saved = done
+
+    def _restore(self) -> int:
+        """Load the newest whole checkpoint; returns the number of rounds done."""
+        assert self.folder is not None
+        found = checkpoint.newest(self.folder / "checkpoints")
+        if found is None:
+            self.recorder.resume(0, 0.0)
+            return self._branch()
+        path, manifest, problems = found
+        for problem in problems:
+            self._warn(f"{problem} Going on from {path.name} instead.")
+        extra, done = manifest["extra"], int(manifest["round"])
+        check_same(extra["config"], self.config)
+        if self.config.rounds < done:
+            raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
+        if extra["data"] != identity(self.federation):
+            raise CheckpointError(
+                f"The data differ from those of the run ({identity(self.federation)} instead of {extra['data']}); "
+                "resume it with the same data and library versions."
+            )
+        check_frozen(extra, self.spec)
+        if extra.get("delays", "") != self.network.delays.identity:
+            raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")
+        checkpoint.restore(path, manifest, self.server, self.network)
+        self.recorder.resume(done, extra["seconds"])
+        return done
+
+    def _branch(self) -> int:
+        """Begin where the run ``start_from`` ended; returns the number of rounds it had (0 without one)."""
+        if self.config.start_from is None:
+            return 0
+        return begin_where(
+            Path(self.config.start_from), self.config, self.server, self.recorder, identity(self.federation)
+        )
+
+    def _client_scores(self, engine: Engine) -> dict[str, Any]:
+        """What the final model, and for methods that have any the clients' own models, are worth to single clients."""
+        config, server = self.config, self.server
+
+        def score(own: Models | None) -> ClientScores:
+            return self.evaluator.clients(server.evaluated, server.evaluated_b, config.eval_clients, config.seed, own)
+
+        own_statistics = config.buffers == "local" and self.spec.buffer_sizes
+        scores = score(partial(personal.shared, server) if own_statistics else None)
+        figures: dict[str, Any] = scores.figures("client_accuracy")
+        if personal.tunes(self.method):
+            models = partial(personal.tuned, server, engine, config.rounds, self.sampler.size)
+            figures |= score(models).figures("personal_accuracy")
+        elif personal.personalises(self.method, self.spec):
+            figures |= score(partial(personal.kept, server)).figures("personal_accuracy")
+        return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}

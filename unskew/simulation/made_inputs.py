@@ -1,0 +1,71 @@
+"""Pictures of the inputs that clients make: asked for in the last round, drawn into the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from unskew.data.federation import Federation
+from unskew.data.pixels import Pixels
+from unskew.engines.base import Engine
+from unskew.files import make_folder
+from unskew.plots.pictures import images_by_class
+from unskew.protocol.rules import Broadcast, ClientRule, Tensors, Update
+
+
+class Samples:
+    """Stands before an engine and keeps what some clients made in one round; the numbers of the run stay the same.
+
+    Args:
+        engine: Trains the clients.
+        rules: The client rules of the run.
+        federation: Its data.
+        round: The round that is shown, from 0: the last one.
+        most: Number of clients that are asked: the first ones of the round's cohort.
+
+    Attributes:
+        problem: Why there will be no pictures, as a sentence; None if there may be some.
+    """
+
+    def __init__(self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, most: int = 10):
+        self.name, self.engine, self.federation, self.last, self.most = engine.name, engine, federation, round, most
+        self.made: dict[int, Tensors] = {}
+        self.problem: str | None = None
+        if all(type(rule).samples is ClientRule.samples for rule in rules):
+            self.problem = "save_samples has no effect: no rule of this method makes inputs."
+        elif len(federation.shape) != 3:
+            self.problem = f"save_samples has no effect: inputs of the shape {federation.shape} are not images."
+
+    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+        """See ``unskew.engines.base.Engine``."""
+        if self.problem is None:
+            casts = [
+                dataclasses.replace(cast, show=place < self.most and cast.round == self.last)
+                for place, cast in enumerate(casts)
+            ]
+        for update in self.engine.train(casts):
+            if update.made:
+                self.made[update.client] = update.made
+            yield update
+
+    def close(self) -> None:
+        """See ``unskew.engines.base.Engine``."""
+        self.engine.close()
+
+    def draw(self, folder: Path) -> str | None:
+        """Write one picture per client, ``client-0003.png``; returns a sentence if there is nothing to draw."""
+        if self.problem is None and not self.made:
+            return "save_samples: no client made inputs in the last round, so there are no pictures."
+        if self.made:
+            make_folder(folder)
+        for old in folder.glob("client-*.png"):
+            old.unlink()
+        pixels = Pixels.of(self.federation)
+        for client, made in self.made.items():
+            images = pixels.intensities(made["x"].cpu()).clamp(0, 1)
+            images_by_class(
+                images.numpy(), made["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
+                folder / f"client-{client:04d}.png", title=f"client {client}, round {self.last + 1}",
+            )  # fmt: skip
+        return None

@@ -1,0 +1,156 @@
+"""Learning at the server, with the arithmetic of the clients: see ``unskew.protocol.server_training``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unskew.data.federation import Federation, take
+from unskew.data.pixels import Pixels
+from unskew.engines import optimizers
+from unskew.engines.base import Training
+from unskew.engines.batches import Normaliser, Plan
+from unskew.errors import DataError
+from unskew.models.trainable import Batch, BoundModel, GradFn, LossFn
+from unskew.models.vector import ModelSpec, Output
+from unskew.protocol.server_training import Trained, Witness
+from unskew.seeding import fold
+from unskew.tasks import TASKS
+
+BATCH = 500
+
+
+class Bench:
+    """What a server rule learns with (``AtServer``); a model is made when it is first used.
+
+    Args:
+        spec: Layout of the model.
+        federation: Whose server it is.
+        training: The clients' budget.
+        device: Where the model is.
+        cohort: Clients drawn per round.
+        observed: Whether the test set is at hand to measure with.
+        weights: How clients count in a mean.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        federation: Federation,
+        training: Training,
+        device: torch.device,
+        cohort: int = 1,
+        observed: bool = False,
+        weights: Literal["samples", "uniform"] = "samples",
+    ):
+        self.spec, self.training, self.device, self.cohort = spec, training, device, cohort
+        self.weights = weights
+        self.witness = Witness(*federation.test, TASKS[federation.task]) if observed else None
+        self.data, self.pixels = federation.server, Pixels.of(federation)
+        self.task = self.own = TASKS[federation.task]
+        if self.data is not None and not self.data.in_domain:
+            self.task = TASKS["multilabel" if self.data.y.dim() > 1 else "classification"]
+        self.inputs = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
+
+    @cached_property
+    def model(self) -> BoundModel:
+        """The model in memory."""
+        return BoundModel(self.spec, self.device)
+
+    def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
+        """See ``AtServer``."""
+        return Plan(self._training(changes), examples, int(key), 0, 0).batches
+
+    def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
+        """See ``AtServer``."""
+        x, y = self._given(x, y)
+        there = index.to(y.device)
+        made = self.inputs(take(x, index.to(x.device)))
+        return Batch(made, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
+
+    def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
+        """See ``AtServer``."""
+        self.model.start(b, train)
+        return self.model.gradient(loss_fn or self._loss(self.task.loss))
+
+    def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> Output:
+        """See ``AtServer``."""
+        predict = self.model.predict(v, b)
+        found = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
+        return Output(torch.cat([o.logits for o in found]), torch.cat([o.features for o in found]))
+
+    def train(
+        self,
+        v: Tensor,
+        b: Tensor,
+        key: Tensor,
+        *,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        moments: list[Tensor] | None = None,
+        ready: bool = False,
+        after: Callable[[Tensor], Tensor] | None = None,
+        **changes: Any,
+    ) -> Trained:
+        """See ``AtServer``."""
+        x, y = self._given(x, y)
+        training = self._training(changes)
+        plan = Plan(training, len(y), int(key), 0, 0)
+        grad_fn = self.gradient(self._loss(loss or self.task.loss), b, train=True)
+        # An optimizer that goes on must know how many steps it has taken.
+        v, state = v.clone(), optimizers.init(training, v, moments is not None)
+        if moments:
+            state = {name: t.clone() for name, t in zip(sorted(state), moments, strict=True)}
+        total = torch.zeros((), dtype=v.dtype, device=self.device)
+        for step, index in enumerate(plan.batches):
+            seen = plan.augment(take(x, index.to(x.device)))
+            batch = Batch(
+                seen.to(self.device) if ready else self.inputs(seen),
+                y[index.to(y.device)].to(self.device),
+                fold(key, step),
+                torch.tensor(step),
+            )
+            try:
+                g = grad_fn(v, batch)
+            except ValueError as error:
+                if "more than 1 value per channel" in str(error):
+                    raise DataError(
+                        "The server trains on a batch of one sample, which BatchNorm cannot normalise: give it more "
+                        "samples, another batch size, or take a model with GroupNorm."
+                    ) from error
+                raise
+            v, state = optimizers.step(training, v, g, state, step)
+            v = v if after is None else after(v)
+            total += self.model.loss
+        if moments is not None:
+            moments[:] = [state[name] for name in sorted(state)]
+        return Trained(v, self.model.b.clone(), float(total) / max(1, len(plan.batches)))
+
+    def _given(self, x: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        data = self.data
+        if x is None and data is not None:
+            x = data.x
+        if y is None and data is not None:
+            y = data.y
+        assert x is not None, "there are no samples at the server, and none are given"
+        assert y is not None, "there are no targets at the server, and none are given"
+        assert len(x) == len(y)
+        return x, y
+
+    def _training(self, changes: dict[str, Any]) -> Training:
+        """The clients' budget with ``changes``; one kind of budget replaces the other."""
+        if "local_epochs" in changes:
+            changes = {"local_steps": None, **changes}
+        return replace(self.training, **changes)
+
+    def _loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
+        def loss_fn(v: Tensor, batch: Batch) -> Tensor:
+            return loss(self.model(v, batch.x, batch.track).logits, batch.y)
+
+        return loss_fn
