@@ -29,11 +29,12 @@ from benchmarks.handmade import HandmadeTogether, HandmadeTrainer
 from benchmarks.timing import load_images, measure
 from unskew import ClientData, Federation, ModelSpec, Normalisation, method
 from unskew.data.federation import ArrayClients
-from unskew.engines.base import Setup, Training
+from unskew.engines.base import Setup
 from unskew.engines.catalogue import make_engine
 from unskew.engines.machine import keep_freed_memory
 from unskew.methods.fedavg import FedAvg
 from unskew.models.catalogue import build_model
+from unskew.protocol.training import Training
 from unskew.simulation.loop import train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler

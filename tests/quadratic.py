@@ -4,12 +4,13 @@ import numpy as np
 import torch
 
 from unskew.data.federation import ArrayClients, Federation
-from unskew.engines.base import Setup, Training
+from unskew.engines.base import Setup
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.catalogue import method
 from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
+from unskew.protocol.training import Training
 from unskew.simulation.loop import train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler

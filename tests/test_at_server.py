@@ -181,14 +181,14 @@ def test_the_command_line_takes_samples_for_the_server(capsys, tmp_path):
 
 def test_the_bench_learns_in_eval_mode_without_moving_statistics():
     """The gradient in eval mode is autograd's at the vector, and outputs are those of the whole set at once."""
-    from unskew.engines.base import Training
     from unskew.models.vector import ModelSpec
-    from unskew.simulation.server_training import Bench
+    from unskew.protocol.training import Training
+    from unskew.simulation.server_training import ServerTrainer
 
     torch.manual_seed(0)
     fed = federation()
     spec = ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, dtype=torch.float64)
-    bench = Bench(spec, fed, Training(batch_size=4, local_epochs=1), torch.device("cpu"))
+    bench = ServerTrainer(spec, fed, Training(batch_size=4, local_epochs=1), torch.device("cpu"))
     v, b = spec.flatten(), spec.flatten_buffers() + 0.3
     plan = bench.plan(torch.tensor(4), len(fed.server.y), local_epochs=2)
     assert [len(index) for index in plan] == [4] * 8

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 import unskew
 from unskew.cli.tables import summary_table
-from unskew.config.experiment import Experiment, experiment
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.network import Network

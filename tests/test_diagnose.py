@@ -14,7 +14,7 @@ from torch import nn
 
 import unskew
 from unskew.data.federation import ArrayClients, Federation
-from unskew.diagnosis.diagnose import POOL
+from unskew.diagnosis.synthetic import POOL
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.measures import lemma
 from unskew.measures.heterogeneity import Scope, label_figures, measure

@@ -15,7 +15,8 @@ from conftest import QUICK
 import unskew
 from benchmarks import results
 from unskew.cli.app import app
-from unskew.config.experiment import Experiment, NetworkConfig, TextConfig, experiment, load_yaml
+from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
+from unskew.config.reading import experiment, load_yaml
 from unskew.data.partition.make import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
 from unskew.generators.latent import LatentGenerator

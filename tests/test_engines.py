@@ -5,7 +5,7 @@ import torch
 from conftest import QUICK, SmallBatchNorm, blobs
 
 import unskew
-from unskew.methods.catalogue import CATALOGUE, part_class, slots_of
+from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
 from unskew.protocol.rules import ClientRule
 
 SUMS = [
@@ -43,7 +43,7 @@ def train(method, engine, precision="fp64", **options):
 
 
 # What only changes the data before training needs images of 8 bits; its own tests run it on every engine.
-TRAINING = [name for name in CATALOGUE if slots_of(part_class(name)) != ["data"]]
+TRAINING = [name for name in CATALOGUE if slots_of(rule_class(name)) != ["data"]]
 
 
 @pytest.mark.parametrize("method", [*TRAINING, *SUMS])

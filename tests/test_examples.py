@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import unskew
-from unskew.config.experiment import experiment, load_yaml
+from unskew.config.reading import experiment, load_yaml
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

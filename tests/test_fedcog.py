@@ -11,7 +11,7 @@ from torch import nn
 import unskew
 from unskew.generators.labels import allocate, labels_of
 from unskew.generators.learned.inversion import learn, statistics_distance
-from unskew.methods.catalogue import CATALOGUE, part_class, slots_of
+from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
 from unskew.methods.fedcog.fedcog import FedCOG, kl
 from unskew.protocol.rules import Context
 from unskew.tasks import Classification
@@ -208,7 +208,7 @@ def train(method, **options):
 HOSTS = [
     name
     for name in CATALOGUE
-    if part_class(name).name not in ("fedcog", "center", "feddm") and slots_of(part_class(name)) != ["data"]
+    if rule_class(name).name not in ("fedcog", "center", "feddm") and slots_of(rule_class(name)) != ["data"]
 ]
 CHEAPER = {
     **QUICK,

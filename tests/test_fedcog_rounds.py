@@ -7,9 +7,9 @@ from conftest import blobs
 from torch import nn
 
 import unskew
-from unskew.engines.base import Training
 from unskew.engines.batches import Plan
 from unskew.generators.learned.inversion import learn
+from unskew.protocol.training import Training
 from unskew.seeding import derive, normal
 from unskew.simulation.sampler import Sampler
 

@@ -13,15 +13,15 @@ from test_delays import Spy
 import unskew
 from unskew.data.federation import Federation
 from unskew.data.load import load_federation
-from unskew.engines.base import Training
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import method
 from unskew.methods.feddle.feddle import Anchor, Feddle
 from unskew.methods.feddle.search import Directions, cosine, minimise, new_head, norms, scales, surrogate
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Aggregate, Update, Updates
+from unskew.protocol.training import Training
 from unskew.seeding import fold
-from unskew.simulation.server_training import Bench
+from unskew.simulation.server_training import ServerTrainer
 
 FULL = torch.float64
 OWN, OTHER = federation(), federation(in_domain=False)
@@ -43,7 +43,7 @@ class Server:
         torch.manual_seed(0)
         module = module or torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 4), torch.nn.Linear(4, 3))
         self.spec = ModelSpec(module, (2, 6, 6), 3, dtype=FULL)
-        self.bench = Bench(self.spec, fed, Training(precision="fp64"), torch.device("cpu"), cohort, True)
+        self.bench = ServerTrainer(self.spec, fed, Training(precision="fp64"), torch.device("cpu"), cohort, True)
         self.rule = Feddle(**options)
         self.state = self.rule.init(self.spec.flatten(), fed)
         self.b, self.round = self.spec.flatten_buffers(), 0

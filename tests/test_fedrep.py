@@ -8,9 +8,9 @@ from quadratic import Quadratics, problem
 from safetensors.torch import load_file
 
 import unskew
-from unskew.engines.base import Training
 from unskew.errors import MethodConflict
 from unskew.methods.catalogue import method
+from unskew.protocol.training import Training
 
 LR, STEPS, MOMENTUM, DECAY = 0.03, 7, 0.8, 0.05
 HIDDEN = 2

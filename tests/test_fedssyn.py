@@ -19,13 +19,13 @@ from running import call
 
 import unskew
 from unskew import Federation
-from unskew.comparison.target import reaching
+from unskew.comparison.target import target_costs
 from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
 from unskew.generators import synthetic_set as synthetic
 from unskew.generators.client_images import note, subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn, refusing
-from unskew.protocol.workspace import Place
+from unskew.protocol.workspace import Workspace
 
 SIZES = [12, 20, 8, 15]
 SHAPE = (3, 6, 6)
@@ -87,7 +87,7 @@ def synthetic_part(before, after, k):
 def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     fed = pictures(holdout=0.25)
     rule = Fedssyn(n_syn=7, generator="test_fedssyn:Colours")
-    made = rule.made(fed, 3, Place())
+    made = rule.made(fed, 3, Workspace())
     after, traffic = rule.prepare(fed, 3)
     parts = [synthetic_part(fed, after, k) for k in range(4)]
     assert [len(y) for _, y in parts] == [7] * 4
@@ -108,7 +108,7 @@ def test_the_permutation_is_uniform_over_places():
     rule = Fedssyn(n_syn=1, generator="test_fedssyn:Colours", rho=1.0)
     ends = []
     for seed in range(200):
-        made, (after, _) = rule.made(fed, seed, Place()), rule.prepare(fed, seed)
+        made, (after, _) = rule.made(fed, seed, Workspace()), rule.prepare(fed, seed)
         ends.append(next(k for k in range(4) if torch.equal(after.clients[k].x[-1], made.x[0])))
     counts = np.bincount(ends, minlength=4)
     assert ((counts - 50) ** 2 / 50).sum() < 16.3  # 99.9%
@@ -117,7 +117,7 @@ def test_the_permutation_is_uniform_over_places():
 def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
     fed = pictures()
     Colours.fitted.clear()
-    made = Fedssyn(n_syn=11, rho=0.5, generator="test_fedssyn:Colours").made(fed, 0, Place())
+    made = Fedssyn(n_syn=11, rho=0.5, generator="test_fedssyn:Colours").made(fed, 0, Workspace())
     for k, (x, y) in enumerate(Colours.fitted):
         assert len(y) == round(0.5 * SIZES[k])
         own = multiset(fed.clients[k].x, fed.clients[k].y)
@@ -134,7 +134,9 @@ def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
 
 def test_by_default_as_many_as_the_training_set_over_the_clients_held_out_samples_included():
     fed = pictures(holdout=0.25)
-    assert Fedssyn(generator="test_fedssyn:Colours").made(fed, 0, Place()).about["recipe"]["count"] == sum(SIZES) // 4
+    assert (
+        Fedssyn(generator="test_fedssyn:Colours").made(fed, 0, Workspace()).about["recipe"]["count"] == sum(SIZES) // 4
+    )
 
 
 def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
@@ -145,7 +147,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
         return labels != 2
 
     rule = unskew.method("fedssyn", n_syn=5, generator="test_fedssyn:Colours", refuse="1", keep=dark).data[0]
-    made = rule.made(fed, 0, Place())
+    made = rule.made(fed, 0, Workspace())
     assert set(made.source.tolist()) == {0, 2, 3}
     assert 2 not in made.y.tolist()
     after, traffic = rule.prepare(fed, 0)
@@ -175,7 +177,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
 def test_ablations():
     fed = pictures()
     rule = Fedssyn(n_syn=6, generator="test_fedssyn:Colours")
-    made, size = rule.made(fed, 0, Place()), 3 * 6 * 6 + 1
+    made, size = rule.made(fed, 0, Workspace()), 3 * 6 * 6 + 1
     same, cost = replace(rule, data="real").prepare(fed, 0)
     assert same is fed
     assert cost == {}
@@ -300,7 +302,7 @@ def test_rounds_speed_up_and_saving_of_a_target():
         "scaffold": [rows((0.1, 2), (0.2, 4), (0.3, 6), (0.4, 8))],
         "fedssyn:n_syn=3+scaffold": [rows((0.1, 3), (0.6, 5), (0.7, 7), (0.7, 9))],
     }
-    found = {one.method: one for one in reaching(histories, 0.5)}
+    found = {one.method: one for one in target_costs(histories, 0.5)}
     assert (found["fedavg"].rounds, found["fedavg"].bytes, found["fedavg"].saving) == (3, 30, None)
     ours = found["fedssyn:n_syn=3"]
     assert (ours.against, ours.speed_up, ours.speed_up_at_least) == ("fedavg", 3, False)
@@ -527,7 +529,7 @@ def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch,
 def test_the_preparation_tells_of_training_and_of_sampling_and_never_goes_back():
     seen = []
     spec = "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2"
-    place = Place(tell=lambda *told: seen.append(told))
+    place = Workspace(tell=lambda *told: seen.append(told))
     Fedssyn(n_syn=3, generator=spec).made(pictures([9, 8]), 0, place)
     done = [at for _, at, _ in seen]
     assert done == sorted(done)

@@ -17,12 +17,12 @@ from tiny import BERT, GENRES, OPT, opt_folder, rows, tokenizer, write_jsonl
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import summary_table
-from unskew.config.experiment import experiment, load_yaml
+from unskew.config.reading import experiment, load_yaml
 from unskew.data.load import load_federation
 from unskew.data.reading.tokens import make_tokenizer
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.methods.catalogue import CATALOGUE, method, part_class
+from unskew.methods.catalogue import CATALOGUE, method, rule_class
 from unskew.models.catalogue import resolve_model
 from unskew.models.groups import layer_groups, split_at
 from unskew.models.vector import ModelSpec
@@ -383,7 +383,7 @@ def test_engines_agree(kind, opt, texts):
 
 @pytest.mark.parametrize("name", [*CATALOGUE, "fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"])
 def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(name, opt, texts):
-    parts = [part_class(piece.partition(":")[0]) for piece in name.split("+")]
+    parts = [rule_class(piece.partition(":")[0]) for piece in name.split("+")]
     if any("language" not in part.tasks for part in parts):
         with pytest.raises(ConfigError, match="cannot be trained for the task 'language', because "):
             run(opt, texts, method=name)
@@ -464,7 +464,7 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     assert about["model"] == f"hf:{opt}"
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}
-    from unskew.runs.run import load_data
+    from unskew.runs.data import load_data
 
     fed = load_data(config)
     from unskew.runs.model import initial_spec
@@ -505,8 +505,8 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
 
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
+    from unskew.runs.data import load_data
     from unskew.runs.model import initial_spec
-    from unskew.runs.run import load_data
 
     fed, chosen = load_data(config), method(config.method)
     spec = initial_spec(config, fed, None, chosen)

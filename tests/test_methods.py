@@ -5,12 +5,12 @@ import pytest
 import torch
 from quadratic import Quadratics, optimum, problem
 
-from unskew.engines.base import Training
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import make, method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from unskew.protocol.rules import Aggregate, Update, Updates
+from unskew.protocol.training import Training
 
 LR, STEPS = 0.05, 5
 

@@ -15,7 +15,7 @@ from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import compare
 from unskew.errors import ConfigError, DataError
-from unskew.methods.catalogue import CATALOGUE, part_class
+from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.methods.fedcog.fedcog import FedCOG
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import ClientRule
@@ -239,7 +239,7 @@ def test_a_partition_shows_samples_not_labels():
 
 @pytest.mark.parametrize("method", [*CATALOGUE, FEDCOG, f"{FEDCOG},cooccurrence=true,double=true+scaffold"])
 def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(method):
-    parts = [part_class(name.split(":")[0]) for name in method.split("+")]
+    parts = [rule_class(name.split(":")[0]) for name in method.split("+")]
     refusing = next((part for part in parts if "multilabel" not in part.tasks), None)
     if refusing is not None:
         with pytest.raises(ConfigError, match=f"{refusing.name} cannot be trained for the task 'multilabel', because "):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unskew.engines import optimizers
-from unskew.engines.base import Training
+from unskew.protocol.training import Training
 
 SETTINGS = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.1},

@@ -14,10 +14,10 @@ import unskew
 from unskew.cli.comparison_tables import clients_table, comparison_table
 from unskew.cli.tables import summary_table
 from unskew.comparison.compare import Comparison
-from unskew.engines.base import Training
 from unskew.engines.batches import Plan
 from unskew.errors import MethodConflict
 from unskew.methods.catalogue import method
+from unskew.protocol.training import Training
 from unskew.simulation import personal
 
 LR, STEPS, MOMENTUM, DECAY = 0.05, 5, 0.9, 0.1

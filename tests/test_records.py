@@ -15,10 +15,12 @@ from torch import nn
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import megabytes, partition_table, percent, summary_table
-from unskew.comparison.compare import Comparison, folder_name, mean_std, rounds_to
+from unskew.comparison.compare import Comparison, folder_name, mean_std
+from unskew.comparison.target import rounds_to
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
-from unskew.plots.curves import clients_by_class, convergence, new_figure, sign_histogram, signs
+from unskew.plots.curves import clients_by_class, convergence, sign_histogram, signs
+from unskew.plots.figure import new_figure
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
 from unskew.simulation.evaluate import ClientScores, Evaluator

@@ -7,15 +7,15 @@ import pytest
 from conftest import blobs
 from running import call
 
-from unskew.config.experiment import experiment
+from unskew.config.reading import experiment
 from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.reproduction import report, sweep
-from unskew.reproduction.outcomes import identity, kept, key_of
+from unskew.reproduction.outcomes import kept, key_of, run_identity
 from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
 from unskew.reproduction.study import study_names
-from unskew.runs.model import check_delays
+from unskew.runs.checks import check_delays
 from unskew.runs.run import run as runs
 
 FEW = ["FedAvg", "FedCOG"]
@@ -154,7 +154,7 @@ def test_an_outcome_is_found_by_what_the_run_was():
     assert key_of(base) == key_of(same)
     others = [experiment({"lr": 0.2}), experiment({"lr": 0.1, "seed": 1}), experiment({"lr": 0.1, "rounds": 51})]
     assert len({key_of(base), *map(key_of, others), key_of(base, others[0])}) == 5
-    assert "begins_with" in identity(base, others[0])
+    assert "begins_with" in run_identity(base, others[0])
 
 
 def make(tmp_path, preset="fedcog/table-1", rows=tuple(FEW), columns=("NIID-2",), **kw):

@@ -15,7 +15,7 @@ from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
 from unskew.plots.pictures import grid_by_class
 from unskew.protocol.rules import Broadcast, Update
-from unskew.simulation.made_inputs import Samples
+from unskew.simulation.made_inputs import MadeInputs
 
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
 
@@ -62,7 +62,7 @@ class Toy:
 def test_only_the_first_clients_of_the_last_round_are_asked():
     fed = blobs([4])
     rule = unskew.method("fedcog").client
-    samples = Samples(Toy(), rule, fed, round=5, most=3)
+    samples = MadeInputs(Toy(), rule, fed, round=5, most=3)
     for t in (4, 5):
         casts = [Broadcast(t, k, torch.ones(1), torch.ones(0), {}, {}, 1.0) for k in (9, 2, 7, 4)]
         assert [update.client for update in samples.train(casts)] == [9, 2, 7, 4]

@@ -6,9 +6,9 @@ import torch
 from quadratic import Quadratics, problem
 from test_methods import gradient
 
-from unskew.engines.base import Training
 from unskew.methods.catalogue import method
 from unskew.protocol.rules import ServerRule
+from unskew.protocol.training import Training
 from unskew.simulation.network import Network
 
 LR, STEPS, HIDDEN = 0.03, 3, 2

@@ -9,7 +9,7 @@ from test_methods import LR, STEPS, gradient
 from torch import nn
 
 import unskew
-from unskew.engines.base import Training
+from unskew.protocol.training import Training
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])

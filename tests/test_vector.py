@@ -8,12 +8,12 @@ from torch import nn
 
 import unskew
 from unskew.engines import optimizers
-from unskew.engines.base import Training
 from unskew.engines.batches import Normaliser, Plan
-from unskew.engines.shared_memory import Arena
+from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, BoundModel, FunctionalModel
 from unskew.models.vector import ModelSpec
+from unskew.protocol.training import Training
 from unskew.seeding import derive, fold, generator, uniform
 
 
@@ -243,7 +243,7 @@ def test_dropout_keeps_the_expectation_and_is_off_in_evaluation():
 
 
 def test_the_arena_gives_back_what_was_written_and_writes_shared_tensors_once():
-    arena = Arena(1 << 20)
+    arena = SharedMemory(1 << 20)
     shared = torch.arange(5.0)
     tree = {
         "a": shared,

@@ -93,7 +93,7 @@ def run(
     """Train one model across clients with one method."""
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
-    from unskew.config.experiment import experiment
+    from unskew.config.reading import experiment
     from unskew.runs.run import run_experiment
 
     checked = experiment(values_of(config, context))
@@ -143,8 +143,8 @@ def compare(
     from unskew.cli.comparison_tables import clients_table, comparison_table, reaching_table
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
-    from unskew.comparison.target import reaching
-    from unskew.config.experiment import experiment
+    from unskew.comparison.target import target_costs
+    from unskew.config.reading import experiment
 
     if again and out is None:
         raise ConfigError("--resume goes on in the folder that --out names; give both.")
@@ -170,10 +170,10 @@ def compare(
         )
     rows = result.rows()
     if as_json:
-        costs_of = [] if target is None else [asdict(one) for one in reaching(result.histories, target)]
+        costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
         print_json({"folder": str(folder), "rows": rows, "reaching": costs_of})
         return
-    costs = reaching_table(reaching(result.histories, target), target) if target is not None else None
+    costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
@@ -191,7 +191,7 @@ def resume(
 ) -> None:
     """Go on with an interrupted run, or make a finished one longer with --rounds."""
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.config.experiment import set_field
+    from unskew.config.reading import set_field
     from unskew.runs.run import resume as resume_run
 
     given = {"rounds": rounds, "engine": engine, "device": device}

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from unskew.cli.tables import F1, megabytes, number, percent
-from unskew.comparison.target import Reaching
+from unskew.comparison.target import TargetCost
 
 SHORT = 20  # letters of a method's spelling that are never folded
 
@@ -79,7 +79,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def reaching_table(rows: Sequence[Reaching], target: float) -> Table:
+def reaching_table(rows: Sequence[TargetCost], target: float) -> Table:
     """What a target accuracy costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
     title = f"Rounds and traffic to {percent(target)}% test accuracy"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

@@ -40,9 +40,9 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
+    from unskew.cli.layers import layers_of
     from unskew.cli.tables import layers_table, models_table
     from unskew.models.catalogue import MODELS
-    from unskew.runs.model import layers_of
 
     if model is None:
         rows = [{"name": m.name, "description": m.description, "reference": m.reference} for m in MODELS.values()]
@@ -74,9 +74,9 @@ def partition(
 ) -> None:
     """Show what each client would hold: a table, a plot, and the partition's hash."""
     from unskew.cli.tables import partition_table
-    from unskew.config.experiment import experiment
+    from unskew.config.reading import experiment
     from unskew.plots.curves import clients_by_class
-    from unskew.runs.run import load_data
+    from unskew.runs.data import load_data
 
     values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
     values |= {"label_separator": label_separator, "image": image, "holdout": 0.0} | (

@@ -57,7 +57,7 @@ _FLAGS = (
 
 def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     """The configuration file, overridden by the command's flags, overridden by its ``--set``."""
-    from unskew.config.experiment import load_yaml, set_field
+    from unskew.config.reading import load_yaml, set_field
 
     values = load_yaml(config) if config is not None else {}
     for section, field in (("network", "delay"), ("text", "columns")):

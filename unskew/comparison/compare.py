@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unskew.config.experiment import Experiment, experiment, load_yaml
+from unskew.comparison.target import rounds_to
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import make_folder, occupied, unmake_folder, write_atomic
@@ -17,10 +19,12 @@ from unskew.methods.catalogue import MethodLike, method
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
+from unskew.runs.checks import check_method
 from unskew.runs.continuation import RESUMABLE, check_same
-from unskew.runs.model import ModelLike, check_method
+from unskew.runs.data import check_given, load_data
+from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.run import check_given, finished_rounds, load_data, resume, run_experiment
+from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
@@ -91,11 +95,6 @@ class Comparison:
     def plot(self, path: str | Path) -> Path:
         """Draw the convergence of all methods, mean and standard deviation over seeds."""
         return convergence(self.histories, Path(path))
-
-
-def rounds_to(history: Sequence[dict[str, Any]], target: float) -> int | None:
-    """The first round whose accuracy is at least ``target``."""
-    return next((r["round"] for r in history if r["accuracy"] is not None and r["accuracy"] >= target), None)
 
 
 def folder_name(spelling: str) -> str:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import part_class, slots_of
+from unskew.methods.catalogue import rule_class, slots_of
 
 History = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Reaching:
+class TargetCost:
     """What one method needs for the target.
 
     Attributes:
@@ -38,7 +38,7 @@ class Reaching:
     saving_at_least: bool = False
 
 
-def reaching(histories: dict[str, list[list[dict[str, Any]]]], target: float) -> list[Reaching]:
+def target_costs(histories: dict[str, list[list[dict[str, Any]]]], target: float) -> list[TargetCost]:
     """The costs of a target for the methods of a comparison.
 
     Args:
@@ -57,7 +57,7 @@ def reaching(histories: dict[str, list[list[dict[str, Any]]]], target: float) ->
             base = (needs["fedavg"][1], _sent([history[-1] for history in histories["fedavg"]]))
         ratio, ratio_bound = _compared(sent, base)
         saving = None if ratio is None else 1 - 1 / ratio
-        found.append(Reaching(name, rounds, sent, limit, against, faster, faster_bound, saving, ratio_bound))
+        found.append(TargetCost(name, rounds, sent, limit, against, faster, faster_bound, saving, ratio_bound))
     return found
 
 
@@ -94,6 +94,11 @@ def without_data(spelling: str) -> str:
 
 def _only_data(name: str) -> bool:
     try:
-        return slots_of(part_class(name)) == ["data"]
+        return slots_of(rule_class(name)) == ["data"]
     except ConfigError:  # a part that only Python knows, or the rest of a number such as 1e+3
         return False
+
+
+def rounds_to(history: Sequence[dict[str, Any]], target: float) -> int | None:
+    """The first round whose accuracy is at least ``target``."""
+    return next((r["round"] for r in history if r["accuracy"] is not None and r["accuracy"] >= target), None)

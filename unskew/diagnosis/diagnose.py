@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,14 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from unskew.config.experiment import experiment, load_yaml
-from unskew.data.checks import as_inputs, as_targets, check_targets
-from unskew.data.federation import Federation, cat_inputs, take
-from unskew.data.reading.images import decode_column
-from unskew.data.sources.catalogue import joined
+from unskew.config.reading import experiment, load_yaml
+from unskew.data.federation import Federation
 from unskew.diagnosis.report import Report
+from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
-from unskew.errors import CheckpointError, ConfigError, DataError
+from unskew.errors import CheckpointError, ConfigError
 from unskew.measures.heterogeneity import (
-    Pair,
     Scope,
-    SyntheticOf,
-    drawn,
     ids_of,
     label_figures,
     measure,
@@ -34,14 +28,10 @@ from unskew.measures.heterogeneity import (
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
+from unskew.runs.data import check_given, load_data
 from unskew.runs.model import ModelLike, initial_spec
-from unskew.runs.run import check_given, load_data
-from unskew.seeding import generator
 from unskew.simulation.checkpoint import checkpoints, model_in
 from unskew.tasks import TASKS
-
-Synthetic = Federation | Sequence[tuple[object, object]] | tuple[object, object]
-POOL = "a sample of the clients' own data, the same for all"
 
 
 def diagnose(
@@ -224,81 +214,3 @@ def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, 
 
 
 # ---- synthetic data -----------------------------------------------------------------------------------------------------
-
-
-def synthetic_of(
-    given: Synthetic | str | Path | None, federation: Federation, scope: Scope, ids: Sequence[int]
-) -> tuple[SyntheticOf, str]:
-    """Each client's synthetic set, and what to call them all.
-
-    Raises:
-        DataError: They do not fit the federation.
-    """
-    if given is None:
-        share = max(1, (scope.samples or 1000) // len(ids))
-        few = replace(scope, samples=share)
-        pairs = [drawn(federation.clients[k], few) for k in ids]
-        pool = cat_inputs([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-        return lambda k: pool, POOL
-    if isinstance(given, str | Path):
-        x, y = kept_images(Path(given))
-        some = torch.randperm(len(y), generator=generator(scope.seed, "diagnosed images"))[: scope.samples]
-        pair = checked((take(x, some), y[some]), federation, f"the set in {given}")
-        return lambda k: pair, f"{len(some)} of the {len(y)} images in {given}, the same for all"
-    if isinstance(given, Federation):
-        given = [(client.x, client.y) for client in given.clients]
-    if isinstance(given, tuple) and len(given) == 2 and not isinstance(given[0], tuple | list):
-        shared = checked(given, federation, "the synthetic data")
-        return lambda k: shared, "given, the same for all"
-    if len(given) != len(federation.clients):
-        raise DataError(
-            f"There are {len(given)} synthetic sets for {len(federation.clients)} clients; give one for each, or one (x, y)."
-        )
-    sets = {k: checked(given[k], federation, f"synthetic set {k}") for k in ids}
-    return sets.__getitem__, "given, one set for each client"
-
-
-def image_files(path: Path) -> list[Path]:
-    """The parquet files of a folder or of the run that it is; empty if there are none."""
-    places = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
-    if (path / "summary.json").is_file():
-        known = json.loads((path / "summary.json").read_text(encoding="utf-8")).get("synthetic")
-        places += [Path(known), Path(known) / "data"] if known else []
-    found = [[place] if place.is_file() else sorted(place.glob("*.parquet")) for place in places]
-    return next(filter(None, found), [])
-
-
-def kept_images(path: Path) -> Pair:
-    """Images and labels of a parquet file, a folder of them, or a run that made some.
-
-    Raises:
-        DataError: There are none, or they cannot be read.
-    """
-    files = image_files(path)
-    if not files:
-        raise DataError(f"{path} holds no synthetic images: no parquet file, and no folder 'synthetic' with one.")
-    table = joined(files)
-    for column in ("image", "label"):
-        if column not in table.column_names:
-            raise DataError(f"{files[0]} has no column {column!r}; its columns are: {', '.join(table.column_names)}.")
-    y = torch.from_numpy(table.column("label").to_numpy().copy())
-    return decode_column(table.column("image"), str(files[0])), y
-
-
-def checked(pair: object, federation: Federation, who: str) -> Pair:
-    """A synthetic set as tensors that look like the federation's data.
-
-    Raises:
-        DataError: It is no pair, or does not fit.
-    """
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
-    x, y = as_inputs(pair[0], who), as_targets(pair[1], who, federation.task)
-    check_targets(y, federation.classes, who)
-    stored = federation.test[0].dtype
-    if tuple(x.shape[1:]) != federation.shape or len(x) != len(y) or x.dtype != stored:
-        raise DataError(
-            f"{who} has {len(x)} inputs of shape {tuple(x.shape[1:])} and type {x.dtype} with {len(y)} labels; the clients' "
-            f"are of shape {federation.shape} and type {stored}."
-        )
-    return x, y

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.measures.heterogeneity import Figures, Heterogeneity
-from unskew.plots.curves import new_figure, save_figure
+from unskew.plots.figure import new_figure, save_figure
 
 PANELS = {
     "zeta2": "dissimilarity of gradients ζ̂²",

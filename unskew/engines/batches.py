@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unskew.data.augment import crop_and_flip, draw_crop_and_flip
 from unskew.data.normalisation import Normalisation
-from unskew.engines.base import Training
 from unskew.errors import DataError
+from unskew.protocol.training import Training
 from unskew.seeding import generator
 
 PADDING = 4

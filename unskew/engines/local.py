@@ -11,12 +11,13 @@ from torch import Tensor
 from unskew.data.federation import ClientData, take
 from unskew.data.pixels import Pixels
 from unskew.engines import optimizers
-from unskew.engines.base import Setup, Training
+from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.models.vector import mask_of
 from unskew.protocol.rules import Broadcast, ClientRule, Context, Slices, Tensors, Update
+from unskew.protocol.training import Training
 from unskew.seeding import derive, fold, generator
 from unskew.tasks import Task
 
@@ -30,7 +31,7 @@ def base_loss(model: Model, task: Task) -> LossFn:
     return loss_fn
 
 
-def start_of(cast: Broadcast) -> Tensor:
+def starting_model(cast: Broadcast) -> Tensor:
     """Where local training starts: the broadcast, but for slices that stayed at the client."""
     kept = cast.state.get("model", {}).get("v")
     if cast.down is None or kept is None:
@@ -38,7 +39,7 @@ def start_of(cast: Broadcast) -> Tensor:
     return torch.where(mask_of(cast.down, len(kept)).to(cast.v.device), cast.v, kept.to(cast.v.device))
 
 
-def travelling(slices: Slices | None, v: Tensor, device: torch.device) -> Tensor | None:
+def sent_mask(slices: Slices | None, v: Tensor, device: torch.device) -> Tensor | None:
     """The parameters that travel, boolean ``[d]``; None for all."""
     return None if slices is None else mask_of(slices, len(v)).to(device)
 
@@ -59,7 +60,7 @@ def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Ten
     }
 
 
-def lonely(client: int) -> DataError:
+def one_sample_error(client: int) -> DataError:
     """What a batch of one sample means to BatchNorm, as a sentence."""
     return DataError(
         f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
@@ -97,14 +98,16 @@ def freezes(rules: tuple[ClientRule, ...]) -> bool:
     return any(type(rule).moves is not ClientRule.moves for rule in rules)
 
 
-def moving(rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch) -> Tensor | None:
+def movable_mask(
+    rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch
+) -> Tensor | None:
     """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them."""
     masks = [rule.moves(ctx, carry, batch) for rule, ctx, carry in zip(rules, ctxs, carries, strict=True)]
     known = [mask for mask in masks if mask is not None]
     return reduce(torch.logical_and, known) if known else None
 
 
-def made_by(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
+def inputs_made(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
     """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
     found = [made for rule, carry in zip(rules, carries, strict=True) if (made := rule.samples(carry)) is not None]
     return {"x": found[-1][0], "y": found[-1][1]} if found else {}
@@ -193,7 +196,7 @@ class LocalTrainer:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[cast.client]
         plan = Plan(training, client.examples, setup.seed, cast.round, cast.client)
-        v_start = start_of(cast).to(device)
+        v_start = starting_model(cast).to(device)
         key = client_key(setup.seed, cast).to(device)
         shared: dict[str, object] = {
             "round": cast.round,
@@ -214,8 +217,8 @@ class LocalTrainer:
             "epoch_steps": torch.tensor(float(len(training.cuts(client.examples))), dtype=v_start.dtype, device=device),
             "label_pairs": self.label_pairs(client) if self.needs_label_pairs else None,
             "exemplars": self.exemplars(client) if self.needs_exemplars else None,
-            "sent": travelling(cast.up, cast.v, device),
-            "received": travelling(cast.down, cast.v, device),
+            "sent": sent_mask(cast.up, cast.v, device),
+            "received": sent_mask(cast.down, cast.v, device),
         }
         state, download = on_device(cast.state, device), on_device(cast.download, device)
         ctxs = contexts(setup.rules, shared, state, download, self.common)
@@ -224,7 +227,7 @@ class LocalTrainer:
         began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
         ready = time.perf_counter()
-        made = made_by(setup.rules, carries) if cast.show else {}
+        made = inputs_made(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = rule.loss(loss_fn, ctx, carry)
@@ -242,12 +245,12 @@ class LocalTrainer:
             batch = Batch(
                 x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at
             )
-            moves = moving(setup.rules, ctxs, carries, batch)
+            moves = movable_mask(setup.rules, ctxs, carries, batch)
             try:
                 g = grad_fn(v, batch)
             except ValueError as error:
                 if "more than 1 value per channel" in str(error):
-                    raise lonely(cast.client) from error
+                    raise one_sample_error(cast.client) from error
                 raise
             v, moments = optimizers.step(training, v, g, moments, step, moves)
             total += self.model.loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unskew.engines.base import Training
+from unskew.protocol.training import Training
 
 State = dict[str, Tensor]
 

@@ -24,7 +24,7 @@ import torch
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
 from unskew.engines.machine import cores, keep_freed_memory
-from unskew.engines.shared_memory import Arena
+from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import EngineError, UnskewError
 from unskew.protocol.rules import Broadcast, Update
 
@@ -41,7 +41,9 @@ def as_dict(record: Broadcast | Update) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
-def _work(setup: Setup, inbox: Arena, outbox: Arena, pipe: Connection, inherited: Sequence[Connection]) -> None:
+def _work(
+    setup: Setup, inbox: SharedMemory, outbox: SharedMemory, pipe: Connection, inherited: Sequence[Connection]
+) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     for theirs in inherited:
@@ -99,8 +101,8 @@ class ProcessesEngine:
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
         self.setup = setup
-        self.inbox = Arena()
-        self.outboxes = [Arena() for _ in range(workers)]
+        self.inbox = SharedMemory()
+        self.outboxes = [SharedMemory() for _ in range(workers)]
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         context = multiprocessing.get_context("fork")

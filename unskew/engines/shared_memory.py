@@ -20,7 +20,7 @@ class Ref(tuple[int, torch.dtype, tuple[int, ...]]):
     __slots__ = ()
 
 
-class Arena:
+class SharedMemory:
     """A region that is mapped before the workers are forked, so that all of them see it.
 
     Address space is reserved generously; memory is used only where something was written.

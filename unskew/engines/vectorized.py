@@ -27,12 +27,12 @@ from unskew.engines.local import (
     contexts,
     finish,
     freezes,
-    made_by,
+    inputs_made,
     moments_of,
-    moving,
+    movable_mask,
     on_device,
-    start_of,
-    travelling,
+    sent_mask,
+    starting_model,
 )
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.protocol.rules import Broadcast, Context, Tensors, Update
@@ -114,7 +114,7 @@ class VectorizedEngine:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         clients = [setup.federation.clients[cast.client] for cast in casts]
         plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
-        starts = [start_of(cast).to(device) for cast in casts]
+        starts = [starting_model(cast).to(device) for cast in casts]
         counts = torch.tensor([float(len(p.batches)) for p in plans], dtype=starts[0].dtype, device=device)
         epochs = torch.tensor(
             [float(len(training.cuts(c.examples))) for c in clients], dtype=starts[0].dtype, device=device
@@ -139,8 +139,8 @@ class VectorizedEngine:
                     "epoch_steps": epochs[k],
                     "label_pairs": self.single.label_pairs(clients[k]) if self.single.needs_label_pairs else None,
                     "exemplars": self.single.exemplars(clients[k]) if self.single.needs_exemplars else None,
-                    "sent": travelling(cast.up, cast.v, device),
-                    "received": travelling(cast.down, cast.v, device),
+                    "sent": sent_mask(cast.up, cast.v, device),
+                    "received": sent_mask(cast.down, cast.v, device),
                     "state": on_device(cast.state, device),
                     "download": on_device(cast.download, device),
                 }
@@ -171,7 +171,7 @@ class VectorizedEngine:
             grad_fn = model.gradient(loss_fn)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
                 grad_fn = rule.gradient(grad_fn, ctx, carry)
-            moves = moving(setup.rules, ctxs, carries, batch)
+            moves = movable_mask(setup.rules, ctxs, carries, batch)
             v, state = optimizers.step(
                 training, v.clone(), grad_fn(v, batch), {n: t.clone() for n, t in state.items()}, t, moves
             )
@@ -194,7 +194,7 @@ class VectorizedEngine:
             began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
-            made = [made_by(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
+            made = [inputs_made(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
             for t in range(max(len(plan.batches) for plan in plans)):
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pydantic
 
 from unskew.errors import ConfigError, MethodConflict, plain, unknown
-from unskew.protocol.rules import ClientRule, DataRule, Method, Part, ServerRule, Sync
+from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync
 
 CATALOGUE: dict[str, str] = {
     "fedavg": "unskew.methods.fedavg:FedAvg",
@@ -58,10 +58,10 @@ CATALOGUE: dict[str, str] = {
 LARGEST = 3.4e38
 """Of an option; float32 holds no larger number."""
 
-MethodLike = str | Part | Method | Sequence["str | Part | Method"]
+MethodLike = str | Rule | Method | Sequence["str | Rule | Method"]
 
 
-def part_class(name: str) -> type[Part]:
+def rule_class(name: str) -> type[Rule]:
     """The class behind a catalogue name, or behind a dotted path ``package.module.Class`` of the user's own.
 
     Raises:
@@ -75,19 +75,19 @@ def part_class(name: str) -> type[Part]:
         found: Any = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"The method {name!r} cannot be imported: {error}.") from error
-    if isinstance(found, type) and issubclass(found, Part):
+    if isinstance(found, type) and issubclass(found, Rule):
         return found
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
 
 
-def options_of(cls: type[Part]) -> dict[str, object]:
+def options_of(cls: type[Rule]) -> dict[str, object]:
     """Names and defaults of a method's options."""
     if not dataclasses.is_dataclass(cast(object, cls)):
         return {}
     return {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
 
 
-def slots_of(cls: type[Part]) -> list[str]:
+def slots_of(cls: type[Rule]) -> list[str]:
     """The slots that a method fills, in the order data, client, sync, server."""
     kinds = {"data": DataRule, "client": ClientRule, "sync": Sync, "server": ServerRule}
     return [slot for slot, kind in kinds.items() if issubclass(cls, kind)]
@@ -98,7 +98,7 @@ def _parse_one(text: str) -> Method:
     if colon and not rest.strip():
         raise ConfigError(f"{text.strip()!r} ends with a colon; write {name}:option=value, or {name} alone.")
     name = name.strip() if "." in name else name.strip().lower()
-    cls = part_class(name)
+    cls = rule_class(name)
     known = options_of(cls)
     options: dict[str, str] = {}
     for item in filter(None, (piece.strip() for piece in rest.split(","))):
@@ -115,7 +115,7 @@ def _parse_one(text: str) -> Method:
     return make(cls, **options).build()
 
 
-def make(cls: type[Part], **options: object) -> Part:
+def make(cls: type[Rule], **options: object) -> Rule:
     """An instance of a method's class with checked options.
 
     Raises:
@@ -154,7 +154,7 @@ def method(spec: MethodLike, **options: object) -> Method:
         return _with_options(spec, options)
     if isinstance(spec, Method):
         return spec
-    if isinstance(spec, Part):
+    if isinstance(spec, Rule):
         return dataclasses.replace(spec.build(), spelling=spec.name)
     if isinstance(spec, str):
         # A plus sign before a digit belongs to a number such as 1e+3.
@@ -180,7 +180,7 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
         raise ConfigError(
             f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {spec!r}."
         )
-    cls = part_class(spec if "." in spec else spec.lower())
+    cls = rule_class(spec if "." in spec else spec.lower())
     known = options_of(cls)
     for key in options:
         if key not in known:
@@ -221,7 +221,7 @@ def describe() -> list[dict[str, Any]]:
     """Every method of the catalogue: name, slots, one line, options with their defaults, paper."""
     rows = []
     for name in CATALOGUE:
-        cls = part_class(name)
+        cls = rule_class(name)
         rows.append(
             {
                 "name": name,

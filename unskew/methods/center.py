@@ -16,12 +16,12 @@ from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.protocol.rules import Method, Tensors, Updates
-from unskew.protocol.server_budget import Hybrid
+from unskew.protocol.server_budget import TrainsAtServer
 
 
 @dataclass(frozen=True)
-class Center(Hybrid):
-    """Training at the server alone; see ``Hybrid`` for the options."""
+class Center(TrainsAtServer):
+    """Training at the server alone; see ``TrainsAtServer`` for the options."""
 
     name: ClassVar[str] = "center"
     summary: ClassVar[str] = "the server's data alone, no clients"

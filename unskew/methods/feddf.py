@@ -24,13 +24,13 @@ from pydantic.dataclasses import dataclass
 from unskew.data.federation import Federation
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Tensors, Updates
-from unskew.protocol.server_budget import Hybrid
+from unskew.protocol.server_budget import TrainsAtServer
 from unskew.protocol.server_training import need_data
 
 
 @dataclass(frozen=True)
-class FedDF(Hybrid):
-    """Ensemble distillation; see ``Hybrid`` for the options."""
+class FedDF(TrainsAtServer):
+    """Ensemble distillation; see ``TrainsAtServer`` for the options."""
 
     name: ClassVar[str] = "feddf"
     summary: ClassVar[str] = "distils the clients' ensemble into their average at the server"

@@ -19,12 +19,12 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import Tensors, Updates
-from unskew.protocol.server_budget import Hybrid
+from unskew.protocol.server_budget import TrainsAtServer
 
 
 @dataclass(frozen=True)
-class FedFT(Hybrid):
-    """FedAvg and fine-tuning at the server; see ``Hybrid`` for the options."""
+class FedFT(TrainsAtServer):
+    """FedAvg and fine-tuning at the server; see ``TrainsAtServer`` for the options."""
 
     name: ClassVar[str] = "fedft"
     summary: ClassVar[str] = "FedAvg, then training at the server on its own data"

@@ -1,6 +1,6 @@
 """HFCL: the server trains on its own data as if it were one more client.
 
-Elbir, Coleri, Mishra, "Hybrid Federated and Centralized Learning", 2020, arXiv:2011.06892, as Zhu et al. 2025
+Elbir, Coleri, Mishra, "TrainsAtServer Federated and Centralized Learning", 2020, arXiv:2011.06892, as Zhu et al. 2025
 (arXiv:2503.20138) compare with it: in a round with arrivals the server trains from the model of today, with the clients'
 budget, and its change ``Delta_S`` joins the average with the number ``n_S`` of its samples::
 
@@ -20,12 +20,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import Tensors, Updates
-from unskew.protocol.server_budget import Hybrid
+from unskew.protocol.server_budget import TrainsAtServer
 
 
 @dataclass(frozen=True)
-class HFCL(Hybrid):
-    """Hybrid federated and centralised learning; see ``Hybrid`` for the budget.
+class HFCL(TrainsAtServer):
+    """TrainsAtServer federated and centralised learning; see ``TrainsAtServer`` for the budget.
 
     Attributes:
         n_s: The server's weight beside the clients'; None: the number of its samples, or 1 if clients count uniformly.

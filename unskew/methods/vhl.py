@@ -36,7 +36,7 @@ from unskew.generators.virtual.clusters import gaussian
 from unskew.generators.virtual.style import style_images
 from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
-from unskew.protocol.workspace import NOWHERE, Changed, Place
+from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
 from unskew.seeding import derive, fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -73,7 +73,7 @@ class VHL(DataRule, ClientRule):
     virtual_batch: Whole = 128
     temperature: Annotated[float, Field(gt=0)] = 0.07
 
-    def prepare(self, federation: Federation, seed: int, place: Place = NOWHERE) -> Changed:
+    def prepare(self, federation: Federation, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """Make the virtual set and send it to every client.
 
         Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unskew.plots.curves import new_figure, save_figure
+from unskew.plots.figure import new_figure, save_figure
 
 
 def images_by_class(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.vector import ModelSpec
-from unskew.protocol.server_training import AtServer
+from unskew.protocol.server_training import ServerTraining
 
 Tensors = dict[str, Tensor]
 Slices = tuple[slice, ...]
@@ -68,6 +70,11 @@ class Update:
     start: Tensor | None = None
     version: int = 0
     b_start: Tensor | None = None
+
+    def is_finite(self) -> bool:
+        """Whether every number is finite, of what is sent and of what would stay at the client."""
+        stays = [t for rules in (self.upload, self.state) for tensors in rules.values() for t in tensors.values()]
+        return all(map(finite, [self.delta, self.buffers, *stays]))
 
 
 class Aggregate:
@@ -152,7 +159,7 @@ class Updates:
         portions: Sequence[Aggregate] = (),
         version: int = 0,
         b_global: Tensor | None = None,
-        at_server: AtServer | None = None,
+        at_server: ServerTraining | None = None,
         cached: Callable[[int], Tensor | None] = lambda client: None,
     ):
         self.version, self.b_global, self._at_server, self.cached = version, b_global, at_server, cached
@@ -160,7 +167,7 @@ class Updates:
         self.v_global, self.spec, self.key, self.portions = v_global, spec, key, portions
 
     @property
-    def at_server(self) -> AtServer:
+    def at_server(self) -> ServerTraining:
         """What the server has to learn with."""
         assert self._at_server is not None, "these updates were made by hand"
         return self._at_server
@@ -172,3 +179,8 @@ class Updates:
         if self._individual is None:
             raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
         return iter(self._individual)
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every element is finite. A sum shows any NaN or infinity, many times faster than a look at each."""
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

@@ -26,12 +26,12 @@ from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
 from unskew.protocol.messages import Update as Update
 from unskew.protocol.messages import Updates as Updates
-from unskew.protocol.workspace import NOWHERE, Changed, Place
+from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
 
 Weights = Literal["samples", "uniform"]
 
 
-class Part:
+class Rule:
     """What everything that fills a slot has in common. Subclasses are frozen dataclasses: their fields are options."""
 
     name: ClassVar[str]
@@ -67,13 +67,13 @@ class Part:
         return None
 
 
-class DataRule(Part):
+class DataRule(Rule):
     """``data`` slot: changes what clients hold, once, before training."""
 
     makes: bool = False  # whether prepare takes long and makes what another run may be given
 
-    def prepare(self, federation: Federation, seed: int, place: Place = NOWHERE) -> Changed:
-        """The new federation, and the bytes (up, down) it cost each client; ``place`` is where to work and whom to tell."""
+    def prepare(self, federation: Federation, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
+        """The new federation, and the bytes (up, down) it cost each client; it works in ``workspace``."""
         raise NotImplementedError
 
     def check_data(self, federation: Federation) -> None:
@@ -84,7 +84,7 @@ class DataRule(Part):
         return epochs
 
 
-class ClientRule(Part):
+class ClientRule(Rule):
     """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
 
     tunes: ClassVar[bool] = False
@@ -179,7 +179,7 @@ class ClientRule(Part):
         return state
 
 
-class Sync(Part):
+class Sync(Rule):
     """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client.
 
     Normalisation statistics travel with the layer before them.
@@ -224,7 +224,7 @@ class Sync(Part):
         return ()
 
 
-class ServerRule(Part):
+class ServerRule(Rule):
     """``server`` slot: how the updates of a round become the next model, ``state["v"]``."""
 
     needs: ClassVar[Literal["sum", "individual"]] = "sum"

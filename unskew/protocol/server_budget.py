@@ -18,7 +18,7 @@ from unskew.protocol.server_training import need_own_task
 
 
 @dataclass(frozen=True)
-class Hybrid(ServerRule):
+class TrainsAtServer(ServerRule):
     """A server rule with a budget for training at the server.
 
     Attributes:
@@ -37,7 +37,7 @@ class Hybrid(ServerRule):
 
     @property
     def budget(self) -> dict[str, Any]:
-        """What differs from the clients' budget, as ``AtServer.train`` takes it."""
+        """What differs from the clients' budget, as ``ServerTraining.train`` takes it."""
         none = self.epochs == 0  # for a client no budget means one epoch
         asked = {
             "local_epochs": None if none else self.epochs,

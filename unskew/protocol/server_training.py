@@ -43,7 +43,7 @@ class Witness:
     task: Task
 
 
-class AtServer(Protocol):
+class ServerTraining(Protocol):
     """Data and model at the server; the same arithmetic as at clients.
 
     Attributes:

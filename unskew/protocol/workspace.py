@@ -10,7 +10,7 @@ import torch
 
 from unskew.data.federation import Federation
 
-Changed = tuple[Federation, dict[int, tuple[int, int]]]
+PreparedData = tuple[Federation, dict[int, tuple[int, int]]]
 """A federation as a data rule leaves it, and the bytes up and down that this cost each client."""
 
 
@@ -19,7 +19,7 @@ def _quiet(*_: object) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """What a preparation may use beside the data.
 
     Attributes:
@@ -38,9 +38,9 @@ class Place:
     tell: Callable[[str, float, float], None] = _quiet
     warn: Callable[[str], None] = _quiet
 
-    def within(self, name: str) -> Place:
-        """The place for what ``name`` identifies."""
+    def within(self, name: str) -> Workspace:
+        """The workspace for what ``name`` identifies."""
         return replace(self, folder=self.folder / name, shared=False) if self.folder and self.shared else self
 
 
-NOWHERE = Place()
+NOWHERE = Workspace()

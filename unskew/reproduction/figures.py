@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from unskew.plots.curves import MARKERS, new_figure, save_figure, signs
+from unskew.plots.curves import signs
+from unskew.plots.figure import MARKERS, new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 from unskew.reproduction.report import Entry, expanded, shown

@@ -26,13 +26,13 @@ CURVES = (
 Outcome = dict[str, Any]
 
 
-def identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
+def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
     """What a run is: its configuration without what does not change the numbers, and the run it begins from."""
     fields = {k: v for k, v in config.model_dump(mode="json").items() if k not in ELSEWHERE}
     defaults = Experiment().model_dump(mode="json")
     # A field that is added later with a neutral default must not make every older result another run.
     told = {k: v for k, v in fields.items() if v != defaults.get(k) or k in ("data", "method", "seed", "rounds")}
-    return told if parent is None else {**told, "begins_with": identity(parent)}
+    return told if parent is None else {**told, "begins_with": run_identity(parent)}
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def name_of(run: dict[str, Any]) -> str:
 
 def key_of(config: Experiment, parent: Experiment | None = None) -> str:
     """A name for what a run is."""
-    return name_of(identity(config, parent))
+    return name_of(run_identity(config, parent))
 
 
 def keep(
@@ -52,7 +52,7 @@ def keep(
     scored = [row for row in history if row["accuracy"] is not None]
     sent = [row["bytes_up"] + row["bytes_down"] for row in scored]
     curve = {"round": [row["round"] for row in scored], "bytes": sent, **_curves(scored)}
-    return write_outcome(folder, identity(config, parent), {"summary": summary, "curve": curve})
+    return write_outcome(folder, run_identity(config, parent), {"summary": summary, "curve": curve})
 
 
 def write_outcome(folder: Path, run: dict[str, Any], found: dict[str, Any], indent: int | None = 1) -> Path:
@@ -76,7 +76,7 @@ def kept(folder: Path, config: Experiment, parent: Experiment | None = None) -> 
     Raises:
         DataError: Its file cannot be read.
     """
-    return read_outcome(folder, identity(config, parent))
+    return read_outcome(folder, run_identity(config, parent))
 
 
 def read_outcome(folder: Path, run: dict[str, Any]) -> Outcome | None:

@@ -16,7 +16,8 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.config.experiment import Experiment, experiment
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
 from unskew.data.sources.catalogue import DRAWN
 from unskew.errors import ConfigError, plain, unknown
 

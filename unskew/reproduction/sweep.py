@@ -15,9 +15,10 @@ from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of
 from unskew.reproduction.preset import Cell, Preset, cells
-from unskew.runs.model import check_method
+from unskew.runs.checks import check_method
+from unskew.runs.data import load_data, tokenizer_of
 from unskew.runs.preparation import SYNTHETIC
-from unskew.runs.run import finished_rounds, load_data, resume, run_experiment, tokenizer_of
+from unskew.runs.run import finished_rounds, resume, run_experiment
 
 Follow = Callable[[str, bool], Sequence[Callback]]
 """From the title of a run, and whether it is only the common part of others, to its callbacks."""

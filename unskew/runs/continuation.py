@@ -62,7 +62,7 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     return done
 
 
-def identity(federation: Federation) -> str:
+def data_identity(federation: Federation) -> str:
     """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
     sizes = ""
     if isinstance(federation.clients, ArrayClients):

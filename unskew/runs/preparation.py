@@ -13,10 +13,10 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.generators.synthetic_set import ABOUT, find
-from unskew.engines.base import Training
+from unskew.protocol.training import Training
 from unskew.errors import ConfigError
 from unskew.files import write_atomic
-from unskew.protocol.workspace import Place
+from unskew.protocol.workspace import Workspace
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, warn
 
@@ -84,13 +84,13 @@ def prepare(
 
     given = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
-    place = Place(where, shared is not None, device, given, tell, partial(warn, callbacks))
+    workspace = Workspace(where, shared is not None, device, given, tell, partial(warn, callbacks))
     training, traffic = config.training, list[tuple[int, tuple[int, int]]]()
     for rule in chosen.data:
         if rule.makes and folder is not None:
             write_atomic(folder / "config.yaml", config.to_yaml().encode())
         before = federation
-        federation, cost = rule.prepare(before, config.seed, place)
+        federation, cost = rule.prepare(before, config.seed, workspace)
         traffic += cost.items()
         if training.local_epochs is not None:
             training = replace(training, local_epochs=rule.local_epochs(training.local_epochs, before, federation))

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save
 
 from unskew.config.experiment import Experiment
-from unskew.runs.continuation import begin_where, check_frozen, check_same, identity
+from unskew.runs.continuation import begin_where, check_frozen, check_same, data_identity
 from unskew.data.federation import Federation
 from unskew.measures.catalogue import make_diagnoses
-from unskew.engines.base import Engine, Setup, Training
+from unskew.engines.base import Engine, Setup
+from unskew.protocol.training import Training
 from unskew.engines.catalogue import make_engine, pick_engine
 from unskew.engines.machine import cores
 from unskew.errors import CheckpointError
@@ -26,13 +27,13 @@ from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback, Recorder, warn, write_summary
 from unskew.records.result import Result
 from unskew.simulation import checkpoint, personal
-from unskew.simulation.server_training import Bench
+from unskew.simulation.server_training import ServerTrainer
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
-from unskew.simulation.made_inputs import Samples
+from unskew.simulation.made_inputs import MadeInputs
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 from unskew.runs.summary import summarise
@@ -80,7 +81,7 @@ class Session:
         store, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
         observed = "surrogate" in config.diagnose
-        bench = Bench(spec, federation, config.training, device, self.sampler.size, observed, self.weights)
+        bench = ServerTrainer(spec, federation, config.training, device, self.sampler.size, observed, self.weights)
         self.server = Server(
             chosen, rule, spec, federation, self.weights, config.buffers, store, config.seed, bench, cache
         )
@@ -94,7 +95,7 @@ class Session:
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, self.recorder.history)
-        self.samples: Samples | None = None
+        self.samples: MadeInputs | None = None
         self._saved = 0
 
     def go(self, resume: bool) -> Result:
@@ -104,7 +105,7 @@ class Session:
         workers = min(self.config.workers or cores(), self.sampler.size)
         engine: Engine = make_engine(self.engine_name, self.setup, workers)
         if self.config.save_samples:
-            engine = self.samples = Samples(engine, self.method.client, self.federation, self.config.rounds - 1)
+            engine = self.samples = MadeInputs(engine, self.method.client, self.federation, self.config.rounds - 1)
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:
@@ -202,7 +203,7 @@ class Session:
         extra = {
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
-            "data": identity(self.federation),
+            "data": data_identity(self.federation),
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
         }
@@ -223,9 +224,9 @@ class Session:
         check_same(extra["config"], self.config)
         if self.config.rounds < done:
             raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
-        if extra["data"] != identity(self.federation):
+        if extra["data"] != data_identity(self.federation):
             raise CheckpointError(
-                f"The data differ from those of the run ({identity(self.federation)} instead of {extra['data']}); "
+                f"The data differ from those of the run ({data_identity(self.federation)} instead of {extra['data']}); "
                 "resume it with the same data and library versions."
             )
         check_frozen(extra, self.spec)
@@ -240,7 +241,7 @@ class Session:
         if self.config.start_from is None:
             return 0
         return begin_where(
-            Path(self.config.start_from), self.config, self.server, self.recorder, identity(self.federation)
+            Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.federation)
         )
 
     def _client_scores(self, engine: Engine) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from torch import Tensor
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
 from unskew.protocol.rules import Method, Tensors
-from unskew.simulation.inflight import light, plain
-from unskew.simulation.network import Network
+from unskew.simulation.network import Network, fields_of, without_tensors
 from unskew.simulation.server import Sent, Server
-from unskew.simulation.slices import Traffic
 from unskew.simulation.store import ClientStore, State, encode, flat, nested, size_of
+from unskew.simulation.traffic import Traffic
 
 FORMAT = 2
 KEEP = 2
@@ -87,7 +86,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
                 "version": server.version,
                 "sent": {client: [sent.version, sent.born] for client, sent in server.sent.items()},
                 "traffic": asdict(server.traffic),
-                "in_flight": [plain(update) for update in network.pending],
+                "in_flight": [fields_of(update) for update in network.pending],
                 "extra": extra,
             }
             text = json.dumps({**manifest, "files": checksums})
@@ -207,7 +206,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         for client, held in _client_parts(path, kind):
             store.put(client, held)
     _counters(manifest, server)
-    network.pending = [light(values) for values in manifest["in_flight"]]
+    network.pending = [without_tensors(values) for values in manifest["in_flight"]]
 
 
 def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:

@@ -14,7 +14,7 @@ from unskew.plots.pictures import images_by_class
 from unskew.protocol.rules import Broadcast, ClientRule, Tensors, Update
 
 
-class Samples:
+class MadeInputs:
     """Stands before an engine and keeps what some clients made in one round; the numbers of the run stay the same.
 
     Args:

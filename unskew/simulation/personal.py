@@ -11,7 +11,6 @@ from unskew.engines.base import Engine
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.rules import ClientRule, Method
 from unskew.simulation.server import Server
-from unskew.simulation.sound import usable
 
 Served = Iterator[tuple[Tensor, Tensor]]
 
@@ -62,4 +61,4 @@ def tuned(server: Server, engine: Engine, round: int, at_once: int, clients: Seq
         part = clients[first : first + at_once]
         updates = engine.train([server.farewell(round, client) for client in part])
         for update, before in zip(updates, kept(server, part), strict=True):
-            yield (update.state["model"]["v"], update.buffers) if usable(update) else before
+            yield (update.state["model"]["v"], update.buffers) if update.is_finite() else before

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.models.vector import ModelSpec
+from unskew.protocol.messages import finite
 from unskew.protocol.rules import Aggregate, Broadcast, Method, ServerRule, Slices, Tensors, Update, Updates
-from unskew.protocol.server_training import AtServer
+from unskew.protocol.server_training import ServerTraining
 from unskew.seeding import derive
-from unskew.simulation.slices import Traffic, Travel, complement, extras, sliced
-from unskew.simulation.sound import finite, usable
+from unskew.simulation.slices import SyncState, complement
 from unskew.simulation.store import ClientStore, flat
+from unskew.simulation.traffic import Traffic, extras, sliced
 
 Buffers = Literal["average", "local", "reset"]
 
@@ -58,7 +59,7 @@ class Server:
         buffers: Buffers = "average",
         store: ClientStore | None = None,
         seed: int = 0,
-        at_server: AtServer | None = None,
+        at_server: ServerTraining | None = None,
         cache: ClientStore | None = None,
     ):
         self.at_server = at_server
@@ -84,7 +85,7 @@ class Server:
         self.sent: dict[int, Sent] = {}
         self.watchers: list[Callable[[Update], None]] = []
         self.meter: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.travel = Travel(method.sync, spec)
+        self.travel = SyncState(method.sync, spec)
         self.mean: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -174,7 +175,7 @@ class Server:
             if not self.rule.takes(update.born, round):
                 discarded += 1
                 continue
-            if not usable(update):
+            if not update.is_finite():
                 self.left_out.append(update.client)
                 self.lost(update.client)
                 continue

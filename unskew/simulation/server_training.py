@@ -13,20 +13,20 @@ from torch import Tensor
 from unskew.data.federation import Federation, take
 from unskew.data.pixels import Pixels
 from unskew.engines import optimizers
-from unskew.engines.base import Training
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
 from unskew.models.trainable import Batch, BoundModel, GradFn, LossFn
 from unskew.models.vector import ModelSpec, Output
 from unskew.protocol.server_training import Trained, Witness
+from unskew.protocol.training import Training
 from unskew.seeding import fold
 from unskew.tasks import TASKS
 
 BATCH = 500
 
 
-class Bench:
-    """What a server rule learns with (``AtServer``); a model is made when it is first used.
+class ServerTrainer:
+    """What a server rule learns with (``ServerTraining``); a model is made when it is first used.
 
     Args:
         spec: Layout of the model.
@@ -63,23 +63,23 @@ class Bench:
         return BoundModel(self.spec, self.device)
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
-        """See ``AtServer``."""
+        """See ``ServerTraining``."""
         return Plan(self._training(changes), examples, int(key), 0, 0).batches
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
-        """See ``AtServer``."""
+        """See ``ServerTraining``."""
         x, y = self._given(x, y)
         there = index.to(y.device)
         made = self.inputs(take(x, index.to(x.device)))
         return Batch(made, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
-        """See ``AtServer``."""
+        """See ``ServerTraining``."""
         self.model.start(b, train)
         return self.model.gradient(loss_fn or self._loss(self.task.loss))
 
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> Output:
-        """See ``AtServer``."""
+        """See ``ServerTraining``."""
         predict = self.model.predict(v, b)
         found = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
         return Output(torch.cat([o.logits for o in found]), torch.cat([o.features for o in found]))
@@ -98,7 +98,7 @@ class Bench:
         after: Callable[[Tensor], Tensor] | None = None,
         **changes: Any,
     ) -> Trained:
-        """See ``AtServer``."""
+        """See ``ServerTraining``."""
         x, y = self._given(x, y)
         training = self._training(changes)
         plan = Plan(training, len(y), int(key), 0, 0)

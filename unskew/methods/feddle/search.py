@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.models.trainable import Batch, GradFn, LossFn
-from unskew.protocol.server_training import AtServer
+from unskew.protocol.server_training import ServerTraining
 from unskew.seeding import uniform
 
 ROWS = 8
@@ -88,7 +88,7 @@ def minimise(
     return c
 
 
-def surrogate(at: AtServer, theta: Tensor) -> LossFn:
+def surrogate(at: ServerTraining, theta: Tensor) -> LossFn:
     """``h``: the loss of the features under the linear head ``theta [C', f + 1]``, whose last column is the bias."""
 
     def loss_fn(v: Tensor, batch: Batch) -> Tensor:
@@ -108,7 +108,7 @@ def new_head(key: Tensor, classes: int, width: int, like: Tensor) -> Tensor:
     return ((2 * uniform(key, (classes, width + 1)) - 1) * bound).to(like.dtype).to(like.device)
 
 
-def train_head(at: AtServer, theta: Tensor, plan: Sequence[Tensor], v: Tensor, b: Tensor, lr: float) -> Tensor:
+def train_head(at: ServerTraining, theta: Tensor, plan: Sequence[Tensor], v: Tensor, b: Tensor, lr: float) -> Tensor:
     """The head ``[C', f + 1]`` after one step of Adam per batch of ``plan``; features are computed once.
 
     Args:
@@ -138,7 +138,7 @@ def train_head(at: AtServer, theta: Tensor, plan: Sequence[Tensor], v: Tensor, b
 
 
 def cosine(
-    at: AtServer, theta: Tensor, v: Tensor, b: Tensor, directions: Directions, c: Tensor, key: Tensor
+    at: ServerTraining, theta: Tensor, v: Tensor, b: Tensor, directions: Directions, c: Tensor, key: Tensor
 ) -> float | None:
     """Cosine between the gradients over ``c`` of ``h`` and of the clients' own loss ``l``; None without samples of theirs.
 

@@ -42,7 +42,7 @@ from unskew.generators.synthetic_set import SyntheticSet
 from unskew.generators.trained.privacy import Positive, Privacy
 from unskew.methods.fedssyn.shares import check_fits, mean_size, one_client, with_shares
 from unskew.protocol.rules import DataRule, Method, Weights
-from unskew.protocol.workspace import NOWHERE, Changed, Place
+from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
 from unskew.seeding import generator
 
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
@@ -136,7 +136,7 @@ class Fedssyn(DataRule):
         if self.makes and len(refusing(self.refuse, total)) == total:
             raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
 
-    def prepare(self, federation: Federation, seed: int, place: Place = NOWHERE) -> Changed:
+    def prepare(self, federation: Federation, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """Make the images, or take those that are given, and deal them out."""
         self.check_data(federation)
         total = len(federation.clients)
@@ -147,7 +147,7 @@ class Fedssyn(DataRule):
             return federation, {}
         if self.data == "central_real":
             return one_client(federation, None), {k: (n * size, 0) for k, n in enumerate(real)}
-        made = self.made(federation, seed, place)
+        made = self.made(federation, seed, workspace)
         if not len(made.y):
             raise DataError("fedssyn: the clients keep all of their images back, so there is nothing to share out.")
         federation = replace(federation, told={**federation.told, self.name: figures(made.about)})
@@ -162,17 +162,17 @@ class Fedssyn(DataRule):
             cost = {k: (int(sent[k]) * size, int(counts[k]) * size) for k in range(total)}
         return with_shares(federation, made, order, counts), cost
 
-    def made(self, federation: Federation, seed: int, place: Place) -> SyntheticSet:
+    def made(self, federation: Federation, seed: int, workspace: Workspace) -> SyntheticSet:
         """The images of all clients, before they are shuffled."""
         sharing = [k for k in range(len(federation.clients)) if k not in refusing(self.refuse, len(federation.clients))]
         count = self.n_syn or mean_size(federation)
-        if place.given is not None:
-            made = synthetic.load(synthetic.find(place.given))
+        if workspace.given is not None:
+            made = synthetic.load(synthetic.find(workspace.given))
             check_fits(made, federation)
             self.check_asked(made.about["recipe"])
             if made.about["recipe"]["data"][1] != federation.fingerprint:
-                place.warn("The synthetic set was made by clients that hold other samples than those here.")
-            return noted(made, synthetic.find(place.given))
+                workspace.warn("The synthetic set was made by clients that hold other samples than those here.")
+            return noted(made, synthetic.find(workspace.given))
         chosen, epochs = spelled(self.generator, self.epochs)
         recipe = {
             "seed": seed,
@@ -191,8 +191,8 @@ class Fedssyn(DataRule):
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
         keep = imported(self.keep, "keep") if isinstance(self.keep, str) else self.keep
         maker = Recipe(self.rho, count, factory(self.generator, self.epochs), self.privacy, sharing, keep)
-        where = place.within(key).folder
-        made = make_set(federation, maker, seed, where, place.device, about, place.tell, place.warn)
+        where = workspace.within(key).folder
+        made = make_set(federation, maker, seed, where, workspace.device, about, workspace.tell, workspace.warn)
         return made if where is None else noted(made, where)
 
     @property

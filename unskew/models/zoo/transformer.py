@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.dropout import Dropout
-from unskew.models.steering import Steering
+from unskew.models.dropout import Dropout, FunctionalDropout
 from unskew.models.zoo.lora import merged
 
 PADDING = -1
@@ -47,7 +46,7 @@ class Pretrained(nn.Module):
         keyed = self.drop if isinstance(self.drop, Dropout) and self.training else None
         if keyed is None and self.net.dtype != torch.float64:
             return contextlib.nullcontext()
-        return Steering(keyed)
+        return FunctionalDropout(keyed)
 
     def save(self, folder: str | Path) -> Path:
         """Write a folder that ``hf:FOLDER`` and ``transformers`` load; LoRA factors are added to their weights."""

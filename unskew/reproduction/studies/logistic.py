@@ -30,7 +30,7 @@ from unskew.comparison.compare import mean_std
 from unskew.data.reading.tables import Source
 from unskew.data.sources.catalogue import load_source
 from unskew.errors import DataError
-from unskew.plots.curves import new_figure, save_figure
+from unskew.plots.figure import new_figure, save_figure
 from unskew.reproduction.study import Found, Line
 from unskew.seeding import derive, generator
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from unskew.comparison.compare import mean_std
-from unskew.plots.curves import new_figure, save_figure
+from unskew.plots.figure import new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.studies.quadratic import (
     Problem,

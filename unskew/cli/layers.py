@@ -1,0 +1,61 @@
+"""What ``unskew models MODEL`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unskew.config.reading import experiment, set_field
+from unskew.errors import ConfigError
+from unskew.models.catalogue import HUB, resolve_model
+from unskew.models.groups import layer_groups, split_at
+from unskew.models.vector import ModelSpec
+
+
+def layers_of(
+    model: str, shape: str | None, classes: int | None, split: int | None, sets: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What ``unskew models MODEL`` shows: a row per layer, in order of depth. Embeddings, which are not counted, are layer 0.
+
+    Args:
+        model: A name or an import path.
+        shape: Shape of one input, as ``3,32,32``, the default; for ``hf:NAME`` ``8``, eight tokens.
+        classes: Number of classes; 10 by default, but without it ``hf:NAME`` is a language model.
+        split: Layers in the body; by default all before the head.
+        sets: ``model_options.NAME=VALUE`` and ``head=NAME``.
+
+    Raises:
+        ConfigError: There is no such model, or it does not take such inputs.
+    """
+    values: dict[str, Any] = {"model": model}
+    for assignment in sets:
+        set_field(values, assignment)
+    if not {"model", "model_options", "head"} >= set(values):
+        raise ConfigError("unskew models takes --set model_options.NAME=VALUE and --set head=NAME, no other field.")
+    config = experiment(values)
+    texts = config.model.startswith(HUB) and (shape is None or "," not in shape)
+    shape = ("8" if texts else "3,32,32") if shape is None else shape
+    try:
+        sides = tuple(int(side) for side in shape.split(","))
+    except ValueError:
+        raise ConfigError(f"--shape {shape!r} is not a shape such as 3,32,32.") from None
+    task = "language" if texts and classes is None else "classification"
+    count = classes or (1 if task == "language" else 10)
+    module = resolve_model(config.model, sides, count, config.model_options, task)
+    ids = torch.int64 if texts else None
+    groups = layer_groups(ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=task == "language"))
+    body, _ = split_at(groups, -1 if split is None else split)
+    first = 1 - sum(group.leading for group in groups)
+    return [
+        {
+            "layer": number,
+            "name": group.name,
+            "with": list(group.layers if group.name not in group.layers else group.layers[1:]),
+            "parameters": group.size,
+            "buffers": sum(s.stop - s.start for s in group.buffers),
+            "part": "body" if number - first < len(body) else "head",
+        }
+        for number, group in enumerate(groups, start=first)
+    ]

@@ -1,0 +1,87 @@
+"""From plain values, files and ``--set`` to a checked experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+from pydantic import BaseModel
+
+from unskew.config.experiment import Experiment
+from unskew.config.sections import NetworkConfig as NetworkConfig
+from unskew.config.sections import Section as Section
+from unskew.config.sections import TextConfig as TextConfig
+from unskew.errors import ConfigError, plain, unknown
+
+
+def experiment(values: dict[str, Any]) -> Experiment:
+    """A checked experiment from plain values.
+
+    Raises:
+        ConfigError: An unknown key, a wrong type or a value out of range.
+    """
+    check_keys(values, Experiment)
+    try:
+        return Experiment.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        known = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
+        where = ".".join(str(piece) for piece in first["loc"] if piece in known)
+        reason = plain(first["msg"])
+        if first["type"] == "string_pattern_mismatch":
+            reason = "Input should be auto, cpu, cuda or, for the second of several, cuda:1"
+        raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error
+
+
+def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
+    """Unknown keys are refused with the nearest known ones, also inside sections."""
+    for key, value in values.items():
+        if key not in model.model_fields:
+            raise ConfigError(unknown("option", f"{prefix}{key}", [f"{prefix}{name}" for name in model.model_fields]))
+        section = model.model_fields[key].annotation
+        if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
+            check_keys(value, section, f"{prefix}{key}.")
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The values of a configuration file.
+
+    Raises:
+        ConfigError: The file is missing, is not YAML, or is not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.")
+    return values
+
+
+def set_field(values: dict[str, Any], assignment: str) -> None:
+    """Apply ``any.field=value``; the value is read as YAML.
+
+    >>> values = {}
+    >>> set_field(values, "network.drop=0.1")
+    >>> values
+    {'network': {'drop': 0.1}}
+    """
+    path, equals, text = assignment.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"--set {assignment!r} is not of the form any.field=value.")
+    *sections, name = path.strip().split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {assignment!r}: {section!r} is a single value, not a section.")
+        values = inner
+    try:
+        values[name] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {assignment!r}: the value is not YAML.") from error

@@ -1,0 +1,38 @@
+"""What every figure has in common."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from unskew.errors import ConfigError
+from unskew.files import make_folder, write_atomic
+
+MARKERS = "osD^vPX*<>"
+
+
+def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
+    """A figure of so many inches and its axes ``[rows][columns]``, without a screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a screen and without pyplot's global state
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure; the ending of ``path`` decides the format.
+
+    Raises:
+        ConfigError: The ending is not one of a figure.
+    """
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower()[1:] not in known:
+        raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(known))}.")
+    make_folder(path.parent)
+    data = io.BytesIO()
+    figure.savefig(data, dpi=130, format=path.suffix.lower()[1:])
+    write_atomic(path, data.getvalue())
+    return path

@@ -1,0 +1,52 @@
+"""A client's budget and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Training:
+    """A client's budget and optimizer; it means the same for every method.
+
+    Attributes:
+        local_steps: Mini-batch steps per round; or None, and then
+        local_epochs: passes over the client's data per round.
+        batch_size: Samples per step. The last batch of an epoch may be smaller, unless ``drop_last``.
+        optimizer: ``sgd``, ``adam`` or ``adamw``; made afresh every round.
+        clip: Largest norm of a gradient, or None.
+        augment: Random crops (padding 4) and horizontal flips.
+        precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
+    """
+
+    local_steps: int | None = None
+    local_epochs: int | None = 1
+    batch_size: int = 64
+    drop_last: bool = False
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    clip: float | None = None
+    augment: bool = False
+    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+
+    @property
+    def plain_sgd(self) -> bool:
+        """Whether a step is exactly ``v - lr * g``."""
+        return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip is None
+
+    def steps(self, examples: int) -> int:
+        """Number of local steps of a client with ``examples`` samples."""
+        if self.local_steps is not None:
+            return self.local_steps
+        return (self.local_epochs or 1) * len(self.cuts(examples))
+
+    def cuts(self, examples: int) -> list[slice]:
+        """The batches of one epoch, as slices of a permutation."""
+        size = self.batch_size
+        whole = examples // size * size
+        keep_rest = whole < examples and not (self.drop_last and whole)
+        return [slice(s, min(s + size, examples)) for s in range(0, examples if keep_rest else whole, size)]

@@ -1,0 +1,52 @@
+"""How many bytes cross the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from unskew.protocol.rules import Slices, Tensors
+
+
+@dataclass
+class Traffic:
+    """Bytes that crossed the network; parameters with the rules' extras, and normalisation statistics apart."""
+
+    up: int = 0
+    down: int = 0
+    buffers_up: int = 0
+    buffers_down: int = 0
+    clients: dict[int, list[int]] = field(default_factory=dict)
+
+    def count(self, client: int, direction: Literal["up", "down"], tensors: int, buffers: int) -> None:
+        """Add one transfer."""
+        both = self.clients.setdefault(client, [0, 0])
+        if direction == "up":
+            self.up += tensors
+            self.buffers_up += buffers
+            both[0] += tensors + buffers
+        else:
+            self.down += tensors
+            self.buffers_down += buffers
+            both[1] += tensors + buffers
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def sliced(slices: Slices | None, v: Tensor) -> int:
+    """Bytes of the slices of a vector that travel."""
+    size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
+    return size * v.element_size()
+
+
+def extras(tensors: dict[str, Tensors], slices: Slices | None, v: Tensor) -> int:
+    """Bytes of what the rules send beside the model; of a tensor over all parameters, only the slices that travel."""
+    return sum(
+        sliced(slices, t) if t.shape == v.shape else bytes_of([t]) for rule in tensors.values() for t in rule.values()
+    )
