@@ -1,0 +1,466 @@
+"""Every command, every flag, and what lies in a run folder afterwards."""
+
+import csv
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.running import TINY, Stop, StopAfter, assert_same_run, call, metrics, summary
+
+import unskew
+from unskew.config.experiment import Experiment
+
+QUICK = (*TINY, "--rounds", "2")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Nothing may be written outside of the folder one works in."""
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- the program ------------------------------------------------------------------------------------------------------
+
+
+def test_version(capsys):
+    outcome = call(capsys, "--version")
+    assert (outcome.code, outcome.out) == (0, f"unskew {unskew.__version__}\n")
+
+
+def test_import_is_light():
+    """``import unskew`` and the first look at the command line must not wait for PyTorch."""
+    code = "import sys, unskew, unskew.cli.app; print({'torch', 'numpy', 'sklearn', 'matplotlib', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_public_names_exist():
+    for name in unskew.__all__:
+        assert getattr(unskew, name) is not None
+    assert set(unskew.__all__) <= set(dir(unskew))
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (
+            "run",
+            "data data-path partition clients method model rounds participation local-steps local-epochs batch-size lr "
+            "momentum weight-decay seed engine device eval-every target set out json",
+        ),
+        ("compare", "seeds config data partition clients model rounds lr target set out resume json"),
+        ("resume", "rounds engine device set json"),
+        ("methods", "json"),
+        ("partition", "partition clients seed data-path label out json"),
+    ],
+)
+def test_help_names_every_flag(capsys, command, flags):
+    outcome = call(capsys, command, "--help")
+    assert outcome.code == 0
+    assert set(flags.split()) <= set(re.findall(r"--([a-z-]+)", outcome.out))
+
+
+def test_the_installed_program(tmp_path):
+    """As a user starts it: a mistake is a sentence on standard error and exit code 2."""
+    program = Path(sys.executable).with_name("unskew")
+    done = subprocess.run([program, "run", "--method", "fedprix"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("unskew: There is no method 'fedprix'. Did you mean 'fedprox'")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_flag_reaches_the_configuration(capsys):
+    flags = {
+        "--data": "digits",
+        "--partition": "iid",
+        "--clients": 3,
+        "--method": "fedprox:mu=0.1+scaffold",
+        "--model": "mlp",
+        "--rounds": 2,
+        "--participation": 0.5,
+        "--local-steps": 2,
+        "--batch-size": 16,
+        "--lr": 0.05,
+        "--momentum": 0.5,
+        "--weight-decay": 0.001,
+        "--seed": 7,
+        "--engine": "inline",
+        "--device": "cpu",
+        "--eval-every": 2,
+        "--network": "fixed:1",
+        "--target": 0.05,
+    }
+    sets = [
+        "--set",
+        "network.drop=0.25",
+        "--set",
+        "model_options.hidden=[8]",
+        "--set",
+        "holdout=0.2",
+        "--set",
+        "clip=1",
+    ]
+    outcome = call(capsys, "run", *(str(x) for pair in flags.items() for x in pair), *sets, "--out", "a/b", "--json")
+    assert outcome.code == 0, outcome.err
+    config = yaml.safe_load(Path("a/b/config.yaml").read_text())
+    fields = {flag: value for flag, value in flags.items() if flag != "--network"}
+    assert {flag: config[flag[2:].replace("-", "_")] for flag in fields} == fields
+    assert config["network"] == {"drop": 0.25, "delay": "fixed:1", "delay_per": "dispatch"}
+    assert config["model_options"] == {"hidden": [8]}
+    assert (config["holdout"], config["clip"], config["local_epochs"]) == (0.2, 1.0, None)
+    assert list(config) == list(Experiment.model_fields), "complete, and in order"
+    printed = outcome.json()
+    assert printed.pop("folder") == "a/b"
+    assert printed == summary("a/b", without=())
+    assert printed["rounds_to_target"] == next(
+        (row["round"] for row in metrics("a/b") if (row["accuracy"] or 0) >= 0.05), None
+    )
+    assert [row["accuracy"] is None for row in metrics("a/b")] == [True, False], "--eval-every 2"
+
+
+def test_local_epochs(capsys):
+    assert (
+        call(
+            capsys, "run", "--clients", 2, "--model", "logistic", "--rounds", 1, "--local-epochs", 3, "--out", "a"
+        ).code
+        == 0
+    )
+    config = yaml.safe_load(Path("a/config.yaml").read_text())
+    assert (config["local_epochs"], config["local_steps"]) == (3, None)
+
+
+def test_run_folder(capsys):
+    outcome = call(capsys, "run", *QUICK, "--out", "a")
+    assert outcome.code == 0
+    assert "Everything is in a" in outcome.out
+    files = {str(path.relative_to("a")) for path in Path("a").rglob("*") if path.is_file()}
+    assert {p for p in files if "/" not in p} == {
+        "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "convergence.png",
+    }  # fmt: skip
+    assert {p for p in files if "/" in p} == {
+        "checkpoints/0000002/manifest.json",
+        "checkpoints/0000002/server.safetensors",
+    }
+    needed = "method data partition seed rounds accuracy best_accuracy client_accuracy_mean client_accuracy_worst "
+    needed += "client_accuracy_worst_decile loss bytes_up bytes_down seconds parameters partition_hash updates_skipped"
+    found = summary("a", without=())
+    assert set(needed.split()) <= set(found)
+    assert all(found[name] is not None for name in needed.split())
+    for number, row in enumerate(metrics("a", without=()), start=1):
+        assert {"round", "accuracy", "loss", "bytes_up", "bytes_down", "seconds", "train_loss"} <= set(row)
+        assert row["round"] == number
+    # 4 clients, 650 parameters of 4 bytes, each way in each of 2 rounds; nothing else crosses.
+    assert found["bytes_up"] == found["bytes_down"] == 2 * 4 * 650 * 4
+    assert found["parameters"] == 650
+    assert Path("a/convergence.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("method", ["scaffold+fedadam:eta=0.1", "fedprox:mu=0.5"])
+def test_its_configuration_runs_again_bit_for_bit(capsys, method):
+    args = ("--method", method, "--set", "network.drop=0.3", "--participation", "0.6", "--seed", 3)
+    assert call(capsys, "run", *QUICK, *args, "--out", "a").code == 0
+    assert call(capsys, "run", "a/config.yaml", "--out", "b").code == 0
+    assert Path("a/config.yaml").read_text() == Path("b/config.yaml").read_text()
+    assert_same_run("a", "b")
+    assert call(capsys, "run", "a/config.yaml", "--seed", 4, "--out", "c").code == 0
+    assert Path("a/model.safetensors").read_bytes() != Path("c/model.safetensors").read_bytes()
+
+
+def test_flags_override_the_file_and_set_overrides_flags(capsys):
+    Path("my.yaml").write_text(
+        "clients: 5\nmodel: logistic\nrounds: 3\nlocal_epochs: 2\nlr: 0.5\nnetwork: {drop: 0.1}\n"
+    )
+    args = ("--rounds", 1, "--local-steps", 1, "--lr", 0.3, "--set", "lr=0.2", "--engine", "inline")
+    assert call(capsys, "run", "my.yaml", *args, "--out", "a").code == 0
+    config = yaml.safe_load(Path("a/config.yaml").read_text())
+    found = {name: config[name] for name in ("clients", "rounds", "local_steps", "local_epochs", "lr", "network")}
+    assert found == {
+        "clients": 5, "rounds": 1, "local_steps": 1, "local_epochs": None, "lr": 0.2,
+        "network": {"drop": 0.1, "delay": "none", "delay_per": "dispatch"},
+    }  # fmt: skip
+    assert call(capsys, "run", "my.yaml", "--rounds", 1, "--set", "local_steps=2", "--out", "b").code == 0
+    assert yaml.safe_load(Path("b/config.yaml").read_text())["local_epochs"] is None
+
+
+def test_an_empty_configuration_is_the_default(capsys):
+    Path("empty.yaml").write_text("# nothing\n")
+    assert call(capsys, "run", "empty.yaml", *QUICK, "--out", "a").code == 0
+
+
+def test_folders_are_named_and_never_overwritten(capsys):
+    first = call(capsys, "run", *QUICK, "--rounds", 1, "--json").json()
+    second = call(capsys, "run", *QUICK, "--rounds", 1, "--json").json()
+    third = call(
+        capsys, "run", *QUICK, "--rounds", 1, "--method", "fedprox:mu=0.1+scaffold", "--seed", 2, "--json"
+    ).json()
+    assert first["folder"] == "runs/digits-fedavg-seed0"
+    assert second["folder"] == "runs/digits-fedavg-seed0-2"
+    assert third["folder"] == "runs/digits-fedprox-mu=0.1+scaffold-seed2"
+    before = Path("runs/digits-fedavg-seed0/summary.json").read_bytes()
+    refused = call(capsys, "run", *QUICK, "--out", first["folder"])
+    assert refused.code == 2
+    assert "already there" in refused.err
+    assert Path("runs/digits-fedavg-seed0/summary.json").read_bytes() == before
+
+
+def test_json_is_all_that_standard_output_gets(capsys):
+    for args in (
+        ("run", *QUICK, "--out", "a"),
+        ("resume", "a", "--rounds", 3),
+        ("compare", "fedavg", "fedprox", "--seeds", 1, *QUICK),
+        ("methods",),
+        ("partition", "digits"),
+    ):
+        outcome = call(capsys, *args, "--json")
+        assert outcome.code == 0, outcome.err
+        assert outcome.json()
+
+
+def test_a_model_and_a_method_of_ones_own_from_the_folder_one_works_in(capsys, monkeypatch):
+    Path("mine_for_test.py").write_text(
+        "import torch\n"
+        "from dataclasses import dataclass\n"
+        "from unskew import ServerRule\n"
+        "def model(shape, classes):\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(shape[1] * shape[2], classes))\n"
+        "@dataclass(frozen=True)\n"
+        "class Half(ServerRule):\n"
+        "    name, summary, paper = 'half', 'half a step', 'none'\n"
+        "    def step(self, state, updates):\n"
+        "        return {'v': state['v'] + 0.5 * updates.aggregate.delta}\n"
+    )
+    args = ("--model", "mine_for_test:model", "--method", "mine_for_test.Half", "--rounds", 3)
+    assert call(capsys, "run", *QUICK, *args, "--out", "a").code == 0
+    assert summary("a")["parameters"] == 650
+    Path("a/summary.json").unlink()
+    assert call(capsys, "resume", "a").code == 0
+
+
+# ---- methods, partition -----------------------------------------------------------------------------------------------
+
+
+def test_methods(capsys):
+    rows = call(capsys, "methods", "--json").json()
+    names = [row["name"] for row in rows]
+    assert {"fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "scaffold"} <= set(names)
+    for row in rows:
+        assert set(row) == {"name", "slots", "needs", "summary", "options", "paper"}
+        assert row["slots"]
+        assert set(row["slots"]) <= {"data", "client", "sync", "server"}
+        assert row["summary"]
+        assert row["paper"]
+    table = call(capsys, "methods").out
+    for name in names:
+        assert name in table
+
+
+def test_partition(capsys):
+    outcome = call(capsys, "partition", "digits", "--partition", "dirichlet:0.3", "--clients", 6, "--out", "p/who.png")
+    assert outcome.code == 0
+    assert Path("p/who.png").read_bytes().startswith(b"\x89PNG")
+    report = call(capsys, "partition", "digits", "--partition", "dirichlet:0.3", "--clients", 6, "--json").json()
+    assert report["hash"] in outcome.out
+    counts = np.array(report["counts"])
+    assert counts.shape == (6, 10)
+    assert counts.sum() == 1437
+    assert (report["smallest"], report["largest"]) == (counts.sum(1).min(), counts.sum(1).max())
+    for total in counts.sum(1):
+        assert str(total) in outcome.out
+    assert not Path("clients.png").exists()
+
+
+def test_partition_draws_its_plot_here_by_default(capsys):
+    assert call(capsys, "partition").code == 0
+    assert Path("clients.png").exists()
+
+
+@pytest.mark.parametrize("holdout", [0, 0.3])
+def test_every_run_records_the_hash_of_its_partition(capsys, holdout):
+    args = ("--partition", "dirichlet:0.3", "--clients", 6, "--seed", 5)
+    shown = call(capsys, "partition", "digits", *args, "--json").json()["hash"]
+    ran = call(capsys, "run", *QUICK, *args, "--set", f"holdout={holdout}", "--out", "a", "--json").json()
+    assert ran["partition_hash"] == shown
+    assert call(capsys, "partition", "digits", *args[:-1], 6, "--json").json()["hash"] != shown
+
+
+def test_natural_partition_has_as_many_clients_as_there_are(capsys):
+    draws = np.random.default_rng(0)
+    with Path("train.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["a", "b", "label", "user"])
+        for i in range(90):
+            table.writerow([*draws.normal(size=2).round(3), i % 3, f"u{i % 5}"])
+    args = ("--partition", "natural:user")
+    report = call(capsys, "partition", "table:train.csv", "--label", "label", *args, "--json")
+    assert report.code == 0, report.err
+    assert report.json()["clients"] == 5
+    args = (*args, "--data", "table:train.csv", "--set", "label=label", "--model", "logistic", "--rounds", 1)
+    ran = call(capsys, "run", *args, "--out", "a", "--json").json()
+    assert (ran["clients"], ran["partition_hash"]) == (5, report.json()["hash"])
+
+
+# ---- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_shows_personal_models_in_a_second_table(capsys):
+    outcome = call(capsys, "compare", "fedavg", "fedrep+ft", "--seeds", 1, *QUICK, "--out", "c")
+    assert outcome.code == 0, outcome.err
+    _, second = outcome.out.split("on the clients' own data")
+    assert second.count("global") == 2
+    assert second.count("personal") == 1
+    rows = json.loads(Path("c/comparison.json").read_text())
+    assert [row["personal_accuracy_mean"] is None for row in rows] == [True, False]
+
+
+def test_compare(capsys):
+    outcome = call(capsys, "compare", "fedavg", "fedprox:mu=0", "scaffold", "--seeds", 2, *QUICK, "--out", "c")
+    assert outcome.code == 0, outcome.err
+    for name in ("fedavg", "fedprox:mu=0", "scaffold", "MB up", "worst client"):
+        assert name in outcome.out
+    for name in ("convergence.png", "clients.png"):
+        assert Path("c", name).read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(Path("c/comparison.json").read_text())
+    assert [row["method"] for row in rows] == ["fedavg", "fedprox:mu=0", "scaffold"]
+    # Without its term FedProx is FedAvg: same data, cohorts, batches and initial model, for each seed.
+    assert rows[0]["accuracy"] == rows[1]["accuracy"]
+    for seed in (0, 1):
+        folders = [Path("c", name, f"seed-{seed}") for name in ("fedavg", "fedprox-mu=0", "scaffold")]
+        one, two, _ = ((folder / "model.safetensors").read_bytes() for folder in folders)
+        assert one == two
+        assert len({summary(folder)["partition_hash"] for folder in folders}) == 1
+        assert summary(folders[0])["seed"] == seed
+    assert summary("c/fedavg/seed-0")["partition_hash"] != summary("c/fedavg/seed-1")["partition_hash"]
+    accuracies = [summary(f"c/scaffold/seed-{seed}")["accuracy"] for seed in (0, 1)]
+    assert rows[2]["accuracy"] == pytest.approx(np.mean(accuracies))
+    assert rows[2]["accuracy_std"] == pytest.approx(np.std(accuracies, ddof=1))
+    assert rows[2]["bytes_up"] == 2 * rows[0]["bytes_up"], "SCAFFOLD sends two vectors"
+    best = max(np.mean([summary(f"c/{m}/seed-{s}")["best_accuracy"] for s in (0, 1)]) for m in ("fedavg", "scaffold"))
+    assert rows[0]["target"] == pytest.approx(0.9 * best, abs=5.1e-4)
+
+
+def test_compare_counts_rounds_to_the_target(capsys):
+    args = ("compare", "fedavg", "--seeds", 2, *QUICK, "--lr", 0.5, "--rounds", 6, "--out", "c", "--json")
+    (row,) = call(capsys, *args, "--target", 0.25).json()["rows"]
+    histories = [metrics(f"c/fedavg/seed-{seed}") for seed in (0, 1)]
+    firsts = [next((r["round"] for r in h if r["accuracy"] >= 0.25), None) for h in histories]
+    known = [first for first in firsts if first is not None]
+    assert row["target"] == 0.25
+    assert row["seeds_reaching_target"] == len(known)
+    assert row["rounds_to_target"] == (np.mean(known) if len(known) == 2 else None)
+    (row,) = call(capsys, *args, "--target", 1, "--resume").json()["rows"]
+    assert (row["rounds_to_target"], row["seeds_reaching_target"]) == (None, 0)
+
+
+def test_compare_goes_on(capsys):
+    args = ("compare", "fedavg", "scaffold", "--seeds", 1, *QUICK, "--rounds", 3, "--set", "checkpoint_every=1")
+    assert call(capsys, *args, "--out", "whole").code == 0
+    assert call(capsys, *args, "--out", "c").code == 0
+    refused = call(capsys, *args, "--out", "c")
+    assert refused.code == 2
+    assert "--resume" in refused.err
+    done, half = Path("c/fedavg/seed-0"), Path("c/scaffold/seed-0")
+    untouched = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    # As if killed after round 2, before the figures of the comparison were written.
+    (half / "summary.json").unlink()
+    (half / "model.safetensors").unlink()
+    for path in (half / "checkpoints" / "0000003").iterdir():
+        path.unlink()
+    (half / "checkpoints" / "0000003").rmdir()
+    Path("c/comparison.json").unlink()
+    outcome = call(capsys, *args, "--out", "c", "--resume", "--json")
+    assert outcome.code == 0, outcome.err
+    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == untouched
+    for method in ("fedavg", "scaffold"):
+        assert_same_run(f"c/{method}/seed-0", f"whole/{method}/seed-0")
+    assert Path("c/comparison.json").exists()
+    # More rounds, another seed and another method are added to what is there; another learning rate is another run.
+    more = call(capsys, *args, "--rounds", 4, "--seeds", 2, "--out", "c", "--resume", "--json")
+    assert more.code == 0, more.err
+    assert summary("c/fedavg/seed-0")["rounds"] == 4
+    assert Path("c/scaffold/seed-1/summary.json").exists()
+    other = call(capsys, *args, "--lr", 0.3, "--out", "c", "--resume")
+    assert other.code == 2
+    assert "lr=0.01" in other.err
+    assert call(capsys, *args, "--resume").code == 2, "--resume without --out"
+
+
+def test_compare_takes_a_file_made_for_one_run(capsys):
+    Path("my.yaml").write_text("clients: 3\nmodel: logistic\nrounds: 1\nmethod: scaffold\nseed: 5\ntarget: 0.01\n")
+    outcome = call(capsys, "compare", "fedavg", "--seeds", 1, "--config", "my.yaml", "--json")
+    assert outcome.code == 0, outcome.err
+    (row,) = outcome.json()["rows"]
+    assert (row["method"], row["target"]) == ("fedavg", 0.01)
+    assert outcome.json()["folder"] == "runs/compare-digits"
+    assert summary("runs/compare-digits/fedavg/seed-0")["clients"] == 3
+
+
+# ---- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard(capsys):
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    assert call(capsys, "run", *QUICK, "--set", "trackers=tensorboard", "--out", "a").code == 0
+    outcome = call(capsys, "resume", "a", "--rounds", 3, "--json")
+    assert outcome.json()["rounds"] == 3
+    events = reader.EventAccumulator("a/tensorboard").Reload()
+    for name in ("accuracy", "loss", "bytes_up", "train_loss"):
+        points = [(point.step, pytest.approx(point.value, rel=1e-6)) for point in events.Scalars(name)]
+        assert points == [(row["round"], row[name]) for row in metrics("a")]
+
+
+def test_tensorboard_of_a_run_that_died(capsys):
+    """Rounds that are done again are there once, those before the checkpoint are not missing."""
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    options = {"data": "digits", "clients": 4, "model": "logistic", "local_steps": 1, "engine": "inline", "rounds": 6}
+    with pytest.raises(Stop):
+        unskew.run(**options, trackers="tensorboard", checkpoint_every=2, out="a", callbacks=[StopAfter(4)])
+    assert len(metrics("a")) == 4
+    unskew.resume("a")
+    points = reader.EventAccumulator("a/tensorboard").Reload().Scalars("accuracy")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+
+
+def test_mlflow(capsys):
+    client_class = importlib.import_module("mlflow").MlflowClient
+    assert call(capsys, "run", *QUICK, "--set", "trackers=[mlflow]", "--out", "runs/a").code == 0
+    outcome = call(capsys, "resume", "runs/a", "--rounds", 3, "--json")
+    assert outcome.json()["rounds"] == 3
+    client = client_class("sqlite:///runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("unskew").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["method"] == "fedavg"
+    assert run.data.metrics["final_accuracy"] == summary("runs/a")["accuracy"]
+    for name in ("accuracy", "bytes_up"):
+        points = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+        assert points == [(row["round"], row[name]) for row in metrics("runs/a")]
+    assert {path.name for path in Path("runs").iterdir()} == {"a", "mlflow.db"}
+    assert {path.name for path in Path().iterdir()} == {"runs"}
+
+
+@pytest.mark.parametrize(("tracker", "module"), [("mlflow", "mlflow"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_tracker_that_is_not_installed(capsys, monkeypatch, tmp_path, tracker, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    outcome = call(capsys, "run", *QUICK, "--set", f"trackers={tracker}", "--out", "a")
+    assert outcome.code == 2
+    assert f"pip install 'unskew[{tracker}]'" in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warning_names_its_run_among_several(capsys, tmp_path):
+    late = ["--network", "fixed:5", "--rounds", 2, "--clients", 3, "--partition", "iid", "--local-steps", 1]
+    several = call(capsys, "compare", "fedavg", "fedprox", *late, "--out", tmp_path / "many")
+    text = " ".join((several.out + several.err).split())
+    assert "fedavg, seed 0: The model did not change in 2 rounds" in text
+    assert "fedprox, seed 0: The model did not change" in text
+    single = call(capsys, "run", *late, "--out", tmp_path / "one")
+    assert "fedavg: The model" not in single.out + single.err

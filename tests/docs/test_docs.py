@@ -1,0 +1,246 @@
+"""What README and docs say is true: their code runs, and their tables list what is there."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from conftest import QUICK
+
+import unskew
+from benchmarks import results
+from unskew.cli.app import app
+from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
+from unskew.config.reading import experiment, load_yaml
+from unskew.data.partition.make import OPTIONS, PARTITIONS
+from unskew.data.sources.catalogue import SOURCES
+from unskew.generators.latent import LatentGenerator
+from unskew.methods.catalogue import CATALOGUE, describe, method
+from unskew.models.catalogue import MODELS, build_model
+from unskew.reproduction.preset import load_preset
+from unskew.reproduction.study import load_study, study_names
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
+COMMANDS = typer.main.get_command(app).commands
+SNIPPET = '--8<-- "examples/'  # a file that is included; test_examples runs it
+
+
+def fences(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def section(text, title):
+    """The part of a page under a heading."""
+    return re.split(r"^## ", text.split(f"## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def table(text):
+    """The rows of the first table, each as its cells; the header is left out."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            lines.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif lines:
+            break
+    return lines[2:]
+
+
+def first_names(text):
+    return [row[0].strip("`") for row in table(text)]
+
+
+def options_of(command):
+    return {o for p in command.params for o in p.opts if o.startswith("--")} - {"--help"}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if fences(p, "python")], ids=lambda p: p.stem)
+def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    for code in fences(page, "python"):
+        if SNIPPET not in code:
+            exec(compile(code, str(page), "exec"), names)
+
+
+def commands_shown():
+    for page in PAGES:
+        for block in [*fences(page, "bash"), *fences(page, "text")]:
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.removeprefix("$ ").startswith("unskew "):
+                    yield pytest.param(line.removeprefix("$ "), id=f"{page.stem}: {line[:60]}")
+
+
+@pytest.mark.parametrize("line", commands_shown())
+def test_commands_shown_exist_and_are_valid(line):
+    words = shlex.split(line, comments=True)[1:]
+    command = COMMANDS[words[0]]
+    with command.make_context(words[0], words[1:]) as context:
+        given = context.params
+    fields = {name: value for name, value in given.items() if name in Experiment.model_fields and value is not None}
+    if "network" in fields:
+        fields["network"] = {"delay": fields["network"]}
+    for assignment in given.get("sets") or []:
+        name = assignment.partition("=")[0]
+        assert name.split(".")[0] in Experiment.model_fields, name
+    for name in given.get("methods") or [given.get("method")]:
+        if name and "examples." not in name:
+            method(name)
+    if words[0] == "reproduce" and given["preset"]:
+        (load_study if given["preset"] in study_names() else load_preset)(given["preset"])
+    config = given.get("config")
+    if config and str(config).startswith("examples/"):
+        fields = {**load_yaml(ROOT / config), **fields}
+    experiment({k: v for k, v in fields.items() if k != "method"})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_command_is_described_and_no_other(name):
+    documented = {option.strip("`") for option in first_names(section(COMMAND_LINE, f"unskew {name}"))}
+    assert documented == options_of(COMMANDS[name])
+
+
+def test_every_field_of_the_configuration_is_described_with_its_default():
+    rows = table(COMMAND_LINE.split("<!-- fields -->")[1])
+    described = {row[0].strip("`"): row[1].strip("`") for row in rows}
+    sections = {"network": NetworkConfig, "text": TextConfig}
+    fields = {name: info.default for name, info in Experiment.model_fields.items() if name not in sections}
+    for part, kind in sections.items():
+        fields |= {f"{part}.{name}": info.default for name, info in kind.model_fields.items()}
+
+    assert set(described) == set(fields)
+    filled = experiment({}).model_dump(mode="json")
+    for part in sections:
+        filled |= {f"{part}.{name}": value for name, value in filled.pop(part).items()}
+    shown = {None: "none", True: "true", False: "false"}
+    for name, value in filled.items():
+        wanted = shown[value] if value is None or isinstance(value, bool) else str(value)
+        assert described[name] == wanted, name
+
+
+def test_files_and_figures_of_a_run_are_described(tmp_path):
+    folder = tmp_path / "run"
+    options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "target": 0.5, "engine": "inline"}
+    result = unskew.run(**options, out=folder)
+    result.plot(folder / "convergence.png")
+    assert set(first_names(section(COMMAND_LINE, "summary.json"))) == set(result.summary)
+    assert set(first_names(section(COMMAND_LINE, "metrics.jsonl"))) == set(result.history[-1])
+    described = {name.rstrip("/") for name in first_names(section(COMMAND_LINE, "The run folder"))}
+    assert {path.name for path in folder.iterdir()} <= described
+    assert described - {path.name for path in folder.iterdir()} <= {
+        "cache",
+        "clients",
+        "coefficients.png",
+        "samples",
+        "synthetic",
+    }
+
+
+def test_the_tables_of_methods_list_the_catalogue():
+    for page in (ROOT / "README.md", ROOT / "docs" / "methods.md"):
+        rows = table(page.read_text().split("<!-- methods -->")[1])
+        assert [row[0].strip("`") for row in rows] == list(CATALOGUE), page.name
+        for row, known in zip(rows, describe(), strict=True):
+            assert row[1] == ", ".join(known["slots"]), known["name"]
+            assert row[2] == known["summary"], known["name"]
+            if page.name == "README.md":
+                assert row[3] == known["paper"], known["name"]
+            else:
+                options = ", ".join(f"`{k}={v}`" for k, v in known["options"].items())
+                assert row[3] == (options or "none"), known["name"]
+    text = (ROOT / "docs" / "methods.md").read_text()
+    headings = {name for line in re.findall(r"^## (.*)$", text, flags=re.MULTILINE) for name in line.split(", ")}
+    assert set(CATALOGUE) <= headings
+
+
+def test_the_costs_of_methods_are_those_counted():
+    """In the second round, when nothing is missing any more; a linear model is all classifier."""
+    rows = table((ROOT / "docs" / "methods.md").read_text().split("<!-- methods -->")[1])
+    options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
+    for row in rows:
+        name, (down, up) = row[0].strip("`"), row[-1].split(", ")
+        result = unskew.run(method=QUICK.get(name, name), server=100, **options)
+        size = result.summary["parameters"]
+        g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
+        numbers = {
+            "d": size,
+            "2d": 2 * size,
+            "dc": size,
+            "db": 0,
+            "dh": size,
+            "db/alpha": 0,
+            "1": 1,
+            "g": g,
+            "C": 10,
+            "none": 0,
+        }
+        numbers["s"] = 10 * 2 * 64 + 10 * 2 // 4  # two images of each class, a byte for a label
+        first, second = result.history
+        counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
+        assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in (down, up)], name
+
+
+def test_the_table_of_models_is_true():
+    rows = table((ROOT / "docs" / "models.md").read_text())
+    assert [row[0].strip("`") for row in rows] == ["logistic", "mlp", "cnn", "cnn-b", "cnn-c", "resnet20", "vgg11"]
+    assert {row[0].strip("`") for row in rows} == {name for name, entry in MODELS.items() if not entry.pretrained}
+    pretrained = first_names(section((ROOT / "docs" / "models.md").read_text(), "Pretrained models"))
+    assert set(pretrained) == {name for name, entry in MODELS.items() if entry.pretrained} | {"hf:NAME"}
+    for row in rows:
+        for cell, shape in zip(row[2:], [(1, 8, 8), (1, 28, 28), (3, 32, 32)], strict=True):
+            model = build_model(row[0].strip("`"), shape, 10)
+            assert sum(p.numel() for p in model.parameters()) == int(cell.replace(",", ""))
+
+
+def test_the_tables_of_sources_and_partitions_are_complete():
+    text = (ROOT / "docs" / "data.md").read_text()
+    assert {name.split(":")[0] for name in first_names(section(text, "Sources"))} == set(SOURCES)
+    forms = section(text, "Partitions")
+    assert {name.split("`")[0].split(":")[0] for name in first_names(forms)} == set(PARTITIONS)
+    options = {(row[1].strip("`"), row[0].strip("`")) for row in table(forms.split("Options:")[1])}
+    assert options == {(name, option) for name, known in OPTIONS.items() for option in known}
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    assert sorted(re.findall(r"^::: unskew\.(\w+)$", text, flags=re.MULTILINE)) == sorted(unskew.__all__)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda page: page.stem)
+def test_tables_of_results_are_those_of_the_kept_outcomes(page):
+    text = page.read_text(encoding="utf-8")
+    assert results.filled(text) == text, "run: python -m benchmarks.results"
+
+
+def test_the_licence_is_whole():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert "The unskew authors" in text
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    mkdocs = shutil.which("mkdocs", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if mkdocs is None:
+        pytest.skip("mkdocs is not installed")
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [mkdocs, "build", "--strict", "--site-dir", site], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (site / "reference" / "index.html").is_file()
+    html = "".join(path.read_text() for path in site.rglob("*.html"))
+    outside = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', html)
+    assert not [url for url in outside if "canonical" not in url], "the site must work without a network"

@@ -1,0 +1,79 @@
+"""The examples run as a newcomer would run them."""
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import unskew
+from unskew.config.reading import experiment, load_yaml
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(path, cwd):
+    # One thread: on a busy machine several threads of a small model only wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, path], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not any(cwd.iterdir()), "an example writes nothing"
+    return done.stdout.splitlines()
+
+
+def code_lines(source):
+    """Lines that hold code: not blank, not a comment, not a docstring."""
+    strings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {t.start[0] for t in tokens if t.type not in silent} - strings
+
+
+def test_a_new_method_takes_less_than_thirty_lines():
+    assert 10 < len(code_lines((EXAMPLES / "own_method.py").read_text())) < 30
+
+
+def test_own_method_runs_and_prints_its_result(tmp_path):
+    lines = run(EXAMPLES / "own_method.py", tmp_path)
+    assert [line.split()[0] for line in lines] == ["fedavg", "humble", "scaffold", "humble+scaffold"]
+    accuracies = {line.split()[0]: float(line.split("accuracy ")[1].split("%")[0]) for line in lines}
+    assert accuracies["scaffold"] > accuracies["fedavg"] > 70
+    assert accuracies["humble"] != accuracies["fedavg"]
+    assert accuracies["humble+scaffold"] > 90
+
+
+def test_own_data_and_model_runs_and_prints_its_result(tmp_path):
+    lines = run(EXAMPLES / "own_data_and_model.py", tmp_path)
+    assert sum(line.startswith("hospital ") for line in lines) == 4
+    assert all(float(line.rstrip("%").rsplit(" ", 1)[1]) > 90 for line in lines[4:])
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+def test_own_method_changes_the_model_alike_on_every_engine(engine, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    fed = unskew.load_federation("digits", partition="dirichlet:1", clients=3)
+    options = {"model": "logistic", "rounds": 1, "local_steps": 3, "precision": "fp64", "federation": fed}
+    sums = "examples.own_method.Humble:beta=0.5+scaffold"
+    vector = unskew.run(method=sums, engine=engine, **options).vector
+    reference = unskew.run(method=sums, engine="inline", **options).vector
+    assert (vector - reference).abs().max() < 1e-10
+    assert (vector - unskew.run(method="scaffold", engine="inline", **options).vector).abs().max() > 1e-6
+
+
+def test_the_demo_is_a_whole_configuration():
+    values = load_yaml(EXAMPLES / "demo.yaml")
+    assert experiment(values).data == "digits"
+    assert "make demo" in (EXAMPLES / "demo.yaml").read_text()
+    assert (
+        "unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml" in (ROOT / "Makefile").read_text()
+    )

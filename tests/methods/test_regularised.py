@@ -1,0 +1,135 @@
+"""MOON, FedSAM, FedExP, FedDecorr: identities, NumPy oracles, and that each changes the update as its paper says."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+from support.quadratic import Quadratics, problem
+from test_methods import LR, STEPS, gradient, oracle, sizes
+
+import unskew
+from unskew.methods.feddecorr import correlation_energy
+from unskew.methods.moon import contrast
+
+
+def train(method, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "precision": "fp64", "engine": "inline", **options}
+    return unskew.run(blobs([12, 23, 17]), model=SmallBatchNorm(dropout=0.0), method=method, **given)
+
+
+@pytest.mark.parametrize("same", ["fedsam:rho=0", "feddecorr:beta=0", "moon:mu=0"])
+def test_reductions_to_fedavg(same):
+    assert torch.equal(train(same).vector, train("fedavg").vector)
+
+
+def test_fedsam_equals_numpy():
+    A, b = problem()
+    rho = 0.3
+
+    def perturbed(k, g, v, x):
+        return gradient(A[k], b[k], v + rho * g / np.linalg.norm(g))
+
+    expected = oracle(A, b, 3, lambda t: range(4), sizes(A), perturbed)
+    np.testing.assert_allclose(Quadratics(A, b, f"fedsam:rho={rho}").rounds(3), expected, atol=1e-10)
+
+
+def test_fedsam_takes_statistics_once_and_survives_a_zero_gradient():
+    first = train("fedsam", rounds=1, local_steps=1)
+    np.testing.assert_allclose(
+        first.model.norm.running_mean, train("fedavg", rounds=1, local_steps=1).model.norm.running_mean, atol=1e-12
+    )
+    A, b = problem(equal=True)
+    zero = [np.zeros_like(y) for y in b]
+    assert np.array_equal(Quadratics(A, zero, "fedsam").rounds(2)[-1], np.zeros(3))
+
+
+def test_correlation_energy_is_the_mean_squared_correlation():
+    draws = np.random.default_rng(0)
+    for shape in ((30, 6), (6, 30)):
+        x = draws.normal(size=shape) @ draws.normal(size=(shape[1], shape[1]))
+        expected = np.square(np.corrcoef(x, rowvar=False)).mean()
+        assert float(correlation_energy(torch.tensor(x))) == pytest.approx(expected, abs=1e-6)
+    constant = torch.ones(5, 3, dtype=torch.float64)
+    assert float(correlation_energy(constant)) == 0.0
+
+
+def test_feddecorr_decorrelates_the_features():
+    x = blobs([50]).clients[0].x.double()
+
+    def energy(result):
+        spec = unskew.ModelSpec(result.model, (2, 6, 6), 3, dtype=torch.float64)
+        return float(correlation_energy(spec.forward(spec.flatten(), spec.flatten_buffers(), x).features))
+
+    assert energy(train("feddecorr:beta=5", rounds=6)) < 0.9 * energy(train("fedavg", rounds=6))
+
+
+def test_moons_contrast_equals_the_formula():
+    draws = np.random.default_rng(0)
+    z, g, p = draws.normal(size=(3, 7, 4))
+
+    def cosine(u, w):
+        return (u * w).sum(1) / np.linalg.norm(u, axis=1) / np.linalg.norm(w, axis=1)
+
+    eg, ep = np.exp(cosine(z, g) / 0.5), np.exp(cosine(z, p) / 0.5)
+    expected = -np.log(eg / (eg + ep)).mean()
+    assert float(contrast(*(torch.tensor(t) for t in (z, g, p)), 0.5)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_moon_has_no_effect_before_there_is_a_previous_model():
+    assert torch.equal(train("moon:mu=5", rounds=1).vector, train("fedavg", rounds=1).vector)
+    assert not torch.equal(train("moon:mu=5", rounds=2).vector, train("fedavg", rounds=2).vector)
+
+
+def test_moons_gradient_lowers_the_contrast():
+    """One step from a point where previous and global model differ: more pull, less contrast loss."""
+    spec = unskew.ModelSpec(SmallBatchNorm(dropout=0.0), (2, 6, 6), 3, dtype=torch.float64)
+    torch.manual_seed(3)
+    v_global, v_prev = spec.flatten(), spec.flatten() + 0.3 * torch.randn(spec.size, dtype=torch.float64)
+    b, x = spec.flatten_buffers(), torch.randn(16, 2, 6, 6, dtype=torch.float64)
+    v = (v_global + 0.3 * torch.randn(spec.size, dtype=torch.float64)).requires_grad_()
+
+    def value(u):
+        z, g, p = (spec.forward(w, b, x).features for w in (u, v_global, v_prev))
+        return contrast(z, g.detach(), p.detach(), 0.5)
+
+    before = value(v)
+    (g,) = torch.autograd.grad(before, v)
+    assert value(v.detach() - 0.01 * g) < before
+
+
+def test_moon_with_a_projection_head_trains_a_larger_model():
+    plain, projected = train("moon"), train("moon:projection=7")
+    extra = (16 * 16 + 16) + (16 * 7 + 7) + (7 * 3 + 3) - (16 * 3 + 3)
+    assert projected.summary["parameters"] == plain.summary["parameters"] + extra
+
+
+def test_fedexp_equals_the_formula():
+    A, b = problem()
+    run = Quadratics(A, b, "fedexp:evaluate=last")
+    p, x = sizes(A), np.zeros(3)
+    for found in run.rounds(4):
+        moves = []
+        for k in range(4):
+            v = x.copy()
+            for _ in range(STEPS):
+                v -= LR * gradient(A[k], b[k], v)
+            moves.append(v - x)
+        mean = p @ np.array(moves)
+        eta = max(1.0, p @ np.square(moves).sum(1) / (2 * (mean @ mean + 1e-3)))
+        x = x + eta * mean
+        np.testing.assert_allclose(found, x, atol=1e-12)
+    assert run.server.rule.metrics(run.server.state)["fedexp_eta"] == pytest.approx(eta)
+
+
+def test_fedexp_takes_the_plain_average_when_all_agree():
+    A, b = problem(sizes=(5,))
+    same, plain = (Quadratics(A * 3, b * 3, m).rounds(2)[-1] for m in ("fedexp", "fedavg"))
+    np.testing.assert_allclose(same, plain, atol=1e-14)
+
+
+def test_fedexp_evaluates_the_mean_of_its_last_two_iterates():
+    mean = train("fedexp", rounds=2)
+    last, before = (train("fedexp:evaluate=last", rounds=r).vector for r in (2, 1))
+    torch.testing.assert_close(mean.vector, (last + before) / 2, rtol=0, atol=1e-12)
+    assert mean.history[-1]["fedexp_eta"] >= 1

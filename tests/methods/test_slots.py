@@ -1,0 +1,189 @@
+"""The slots: what later methods are built on. Toy methods fill each of them, on every engine."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from conftest import blobs
+from support.quadratic import Quadratics, problem
+
+import unskew
+from unskew.data.federation import ArrayClients
+from unskew.errors import ConfigError, MethodConflict
+from unskew.methods.catalogue import describe, method
+from unskew.protocol.rules import DataRule, ServerRule, Sync
+
+
+class HeadOften(Sync):
+    """The head travels in every round, the body every ``period`` rounds."""
+
+    name, summary, paper = "headoften", "for tests", "none"
+
+    def __init__(self, period):
+        self.period = period
+
+    def travels(self, round, client, last, spec):
+        head = tuple(spec.parts["head"])
+        everything = (slice(0, spec.size),)
+        missed = last is None or last // self.period < round // self.period
+        return (everything if missed else head), (everything if (round + 1) % self.period == 0 else head)
+
+
+def run(chosen, engine="inline", **options):
+    torch.manual_seed(1)
+    given = {"rounds": 4, "lr": 0.1, "precision": "fp64", "batch_size": 100, **options}
+    return unskew.run(
+        blobs([6, 9, 7]), model="mlp", model_options={"hidden": [5]}, method=chosen, engine=engine, **given
+    )
+
+
+def test_a_body_that_stays_at_the_client_is_not_averaged_and_not_paid_for():
+    result = run(HeadOften(2))
+    spec = unskew.ModelSpec(result.model, (2, 6, 6), 3)
+    head = sum(s.stop - s.start for s in spec.parts["head"])
+    body = spec.size - head
+    up = np.diff([0, *(row["bytes_up"] for row in result.history)])
+    down = np.diff([0, *(row["bytes_down"] for row in result.history)])
+    assert up.tolist() == [3 * 8 * n for n in (head, head + body, head, head + body)]
+    assert down.tolist() == [3 * 8 * n for n in (head + body, head, head + body, head)]
+    # One client alone trains the same whether or not its body visits the server in between.
+    alone = blobs([6])
+    both = [
+        unskew.run(alone, model="mlp", method=m, rounds=4, lr=0.1, precision="fp64", engine="inline")
+        for m in (HeadOften(2), "fedavg")
+    ]
+    torch.testing.assert_close(both[0].vector, both[1].vector, rtol=0, atol=1e-12)
+
+
+def test_a_sync_rule_that_sends_everything_is_the_host_method():
+    assert torch.equal(run(HeadOften(1)).vector, run("fedavg").vector)
+    assert torch.equal(run([HeadOften(1), "scaffold"]).vector, run("scaffold").vector)
+
+
+@pytest.mark.parametrize("engine", ["processes", "vectorized"])
+def test_sync_rules_agree_on_every_engine(engine):
+    chosen = [HeadOften(2), "scaffold"]
+    reference = run(chosen, participation=0.7)
+    assert not torch.allclose(reference.vector, run("scaffold", participation=0.7).vector)
+    torch.testing.assert_close(run(chosen, engine, participation=0.7).vector, reference.vector, rtol=0, atol=1e-10)
+
+
+class Doubled(DataRule):
+    """Every client gets its own samples twice, at a cost of 10 bytes up and 20 down."""
+
+    name, summary, paper = "doubled", "for tests", "none"
+
+    def prepare(self, federation, seed, place):
+        parts = [(c.x, c.y) for c in federation.clients]
+        x = torch.cat([torch.cat([x, x]) for x, _ in parts])
+        y = torch.cat([torch.cat([y, y]) for _, y in parts])
+        offsets = np.concatenate([[0], np.cumsum([2 * len(y) for _, y in parts])])
+        clients = ArrayClients(x, y, offsets, offsets[1:])
+        return dataclasses.replace(federation, clients=clients), dict.fromkeys(range(len(parts)), (10, 20))
+
+
+def test_a_data_rule_changes_what_clients_hold_and_is_paid_for():
+    plain, doubled = run("fedavg"), run([Doubled(), "fedavg"])
+    # A full batch of everything twice has the same mean gradient.
+    torch.testing.assert_close(doubled.vector, plain.vector, rtol=0, atol=1e-12)
+    assert doubled.history[-1]["bytes_up"] == plain.history[-1]["bytes_up"] + 30
+    assert doubled.history[-1]["bytes_down"] == plain.history[-1]["bytes_down"] + 60
+
+
+class Median(ServerRule):
+    """Coordinate-wise median of the updates: needs each of them."""
+
+    name, summary, paper, needs = "median", "for tests", "none", "individual"
+
+    def step(self, state, updates):
+        deltas = torch.stack([u.delta for u in updates])
+        assert [u.client for u in updates] == sorted(u.client for u in updates)
+        return {"v": state["v"] + deltas.median(0).values}
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+def test_a_server_rule_may_need_individual_updates(engine):
+    A, b = problem()
+    sim = Quadratics(A, b, method(Median()))
+    x = sim.rounds(1)[0]
+    moves = []
+    for a, y in zip(A, b, strict=True):
+        v = np.zeros(3)
+        for _ in range(5):
+            v -= 0.05 * a.T @ (a @ v - y) / len(a)
+        moves.append(v)
+    np.testing.assert_allclose(x, np.sort(moves, axis=0)[1], atol=1e-12)  # torch takes the lower of two middles
+    torch.testing.assert_close(run(Median(), engine).vector, run(Median()).vector, rtol=0, atol=1e-10)
+
+
+def test_a_server_rule_that_asks_for_sums_gets_only_sums():
+    class Curious(Median):
+        needs = "sum"
+
+    with pytest.raises(ConfigError, match="single updates"):
+        run(Curious())
+
+
+def test_two_servers_conflict_and_the_message_names_both_and_the_slot():
+    with pytest.raises(MethodConflict, match=r"fedavgm and fedadam both fill the slot 'server'"):
+        method("fedavgm+fedadam")
+    with pytest.raises(MethodConflict, match="server"):
+        method("scaffold:eta_g=0.5+fedavgm")
+    with pytest.raises(MethodConflict, match="fedprox appears twice"):
+        method("fedprox+fedprox:mu=1")
+    assert method("fedavg+fedavg").server == method("fedavg").server
+
+
+def test_the_order_of_client_rules_is_the_order_written():
+    assert [r.name for r in method("scaffold+fedprox").client] == ["scaffold", "fedprox"]
+    assert method("fedavgm+scaffold").weights == "uniform"
+
+
+def test_a_method_of_ones_own_is_found_by_its_path():
+    found = method("unskew.methods.fedprox.FedProx:mu=0.5+scaffold")
+    assert found.client[0].mu == 0.5
+    with pytest.raises(ConfigError, match="is not a method"):
+        method("unskew.config.experiment.Experiment")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        method("nowhere.at.All")
+
+
+def test_every_method_of_the_catalogue_says_what_it_is():
+    for row in describe():
+        assert row["slots"], row
+        assert "arXiv" in row["paper"] or "ICLR" in row["paper"], row
+        assert row["summary"]
+
+
+def test_a_client_that_never_took_part_has_no_state():
+    A, b = problem()
+    sim = Quadratics(A, b, "scaffold", participation=0.25)
+    sim.rounds(1)
+    (took_part,) = sim.sampler.draw(0)
+    for k in range(4):
+        assert ("scaffold" in sim.server.store.get(k)) == (k == took_part)
+
+
+def test_clients_of_any_sequence_can_be_registered_by_the_million():
+    class Lazy:
+        """Client k holds the samples k, k + 1, k + 2 (modulo 50); nothing is stored per client."""
+
+        def __init__(self, x, y, count):
+            self.x, self.y, self.count, self.loaded = x, y, count, 0
+
+        def __len__(self):
+            return self.count
+
+        def __getitem__(self, k):
+            self.loaded += 1
+            rows = torch.tensor([k % 50, (k + 1) % 50, (k + 2) % 50])
+            empty = torch.zeros(0, dtype=torch.long)
+            return unskew.ClientData(k, self.x[rows], self.y[rows], self.x[empty], self.y[empty])
+
+    base = blobs([50])
+    clients = Lazy(base.clients.x, base.clients.y, 1_000_000)
+    fed = unskew.Federation(clients=clients, test=base.test, classes=3)
+    result = unskew.run(fed, model="logistic", rounds=2, participation=1e-5, engine="inline", eval_clients=20)
+    assert result.summary["clients"] == 1_000_000
+    assert clients.loaded < 200

@@ -1,0 +1,131 @@
+"""FedDyn, FedPVR and Ditto against NumPy."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+from support.quadratic import Quadratics, optimum, problem
+from test_methods import LR, STEPS, gradient
+from torch import nn
+
+import unskew
+from unskew.protocol.training import Training
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_feddyn_equals_the_papers_algorithm(participation):
+    A, b = problem()
+    alpha, K = 0.3, 4
+    run = Quadratics(A, b, f"feddyn:alpha={alpha}", participation=participation)
+    x, h, g = np.zeros(3), np.zeros(3), np.zeros((K, 3))
+    for t, found in enumerate(run.rounds(6)):
+        moved = {}
+        for k in run.sampler.draw(t):
+            v = x.copy()
+            for _ in range(STEPS):
+                v -= LR * (gradient(A[k], b[k], v) - g[k] + alpha * (v - x))
+            g[k] -= alpha * (v - x)
+            moved[k] = v
+        h = h - alpha / K * sum(v - x for v in moved.values())
+        x = np.mean(list(moved.values()), axis=0) - h / alpha
+        np.testing.assert_allclose(found, x, atol=1e-10)
+    np.testing.assert_allclose(run.server.state["h"], g.mean(0), atol=1e-10)
+
+
+def test_feddyn_reaches_the_optimum():
+    A, b = problem(sizes=(6, 6, 6, 6))
+    best = optimum(A, b, np.full(4, 0.25))
+    training = Training(local_steps=40, batch_size=100, lr=0.15, precision="fp64")
+    found = Quadratics(A, b, "feddyn:alpha=1", training).rounds(120)[-1]
+    assert np.linalg.norm(found - best) < 1e-6
+
+
+def train(method, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 4, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.7, "engine": "inline"}
+    return unskew.run(blobs([12, 23, 17, 9]), model=SmallBatchNorm(), method=method, **{**given, **options})
+
+
+def test_fedpvr_on_a_model_that_is_only_a_head_is_scaffold():
+    given = {"rounds": 4, "precision": "fp64", "lr": 0.1, "participation": 0.7, "engine": "inline"}
+    fed = blobs([12, 23, 17, 9])
+    scaffold, fedpvr = (unskew.run(fed, model="logistic", method=m, **given) for m in ("scaffold", "fedpvr"))
+    torch.testing.assert_close(fedpvr.vector, scaffold.vector, rtol=0, atol=1e-12)
+    extra = [s.summary["bytes_up"] for s in (scaffold, fedpvr)]
+    assert extra[0] == extra[1]
+
+
+@pytest.mark.parametrize(("spelling", "first"), [("fedpvr", 0), ("fedpvr:layers=1", 365), ("fedpvr:layers=2", 0)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fedpvr_equals_the_papers_algorithm(spelling, first, momentum):
+    """Variates on the last linear layers only; 360 and 5 numbers of the first layer, 15 and 3 of the second."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3))
+    fed, lr, steps = blobs([12, 23, 17, 9]), 0.1, 3
+    x = torch.cat([p.detach().flatten() for p in net.parameters()]).double()
+    chosen = (torch.arange(383) >= first).double()
+
+    def loss(v, data):
+        h = torch.tanh(data.x.double().flatten(1) @ v[:360].view(5, 72).T + v[360:365])
+        return nn.functional.cross_entropy(h @ v[365:380].view(3, 5).T + v[380:], data.y)
+
+    c, c_k = torch.zeros(383).double(), torch.zeros(4, 383).double()
+    for _ in range(4):
+        ends, new = [], torch.zeros_like(c_k)
+        for k in range(4):
+            y, buffer = x.clone(), torch.zeros_like(x)
+            for _ in range(steps):
+                g = torch.func.grad(loss)(y, fed.clients[k])
+                new[k] += chosen * g / steps
+                buffer = momentum * buffer + g + chosen * (c - c_k[k])
+                y = y - lr * buffer
+            ends.append(y)
+        c, c_k, x = c + (new - c_k).mean(0), new, torch.stack(ends).mean(0)
+    given = {"rounds": 4, "lr": lr, "local_steps": steps, "batch_size": 100, "precision": "fp64", "engine": "inline"}
+    found = unskew.run(fed, model=net, method=spelling, momentum=momentum, **given).vector
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-10)
+
+
+def test_fedpvr_pays_for_the_classifier_only():
+    plain, pvr, full = train("fedavg"), train("fedpvr"), train("scaffold")
+    head = 16 * 3 + 3
+    cohorts = sum(row["cohort"] for row in plain.history)
+    assert pvr.summary["bytes_up"] - plain.summary["bytes_up"] == cohorts * head * 8
+    assert full.summary["bytes_up"] - plain.summary["bytes_up"] == cohorts * plain.summary["parameters"] * 8
+    uniform = train("fedavg", weights="uniform", rounds=1)
+    torch.testing.assert_close(train("fedpvr", rounds=1).vector, uniform.vector, rtol=0, atol=1e-12)
+    assert not torch.allclose(pvr.vector, train("fedavg", weights="uniform").vector)
+
+
+def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
+    A, b = problem()
+    lam = 0.4
+    run, plain = Quadratics(A, b, f"ditto:lam={lam}"), Quadratics(A, b, "fedavg")
+    xs = [np.zeros(3), *plain.rounds(3)]
+    np.testing.assert_allclose(run.rounds(3), xs[1:], atol=1e-14)
+    for k in range(4):
+        v = np.zeros(3)
+        for t in range(3):
+            for _ in range(STEPS):
+                v = v - LR * (gradient(A[k], b[k], v) + lam * (v - xs[t]))
+        np.testing.assert_allclose(run.server.store.get(k)["ditto"]["v"], v, atol=1e-12)
+
+
+def test_dittos_personal_models_serve_their_clients_better_than_the_global_one():
+    torch.manual_seed(0)
+    fed = blobs([40, 40, 40], skew=True)
+    given = {"rounds": 8, "lr": 0.05, "local_steps": 10, "engine": "inline"}
+    result = unskew.run(fed, model=SmallBatchNorm(dropout=0.0), method="ditto:lam=0.01", **given)
+    assert result.summary["personal_accuracy_mean"] > result.summary["client_accuracy_mean"]
+    assert "personal_accuracy_mean" not in train("fedavg").summary
+
+
+def test_methods_of_a_comparison_share_data_cohorts_and_initial_model():
+    given = {"rounds": 3, "clients": 6, "participation": 0.5, "model": "logistic", "engine": "inline", "seeds": 2}
+    both = unskew.compare(methods=["fedavg", "fedprox:mu=0"], **given)
+    for mine, theirs in zip(*both.histories.values(), strict=True):
+        assert [row["accuracy"] for row in mine] == [row["accuracy"] for row in theirs]
+        assert [row["train_loss"] for row in mine] == [row["train_loss"] for row in theirs]
+    hashes = [[s["partition_hash"] for s in group] for group in both.summaries.values()]
+    assert hashes[0] == hashes[1]
+    assert hashes[0][0] != hashes[0][1]

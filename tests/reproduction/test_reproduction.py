@@ -1,0 +1,371 @@
+"""The papers' tables as presets: what they hold, how their runs are carried out, kept, reused and shown."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from conftest import blobs
+from support.running import call
+
+from unskew.config.reading import experiment
+from unskew.data.federation import ServerData
+from unskew.errors import ConfigError, DataError
+from unskew.methods.catalogue import method
+from unskew.reproduction import report, sweep
+from unskew.reproduction.outcomes import kept, key_of, run_identity
+from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
+from unskew.reproduction.study import study_names
+from unskew.runs.checks import check_delays
+from unskew.runs.run import run as runs
+
+FEW = ["FedAvg", "FedCOG"]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", names())
+def test_every_run_of_every_preset_is_a_valid_experiment(name, scale):
+    preset = load_preset(name)
+    found = cells(preset, scale, 0, {})
+    assert len(found) == len(preset.rows) * len(preset.columns)
+    assert seeds_of(preset, scale) >= 1
+    for cell in found:
+        assert "$" not in cell.config.method
+        if cell.parent is not None:
+            assert cell.parent.rounds < cell.config.rounds
+            shared = ("data", "partition", "clients", "model", "lr", "momentum", "local_steps", "batch_size", "seed")
+            assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
+    for value in preset.values:
+        assert report.shown(value.removesuffix("*"))[0]
+        stem, slash, _ = value.partition("/")
+        if slash and stem in ("consensus", "generalization", "gradients"):
+            assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
+    for value, columns in preset.published.items():
+        assert value in preset.values
+        assert set(columns) <= set(preset.columns)
+        assert all(set(rows) <= set(preset.rows) for rows in columns.values())
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n.startswith("fedcog/")])
+def test_the_paper_scale_has_the_papers_settings(name):
+    for cell in cells(load_preset(name), "paper", 0, {}):
+        config = cell.config
+        data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
+        assert (config.data, config.model, config.batch_size, config.lr) == (data, "cnn", 64, 0.01)
+        plain = config.method == "fedreg"
+        assert (config.momentum, config.weight_decay, config.augment) == (
+            0.0 if plain else 0.9,
+            0.0 if plain else 1e-5,
+            True,
+        )
+        assert config.rounds == (51 if name in ("fedcog/table-3", "fedcog/table-4") else 70)
+        assert config.local_steps == 400 or name == "fedcog/table-6"
+        if "fedcog" in config.method:
+            assert "start_round=50" in config.method
+            assert "n=256" in config.method or name == "fedcog/table-11"
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n.startswith("feddle/table-")])
+def test_what_the_feddle_paper_says_of_its_runs_holds_at_its_scale(name):
+    """Clients, evaluations, searches, and the epochs that are on its grids."""
+    users, costs = name.startswith("feddle/table-2"), name == "feddle/table-6"
+    for cell in cells(load_preset(name), "paper", 0, {}):
+        config = cell.config
+        size = (1000, 50) if users or costs else (500, 10)
+        assert (config.clients, round(config.participation * config.clients)) == size
+        assert f"{size[1]} of {size[0]}" == cell.column or not costs
+        assert (config.set_aside, config.holdout, config.eval_every) == (
+            200 if "celeba" in name else 1000,
+            0,
+            3 if costs else 10,
+        )
+        if "celeba" in name:
+            assert config.partition == "natural:celeb_id,min=5"  # LEAF leaves out people with fewer images
+        options = method(config.method).server
+        if costs:
+            assert config.rounds == 3
+        elif cell.row == "Center":
+            assert config.rounds * options.epochs in (10, 20, 50)
+        else:
+            assert config.rounds == 200
+            assert getattr(options, "epochs", None) in (None, 1, 10, 20)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_costs_of_a_server_say_how_many_clients_report(scale):
+    for cell in cells(load_preset("feddle/table-6"), scale, 0, {}):
+        config = cell.config
+        assert cell.column == f"{round(config.participation * config.clients)} of {config.clients}"
+        assert config.rounds == 3
+
+
+def test_the_experiment_on_gradients_measures_them_at_the_papers_shares():
+    for cell, n_syn in zip(cells(load_preset("fedssyn/gradients"), "paper", 0, {}), (0, 287, 4500), strict=True):
+        share = float(cell.row.removeprefix("p="))
+        assert n_syn / (4500 + n_syn) == pytest.approx(share, abs=5e-5)
+        assert f"n_syn={n_syn}" in cell.config.method or n_syn == 0
+        assert cell.config.diagnose == ("gradients",)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", names())
+def test_every_method_of_every_preset_takes_its_optimizer_and_network(name, scale):
+    federation = blobs([8, 8], shape=(1, 8, 8), classes=10)
+    federation = replace(federation, server=ServerData(*federation.test))
+    for cell in cells(load_preset(name), scale, 0, {}):
+        chosen = method(cell.config.method)
+        for rule in chosen.client:
+            rule.check(federation, cell.config.training.plain_sgd)
+        if cell.config.network.delay != "none":
+            check_delays(chosen, [])
+
+
+def test_a_method_that_does_not_fit_is_refused_before_any_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run_experiment", lambda *args, **options: pytest.fail("something was trained"))
+    settings = {"data": "digits", "clients": 4, "rounds": 1, "model": "mlp", "momentum": 0.9}
+    preset = Preset(
+        name="x/y", title="", where="", reference="", settings=settings, columns={"iid": {"partition": "iid"}},
+        rows={"FedAvg": {"method": "fedavg"}, "FedReg": {"method": "fedreg"}},
+    )  # fmt: skip
+    made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {})
+    with pytest.raises(ConfigError, match="fedreg corrects plain SGD steps"):
+        list(made.carry_out([0]))
+
+
+def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):
+    for scale, expected in (("smoke", None), ("paper", str(tmp_path))):
+        found = cells(load_preset("fedssyn/table-1"), scale, 0, {"data_path": str(tmp_path)})
+        assert {cell.config.data_path for cell in found} == {expected}
+
+
+def test_presets_extend_one_another_by_their_entries():
+    base = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}}}, "rows": {"x": {}}}
+    over = {"scales": {"cpu": {"settings": {"rounds": 2}}}, "rows": {"y": {}}}
+    both = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}, "settings": {"rounds": 2}}}, "rows": {"y": {}}}
+    assert merged(base, over) == both
+    assert filled({"method": "fedcog:n=$n1,g_steps=$steps", "lr": 0.1}, {"n1": 8, "steps": 5}) == {
+        "method": "fedcog:n=8,g_steps=5",
+        "lr": 0.1,
+    }
+
+
+def test_an_outcome_is_found_by_what_the_run_was():
+    base = experiment({"lr": 0.1})
+    same = experiment({"lr": 0.1, "engine": "inline", "data_path": "somewhere", "checkpoint_every": 3})
+    assert key_of(base) == key_of(same)
+    others = [experiment({"lr": 0.2}), experiment({"lr": 0.1, "seed": 1}), experiment({"lr": 0.1, "rounds": 51})]
+    assert len({key_of(base), *map(key_of, others), key_of(base, others[0])}) == 5
+    assert "begins_with" in run_identity(base, others[0])
+
+
+def make(tmp_path, preset="fedcog/table-1", rows=tuple(FEW), columns=("NIID-2",), **kw):
+    made = sweep.Sweep(
+        load_preset(preset), "smoke", tmp_path / "runs", tmp_path / "results", {"engine": "inline"}, rows, columns, **kw
+    )
+    made.otherwise = True
+    return made
+
+
+def test_a_sweep_reuses_what_is_finished_and_trains_common_rounds_once(tmp_path, monkeypatch):
+    made = []
+    real = sweep.run_experiment
+
+    def counted(config, **kw):
+        made.append(config.method)
+        return real(config, **kw)
+
+    monkeypatch.setattr(sweep, "run_experiment", counted)
+    first = list(make(tmp_path).carry_out([0]))
+    assert made == ["fedcog:start_round=2", "fedavg", "fedcog:start_round=2,n=32,g_steps=5"]
+    again = list(make(tmp_path).carry_out([0]))
+    assert len(made) == 3
+    assert [o for _, o in again] == [o for _, o in first]
+    # Run folders may go: the outcomes are enough.
+    (tmp_path / "runs").rename(tmp_path / "gone")
+    assert [o for _, o in make(tmp_path).found([0, 1])] == [o for _, o in first]
+
+
+def test_a_branched_row_is_the_run_from_its_first_round(tmp_path):
+    ((cell, outcome),) = make(tmp_path, rows=["FedCOG"]).carry_out([0])
+    whole = runs.run_experiment(cell.config)
+    assert outcome["summary"]["accuracy"] == whole.summary["accuracy"]
+    assert outcome["summary"]["bytes_up"] == whole.summary["bytes_up"]
+    assert outcome["curve"]["round"] == [1, 2, 3]
+    assert outcome["curve"]["accuracy"] == [round(r["accuracy"], 5) for r in whole.history]
+
+
+def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path):
+    class Stop:
+        def start(self, config, rounds_done):
+            pass
+
+        def round(self, row):
+            if row["round"] == 3:
+                raise KeyboardInterrupt
+
+        def end(self, summary):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        list(make(tmp_path, follow=lambda title, common: [Stop()] if title.startswith("FedCOG") else []).carry_out([0]))
+    assert len(list(make(tmp_path).found([0]))) == 1
+    rest = {c.row: o for c, o in make(tmp_path).carry_out([0])}
+    fresh = {c.row: o for c, o in make(tmp_path / "other").carry_out([0])}
+    assert {r: o["summary"]["accuracy"] for r, o in rest.items()} == {
+        r: o["summary"]["accuracy"] for r, o in fresh.items()
+    }
+
+
+def test_a_finished_run_whose_outcome_was_lost_is_kept_again_without_training(tmp_path, monkeypatch):
+    ((cell, outcome),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
+    for file in (tmp_path / "results").iterdir():
+        file.unlink()
+    monkeypatch.setattr(sweep, "run_experiment", None)
+    monkeypatch.setattr(sweep, "resume", None)
+    ((_, again),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
+    assert again["summary"] == outcome["summary"]
+    assert kept(tmp_path / "results", cell.config, cell.parent) == again
+
+
+def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
+    preset = load_preset("fedcog/table-1")
+    accuracies = {"FedAvg": [0.50, 0.60, 0.70], "FedCOG": [0.52, 0.61, 0.73]}
+    outcomes = [
+        (Cell(row, "NIID-1", experiment({"seed": seed})), {"summary": {"accuracy": value}, "curve": {}})
+        for row, values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    avg, cog = report.entries(preset, outcomes)
+    assert (avg.mean, avg.std, avg.paired) == (pytest.approx(60), pytest.approx(10), None)
+    assert (cog.mean, cog.seeds, cog.published) == (pytest.approx(62), [0, 1, 2], 64.83)
+    assert cog.difference == pytest.approx(62 - 64.83)
+    assert cog.paired == (pytest.approx(2), pytest.approx(1), 3)
+    ((title, header, body),) = report.lines(preset, [avg, cog])
+    assert title == "NIID-1: accuracy after the last round, %"
+    assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "64.83", "-2.83"]
+    assert report.markdown(header, body).count("\n") == 3
+    # Two of FedAvg's seeds are missing: one difference has no spread, and the table says of how many it is.
+    fewer = [(cell, outcome) for cell, outcome in outcomes if cell.row == "FedCOG" or cell.config.seed == 1]
+    ((_, _, body),) = report.lines(preset, report.entries(preset, fewer))
+    assert body[1][3] == "+1.00 (1 of 3)"
+
+
+def test_rounds_and_traffic_are_those_to_the_tables_own_target():
+    """A run is the same whatever its target was, so a table of another target reads them off its curve."""
+    preset = load_preset("fedssyn/subset")
+
+    def found(target, told):
+        outcomes = []
+        for row, accuracy in (("FedAvg", [0.1, 0.1, 0.3, 0.2]), ("SCAFFOLD", [0.1, 0.3, 0.5, 0.5])):
+            curve = {"round": [1, 2, 4, 5], "bytes": [10, 20, 40, 50], "accuracy": accuracy}
+            config = experiment({"seed": 0, "target": target})
+            outcomes.append(
+                (Cell(row, "α=0.1", config), {"summary": {"bytes_up": 30, "bytes_down": 20, **told}, "curve": curve})
+            )
+        made = report.entries(preset, outcomes)
+        return {(e.value, e.row): e.mean for e in made if e.value != "accuracy"}
+
+    other = {"target": 0.2, "rounds_to_target": 1, "bytes_to_target": 10}
+    for told in (other, {}):
+        assert found(0.3, told) == {
+            ("rounds_to_target", "FedAvg"): 4, ("rounds_to_target", "SCAFFOLD"): 2, ("saving", "SCAFFOLD"): 50.0,
+        }  # fmt: skip
+        # FedAvg does not get there, so what it spent in all is the least it would have needed.
+        assert found(0.4, told) == {("rounds_to_target", "SCAFFOLD"): 4, ("saving", "SCAFFOLD"): pytest.approx(20.0)}
+    assert found(0.2, other)[("rounds_to_target", "FedAvg")] == 1
+
+
+def test_what_is_called_a_mean_over_rounds_is_none_of_the_last_round():
+    """A summary repeats the coefficients and the cosine of the last round."""
+    curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
+    cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
+    outcome = {"summary": {"accuracy": 0.3, "coefficients/negative": 7}, "curve": curve}
+    found = report.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
+    assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
+    curve = {"surrogate/cosine": [0.5, 0.0, 0.1], "accuracy": [0.1, 0.2, 0.3]}
+    outcome = {"summary": {"accuracy": 0.3, "surrogate/cosine": 0.1}, "curve": curve}
+    found = report.entries(load_preset("feddle/figure-8"), [(cell, outcome)])
+    assert {entry.value: entry.mean for entry in found} == {"surrogate/cosine": pytest.approx(0.2), "accuracy": 30}
+
+
+def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
+    assert [row["name"] for row in listed] == [*names(), *study_names()]
+    real = sweep.load_data
+
+    def offline(config):
+        if config.data == "cifar10":
+            raise DataError("There is no network.")
+        return real(config)
+
+    monkeypatch.setattr(sweep, "load_data", offline)
+    args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
+    outcome = call(capsys, *args)
+    assert outcome.code == 0
+    assert "goes on with digits instead" in outcome.out
+    assert "64.36" in outcome.out
+    assert len(list((tmp_path / "results" / "runs").glob("*.json"))) == 2
+    monkeypatch.setattr(sweep, "load_data", None)  # showing needs no data
+    shown = call(capsys, *args, "--show", "--json")
+    (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
+    assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], 64.36)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["fedcog/table-33"], "no preset"),
+        (["fedcog/table-1", "--scale", "big"], "scale"),
+        (["fedcog/table-1", "--row", "FedAgv"], "has no row"),
+        (["fedcog/table-1", "--seeds", "a,b"], "whole numbers"),
+        (["fedcog/table-1", "--seeds", "1,1"], "each seed once"),
+        (["fedcog/table-1", "--data-path", "nowhere"], "no file or folder"),
+    ],
+)
+def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    outcome = call(capsys, "reproduce", *args)
+    assert outcome.code == 2
+    assert words.lower() in outcome.err.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_outcome_is_said_to_be_damaged(tmp_path):
+    config = experiment({})
+    (tmp_path / f"{key_of(config)}.json").write_text("{")
+    with pytest.raises(Exception, match="remove it"):
+        kept(tmp_path, config)
+
+
+def test_a_preset_of_another_shape_is_refused(monkeypatch):
+    from unskew.reproduction import preset
+
+    monkeypatch.setattr(preset, "read_yaml", lambda name: {"title": "x"})
+    with pytest.raises(ConfigError, match="is not valid"):
+        load_preset("fedcog/table-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "size"),
+    [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)],
+)
+def test_tables_can_be_drawn(tmp_path, name, rows, size):
+    from PIL import Image
+
+    from unskew.reproduction.figures import draw_curves, draw_points
+
+    made = make(tmp_path, name, rows, None)
+    found = list(made.carry_out([0]))
+    entries = report.entries(made.preset, found)
+    assert len({e.value for e in entries}) == size
+    path = tmp_path / "figure.png"
+    if made.preset.curves:
+        draw_curves(made.preset, found, path)
+    else:
+        draw_points(made.preset, entries, path)
+    assert Image.open(path).width > 300
+
+
+def test_counted_parameters_are_scaled_to_the_papers_steps():
+    summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
+    assert report.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40

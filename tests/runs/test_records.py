@@ -1,0 +1,432 @@
+"""What is written about a run is right: evaluation by hand, metrics, best round, tables, statistics of BatchNorm."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import SmallBatchNorm, blobs
+from rich.console import Console
+from support.running import metrics, summary
+from safetensors.torch import load_file
+from torch import nn
+
+import unskew
+from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.tables import megabytes, partition_table, percent, summary_table
+from unskew.comparison.compare import Comparison, folder_name, mean_std
+from unskew.comparison.target import rounds_to
+from unskew.errors import CheckpointError, ConfigError
+from unskew.models.vector import ModelSpec
+from unskew.plots.curves import clients_by_class, convergence, sign_histogram, signs
+from unskew.plots.figure import new_figure
+from unskew.records.recorder import Recorder
+from unskew.records.result import read_history
+from unskew.simulation.evaluate import ClientScores, Evaluator
+from unskew.tasks import TASKS
+
+
+def shown(table, width=200):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Models made here begin the same in every run of the tests."""
+    torch.manual_seed(0)
+
+
+# ---- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Copy(nn.Module):
+    """A model whose logits are its inputs: what it predicts is in the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.eye(3))
+            self.fc.bias.zero_()
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def one_hot(labels):
+    return np.eye(3, dtype=np.float32)[np.asarray(labels)]
+
+
+def evaluator(fed, module=None):
+    spec = ModelSpec(module or Copy(), fed.shape, fed.classes)
+    return Evaluator(spec, fed, TASKS["classification"], torch.device("cpu")), spec.flatten(), spec.flatten_buffers()
+
+
+def held_out(*pairs, test=None):
+    """Clients that hold out what is given: what the model says of each sample, and what it is."""
+    clients = [(one_hot([0]), np.array([0]), one_hot(says), np.array(is_)) for says, is_ in pairs]
+    return unskew.Federation.from_arrays(clients, test=test or (one_hot([0, 1]), np.array([0, 1])), classes=3)
+
+
+def test_accuracy_per_client_by_hand():
+    fed = held_out(([0, 1, 2, 2], [0, 1, 2, 0]), ([0, 1], [1, 0]), ([2], [2]), ([0, 0, 1], [0, 1, 1]))
+    judge, v, b = evaluator(fed)
+    scores = judge.clients(v, b, most=1000, seed=0)
+    np.testing.assert_allclose(scores.accuracies, [3 / 4, 0, 1, 2 / 3])
+    assert scores.measured_on == "the clients' held-out data"
+    assert scores.mean == pytest.approx((3 / 4 + 0 + 1 + 2 / 3) / 4), "each client counts once, whatever its size"
+    assert scores.worst == 0
+
+
+def test_worst_decile_by_hand():
+    for values, expected in (
+        ([0.5, 0.2, 0.9], 0.2),  # of fewer than ten, the worst one
+        (list(np.arange(20) / 20), (0 + 1 / 20) / 2),
+        (list(np.arange(29)[::-1] / 29), (0 + 1 / 29) / 2),
+        (list(np.arange(30) / 30), (0 + 1 / 30 + 2 / 30) / 3),
+    ):
+        assert ClientScores(np.array(values), "").worst_decile == pytest.approx(expected)
+    empty = ClientScores(np.zeros(0), "nothing")
+    assert (empty.mean, empty.worst, empty.worst_decile) == (None, None, None)
+
+
+def test_accuracy_and_loss_on_the_test_set_by_hand():
+    draws = np.random.default_rng(0)
+    x, y = draws.normal(size=(1203, 3)).astype(np.float32), draws.integers(0, 3, 1203)  # more than two batches
+    judge, v, b = evaluator(held_out(([0], [0]), test=(x, y)))
+    score = judge.score(v, b)
+    assert score.accuracy == pytest.approx((x.argmax(1) == y).mean(), abs=1e-12)
+    wide = x.astype(np.float64)
+    loss = np.log(np.exp(wide).sum(1)) - wide[np.arange(len(y)), y]
+    assert score.loss == pytest.approx(loss.mean(), rel=1e-6)
+
+
+def test_without_held_out_data_the_test_set_is_weighted_by_classes():
+    """``sum_c q_kc correct_c / sum_c q_kc total_c`` with the class shares ``q_k`` of the client's training data."""
+    draws = np.random.default_rng(1)
+    labels = [draws.integers(0, 3, 7), np.array([0, 0, 0]), draws.integers(1, 3, 11)]
+    says, y = draws.integers(0, 3, 400), draws.choice(3, 400, p=[0.2, 0.5, 0.3])
+    fed = unskew.Federation.from_arrays(
+        [(one_hot(k), k) for k in labels], test=(one_hot(says), y), classes=3, holdout=0.0
+    )
+    judge, v, b = evaluator(fed)
+    scores = judge.clients(v, b, most=1000, seed=0)
+    correct = np.array([(says[y == c] == c).sum() for c in range(3)])
+    total = np.array([(y == c).sum() for c in range(3)])
+    expected = []
+    for mine in labels:
+        q = np.array([(mine == c).mean() for c in range(3)])
+        expected.append((q * correct).sum() / (q * total).sum())
+    np.testing.assert_allclose(scores.accuracies, expected, rtol=1e-12)
+    assert scores.accuracies[1] == pytest.approx(correct[0] / total[0])
+    assert "weighted by the clients' classes" in scores.measured_on
+
+
+def test_class_that_the_test_set_lacks():
+    """A client that only holds such a class cannot be measured; it counts as 0, not as NaN."""
+    fed = unskew.Federation.from_arrays(
+        [(one_hot([2]), np.array([2])), (one_hot([0]), np.array([0]))],
+        test=(one_hot([0, 1]), np.array([0, 1])), classes=3, holdout=0.0,
+    )  # fmt: skip
+    judge, v, b = evaluator(fed)
+    assert judge.clients(v, b, most=1000, seed=0).accuracies.tolist() == [0, 1]
+
+
+def test_at_most_so_many_clients_are_evaluated():
+    fed = held_out(*[([k % 3], [0]) for k in range(12)])
+    judge, v, b = evaluator(fed)
+    some = judge.clients(v, b, most=5, seed=0)
+    assert len(some.accuracies) == 5
+    assert some.accuracies.tolist() == judge.clients(v, b, most=5, seed=0).accuracies.tolist()
+    draws = {tuple(judge.clients(v, b, most=5, seed=s).accuracies) for s in range(8)}
+    assert len(draws) > 1
+    none = judge.clients(v, b, most=0, seed=0)
+    assert (len(none.accuracies), none.measured_on) == (0, "nothing")
+
+
+def test_images_of_unequal_clients_are_split_as_they_were_joined():
+    draws = np.random.default_rng(2)
+
+    def images(n):
+        return draws.normal(size=(n, 2, 6, 6)).astype(np.float32), draws.integers(0, 3, n)
+
+    clients = [(*images(2), *images(n)) for n in (3, 1, 6)]
+    fed = unskew.Federation.from_arrays(clients, test=images(5), classes=3)
+    judge, v, b = evaluator(fed, SmallBatchNorm())
+    together = judge.clients(v, b, most=1000, seed=0).accuracies
+    module = SmallBatchNorm()
+    spec = ModelSpec(module, fed.shape, 3)
+    alone = spec.load(v, b)
+    for k, (_, _, x, y) in enumerate(clients):
+        right = (alone(torch.from_numpy(x)).argmax(1).numpy() == y).mean()
+        assert together[k] == pytest.approx(right)
+
+
+def test_last_and_best_round(tmp_path):
+    result = unskew.run(
+        blobs([8, 8, 8]), model="logistic", rounds=7, eval_every=3, lr=0.5, engine="inline", out=tmp_path / "run"
+    )
+    rows = metrics(tmp_path / "run", without=())
+    assert [row["round"] for row in rows if row["accuracy"] is not None] == [3, 6, 7]
+    assert [row["round"] for row in rows if row["loss"] is not None] == [3, 6, 7]
+    accuracies = {row["round"]: row["accuracy"] for row in rows if row["accuracy"] is not None}
+    best = max(accuracies.values())
+    assert result.summary["accuracy"] == accuracies[7]
+    assert result.summary["best_accuracy"] == best
+    assert result.summary["best_round"] == min(t for t, a in accuracies.items() if a == best)
+    assert result.history == rows == read_history(tmp_path / "run")
+    assert result.summary == summary(tmp_path / "run", without=())
+    text = shown(summary_table(result.summary))
+    assert f"{percent(accuracies[7])}%" in text
+    assert f"{percent(best)}%  (round {result.summary['best_round']})" in text
+
+
+def test_nobody_is_evaluated():
+    result = unskew.run(blobs([8, 8]), model="logistic", rounds=1, eval_clients=0, engine="inline")
+    assert result.summary["clients_evaluated"] == 0
+    assert result.summary["client_accuracy_mean"] is None
+    assert "nothing" in shown(summary_table(result.summary))
+
+
+# ---- normalisation statistics -----------------------------------------------------------------------------------------
+
+
+def stats(result):
+    return torch.cat([result.model.norm.running_mean, result.model.norm.running_var])
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+def test_statistics_averaged_local_or_reset(engine):
+    """One round from the same start: all three train alike; they differ in what travels and what comes back."""
+    fed, module = blobs([6, 9, 12]), SmallBatchNorm(dropout=0.0)
+    found = {}
+    for mode in ("average", "local", "reset"):
+        options = {"model": module, "lr": 0.1, "engine": engine, "buffers": mode, "local_steps": 2}
+        found[mode] = [unskew.run(fed, rounds=rounds, **options) for rounds in (1, 2)]
+        assert found[mode][0].summary["buffers"] == mode
+    one = {mode: results[0] for mode, results in found.items()}
+    two = {mode: results[1] for mode, results in found.items()}
+    size = 8 * 4  # four means and four variances
+    crossed = {m: (r.summary["buffer_bytes_up"], r.summary["buffer_bytes_down"]) for m, r in one.items()}
+    assert crossed == {"average": (3 * size, 3 * size), "local": (0, 0), "reset": (3 * size, 0)}
+    assert torch.equal(one["average"].vector, one["reset"].vector)
+    assert torch.equal(one["average"].vector, one["local"].vector)
+    assert torch.equal(stats(one["average"]), stats(one["reset"])), "the mean of what the clients ended with"
+    assert not torch.equal(stats(two["average"]), stats(two["reset"])), "begun anew in the second round"
+    # In training mode BatchNorm uses the batch: the parameters do not depend on the statistics.
+    torch.testing.assert_close(two["average"].vector, two["reset"].vector)
+
+
+def test_average_of_statistics_by_hand():
+    fed = blobs([6, 9, 12])
+    module = SmallBatchNorm(dropout=0.0)
+    together = unskew.run(fed, model=module, rounds=1, lr=0.1, engine="inline", local_steps=1)
+    b, sizes = [], []
+    for client in fed.clients:
+        z = module.conv(client.x).permute(1, 0, 2, 3).flatten(1)
+        b.append(torch.cat([0.1 * z.mean(1), 0.9 + 0.1 * z.var(1)]).detach())
+        sizes.append(client.examples)
+    expected = sum(n * each for n, each in zip(sizes, b, strict=True)) / sum(sizes)
+    torch.testing.assert_close(stats(together), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_clients_are_judged_with_their_own_statistics(tmp_path):
+    """With ``buffers=local`` a client's held-out data are judged with what this client kept."""
+    draws = np.random.default_rng(3)
+
+    def images(n, shift):
+        y = draws.integers(0, 3, n)
+        return (draws.normal(size=(n, 2, 6, 6)) + shift + y[:, None, None, None]).astype(np.float32), y
+
+    clients = [(*images(20, shift), *images(40, shift)) for shift in (-8.0, 8.0, 3.0)]
+    fed = unskew.Federation.from_arrays(clients, test=images(20, 0), classes=3)
+    options = {
+        "model": SmallBatchNorm(),
+        "rounds": 3,
+        "lr": 0.1,
+        "local_epochs": 4,
+        "batch_size": 10,
+        "engine": "inline",
+    }
+    result = unskew.run(fed, **options, buffers="local", out=tmp_path / "run")
+    kept = load_file(tmp_path / "run/checkpoints/0000003/clients-0000.safetensors")
+    spec = ModelSpec(SmallBatchNorm(), fed.shape, 3)
+    rights = []
+    for k, (_, _, x, y) in enumerate(clients):
+        module = spec.load(result.vector, kept[f"{k}/buffers/b"])
+        rights.append((module(torch.from_numpy(x)).argmax(1).numpy() == y).mean())
+    assert len({kept[f"{k}/buffers/b"].sum().item() for k in range(3)}) == 3
+    assert result.summary["client_accuracy_mean"] == pytest.approx(np.mean(rights))
+    assert result.summary["client_accuracy_worst"] == pytest.approx(min(rights))
+    shared = [(result.model(torch.from_numpy(x)).argmax(1).numpy() == y).mean() for _, _, x, y in clients]
+    assert np.mean(shared) != pytest.approx(np.mean(rights)), "the test could not fail otherwise"
+
+
+# ---- the recorder -----------------------------------------------------------------------------------------------------
+
+
+def row(t, accuracy=0.5, **more):
+    return {"round": t, "accuracy": accuracy, "loss": 1.0, **more}
+
+
+def test_lines_are_valid_json_whatever_the_figures(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.round(row(1, loss_x=math.nan, up=math.inf))
+    recorder.round(row(2, None))
+    recorder.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert rows == recorder.history
+    assert rows[0]["loss_x"] is None
+    assert rows[0]["up"] is None
+
+
+def test_best_is_the_first_of_equals():
+    recorder = Recorder(None)
+    assert recorder.best() == (None, 0)
+    for t, accuracy in enumerate([0.1, None, 0.7, 0.3, 0.7], start=1):
+        recorder.round(row(t, accuracy))
+    assert recorder.best() == (0.7, 3)
+    assert recorder.rounds_to(0.2) == 3
+    assert recorder.rounds_to(0.9) is None
+
+
+def test_recorder_goes_back_to_a_round(tmp_path):
+    recorder = Recorder(tmp_path)
+    for t in range(1, 6):
+        recorder.round(row(t))
+    recorder.close()
+    again = Recorder(tmp_path)
+    again.resume(3, 10.0)
+    assert [r["round"] for r in again.history] == [1, 2, 3]
+    assert again.seconds >= 10
+    again.round(row(4, 0.9))
+    again.close()
+    assert [r["accuracy"] for r in read_history(tmp_path)] == [0.5, 0.5, 0.5, 0.9]
+    with pytest.raises(CheckpointError, match="lacks lines"):
+        Recorder(tmp_path).resume(5, 0.0)
+    assert len(read_history(tmp_path)) == 4, "a refused resume changes nothing"
+
+
+def test_method_figures_are_in_the_metrics(tmp_path):
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Counting(unskew.ServerRule):
+        name, summary, paper = "counting", "", ""
+
+        def init(self, v, federation):
+            return {"v": v, "n": torch.zeros(())}
+
+        def step(self, state, updates):
+            return {"v": state["v"] + updates.aggregate.delta, "n": state["n"] + len(updates)}
+
+        def metrics(self, state):
+            return {"seen": float(state["n"])}
+
+    unskew.run(blobs([6, 6]), model="logistic", method=Counting(), rounds=3, engine="inline", out=tmp_path / "run")
+    assert [r["seen"] for r in metrics(tmp_path / "run")] == [2, 4, 6]
+    fed = blobs([6, 6])
+    longer = unskew.resume(tmp_path / "run", federation=fed, method=Counting(), rounds=4)
+    assert longer.history[-1]["seen"] == 8
+    assert "method: counting" in (tmp_path / "run/config.yaml").read_text()
+
+
+# ---- results, tables, figures -----------------------------------------------------------------------------------------
+
+
+def test_result(tmp_path):
+    fed = blobs([6, 9])
+    result = unskew.run(fed, model=SmallBatchNorm(), rounds=2, engine="inline", method="fedprox:mu=0.1")
+    frame = result.to_pandas()
+    assert list(frame["round"]) == [1, 2]
+    assert frame["accuracy"].tolist() == [r["accuracy"] for r in result.history]
+    assert not result.model.training
+    flat = torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+    assert torch.equal(flat, result.vector)
+    x, y = fed.test
+    assert (result.model(x).argmax(1) == y).double().mean() == result.summary["accuracy"]
+    assert "fedprox:mu=0.1" in repr(result)
+    assert result.plot(tmp_path / "curve.svg").read_text().startswith("<?xml")
+    with pytest.raises(ConfigError, match="no known ending"):
+        result.plot(tmp_path / "curve.xyz")
+    assert {path.name for path in tmp_path.iterdir()} == {"curve.svg"}
+
+
+def test_model_file_is_the_result(tmp_path):
+    result = unskew.run(blobs([6, 9]), model=SmallBatchNorm(), rounds=2, engine="inline", out=tmp_path / "run")
+    saved = load_file(tmp_path / "run/model.safetensors")
+    expected = {n: t for n, t in result.model.state_dict().items() if "num_batches" not in n}
+    assert set(saved) == set(expected)
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+def summary_of(accuracy, **more):
+    keys = ("best_accuracy", "client_accuracy_mean", "client_accuracy_worst")
+    return {
+        "accuracy": accuracy,
+        **dict.fromkeys(keys, accuracy),
+        "bytes_up": 10,
+        "bytes_down": 20,
+        "seconds": 1.0,
+    } | more
+
+
+def test_comparison_rows_by_hand():
+    curves = {"a": [[0.1, 0.6], [0.5, 0.7]], "b": [[0.1, 0.2], [0.9, 0.9]]}
+    histories = {
+        name: [[row(t, accuracy) for t, accuracy in enumerate(h, 1)] for h in both] for name, both in curves.items()
+    }
+    summaries = {name: [summary_of(h[-1]) for h in both] for name, both in curves.items()}
+    one, two = Comparison(histories, summaries, target=0.5, folder=None).rows()
+    assert (one["rounds_to_target"], one["seeds_reaching_target"]) == (1.5, 2)
+    assert (two["rounds_to_target"], two["seeds_reaching_target"]) == (None, 1)
+    assert one["accuracy"] == pytest.approx(0.65)
+    assert one["accuracy_std"] == pytest.approx(np.std([0.6, 0.7], ddof=1))
+    text = shown(comparison_table([one, two]))
+    for words in ("a", "65.0 ± 7.1", "1.5", "1 of 2 seeds", "rounds to 50.0%"):
+        assert words in text
+    assert mean_std([0.3]) == (0.3, 0.0)
+    assert rounds_to([row(1, None), row(2, 0.4)], 0.4) == 2
+
+
+def test_numbers_as_text():
+    assert [megabytes(x) for x in (0, 4_520, 999_000, 1e6, 123_456_789, 2e9)] == [
+        "0", "0.0045", "1", "1.0", "123.5", "2,000",
+    ]  # fmt: skip
+    assert percent(None) == "-"
+    assert folder_name("fedprox:mu=0.1+scaffold") == "fedprox-mu=0.1+scaffold"
+    assert "/" not in folder_name("../a/b")
+
+
+def test_tables_of_many_clients_and_classes():
+    counts = np.arange(50 * 100).reshape(50, 100)
+    text = shown(partition_table(counts, [str(c) for c in range(100)]), width=300)
+    assert "20 of 50 clients" in text
+    assert str(counts[3].sum()) in text
+
+
+def test_figures_of_anything(tmp_path):
+    histories = {
+        "one round": [[row(1, bytes_up=1, bytes_down=1)]],
+        "never evaluated": [[row(1, None, bytes_up=1, bytes_down=1)]],
+        "unequal": [[row(t, bytes_up=t, bytes_down=t) for t in (1, 2)], [row(1, bytes_up=1, bytes_down=1)]],
+    }
+    assert convergence(histories, tmp_path / "deep" / "a.png").stat().st_size > 1000
+    clients_by_class(np.ones((200, 120), int), [str(c) for c in range(120)], tmp_path / "b.pdf")
+    clients_by_class(np.zeros((1, 1), int), ["only"], tmp_path / "c.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"deep", "b.pdf", "c.png"}
+
+
+def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
+    _, ((axis,),) = new_figure(4, 3)
+    signs(axis, [1, 3, 5], [2, 4, 1], [1, 0, 5])
+    assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
+    assert {bar.get_width() for bar in axis.patches} == {2}
+    row = {"round": 1, "coefficients/positive": 3, "coefficients/negative": 2}
+    assert sign_histogram([row, {"round": 2}], tmp_path / "a.png").stat().st_size > 0
+    assert sign_histogram([{"round": 1}], tmp_path / "b.png") is None
+    assert not (tmp_path / "b.png").exists()

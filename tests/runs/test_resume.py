@@ -1,0 +1,452 @@
+"""A run is never lost: killed, interrupted, on a full disk or with a damaged checkpoint, it goes on bit for bit."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.running import TIMES, TINY, Process, assert_same_run, call, end_all, metrics
+
+import unskew
+from unskew.errors import CheckpointError
+from unskew.simulation.checkpoint import FORMAT, checkpoints
+
+RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
+RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")
+RUN = (*RUN, "--partition", "iid", "--clients", "12")
+
+
+@pytest.fixture(autouse=True)
+def _tidy():
+    yield
+    end_all()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The same run, never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert Process(folder, "run", *RUN, "--out", folder / "run").wait().code == 0
+    return folder / "run"
+
+
+def rounds_on_disk(run):
+    path = Path(run) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def go_on(tmp_path, run):
+    """Resume, or begin again where the process died before there was anything to resume."""
+    if (run / "config.yaml").exists():
+        return Process(tmp_path, "resume", run, "--json").wait()
+    return Process(tmp_path, "run", *RUN, "--out", run, "--json").wait()
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_killed_at_a_random_moment(tmp_path, straight, draw):
+    """Up to three kills in one run, each a random while after a random round (also before the first)."""
+    luck = random.Random(draw)
+    run, command, killed = tmp_path / "run", ("run", *RUN, "--out", tmp_path / "run"), 0
+    for _ in range(1 + draw % 3):
+        process = Process(tmp_path, *command)
+        target = luck.randint(0, 4)
+        pause = luck.uniform(0, 0.06)
+        process.wait_until(lambda target=target: rounds_on_disk(run) >= target)
+        time.sleep(pause)
+        process.process.kill()
+        killed += process.wait().code == -signal.SIGKILL
+        if (run / "config.yaml").exists():
+            command = ("resume", run)
+    outcome = go_on(tmp_path, run)
+    # It may have been killed after its last line was written; then there was nothing to resume.
+    assert outcome.code == 0 or "is complete" in outcome.err, outcome.err
+    assert_same_run(straight, run)
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_killed_during_a_checkpoint(tmp_path, straight, draw):
+    """From outside, as soon as an unfinished checkpoint is seen."""
+    luck = random.Random(100 + draw)
+    run, wanted = tmp_path / "run", luck.randint(1, 5)
+    process = Process(tmp_path, "run", *RUN, "--out", run)
+    process.wait_until(lambda: (run / "checkpoints" / f".{wanted:07d}.new").exists() or rounds_on_disk(run) > wanted)
+    process.process.kill()
+    process.wait()
+    outcome = go_on(tmp_path, run)
+    assert outcome.code == 0, outcome.err
+    assert_same_run(straight, run)
+
+
+@pytest.mark.parametrize("count", random.Random(7).sample(range(1, 50), 8))
+def test_killed_at_a_write(tmp_path, straight, count):
+    """The process dies exactly at its n-th wait for the disk: inside of every kind of file."""
+    run = tmp_path / "run"
+    assert Process(tmp_path, "run", *RUN, "--out", run, hook="die", value=count).wait().code == -signal.SIGKILL
+    outcome = go_on(tmp_path, run)
+    assert outcome.code == 0, outcome.err
+    assert_same_run(straight, run)
+    assert not list((run / "checkpoints").glob(".*")), "what was half-written is cleaned up"
+    assert not (run / "clients").exists()
+
+
+def test_killed_with_worker_processes(tmp_path, straight):
+    """Several times; the workers must not outlive it, and the numbers are those of any other run."""
+    run = tmp_path / "run"
+    command = [a if a != "inline" else "processes" for a in ("run", *RUN, "--set", "workers=2", "--out", run)]
+    for rounds in (1, 3):
+        process = Process(tmp_path, *command)
+        assert process.wait_until(lambda rounds=rounds: rounds_on_disk(run) >= rounds)
+        process.process.kill()
+        process.wait()
+        gone = time.monotonic() + 10
+        while process.alive() and time.monotonic() < gone:
+            time.sleep(0.01)
+        left = process.alive()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, "workers outlive the process that started them"
+        command = ["resume", run]
+    assert Process(tmp_path, "resume", run).wait().code == 0
+    assert_same_run(straight, run, without=(*TIMES, "engine"))
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes"])
+def test_ctrl_c_finishes_the_round_and_saves(tmp_path, straight, engine):
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    args = [engine if a == "inline" else a for a in RUN] + ["--set", "checkpoint_every=100"]
+    process = Process(tmp_path, "run", *args, "--out", run, "--json", hook="wait", value=marker)
+    assert process.wait_until(marker.exists), process.wait()
+    process.signal(signal.SIGINT, everyone=True)  # as a terminal does
+    outcome = process.wait()
+    assert outcome.code == 130
+    assert outcome.out == ""
+    assert f"unskew resume {run}" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000003"]
+    assert len(metrics(run)) == 3
+    assert not (run / "summary.json").exists()
+    assert not process.alive()
+    assert Process(tmp_path, "resume", run).wait().code == 0
+    assert_same_run(straight, run, without=(*TIMES, "engine"))
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path, straight):
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    process = Process(tmp_path, "run", *RUN, "--out", run, hook="wait twice", value=marker)
+    assert process.wait_until(marker.exists)
+    process.signal(signal.SIGINT)
+    assert process.wait_until(Path(f"{marker}.seen").exists)
+    process.signal(signal.SIGINT)
+    outcome = process.wait()
+    assert outcome.code == 130
+    assert f"unskew resume {run}" in outcome.err
+    assert len(metrics(run)) == 2, "the round was not finished"
+    assert Process(tmp_path, "resume", run).wait().code == 0
+    assert_same_run(straight, run)
+
+
+def test_ctrl_c_in_the_last_round_finishes_the_run(tmp_path, capsys):
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    process = Process(tmp_path, "run", *RUN, "--rounds", "3", "--out", run, hook="wait", value=marker)
+    assert process.wait_until(marker.exists)
+    process.signal(signal.SIGINT)
+    outcome = process.wait()
+    assert outcome.code == 0
+    assert "Finishing this round" in outcome.err
+    assert (run / "summary.json").exists()
+
+
+def test_ctrl_c_in_a_comparison_says_how_to_go_on(tmp_path):
+    out, marker = tmp_path / "all", tmp_path / "marker"
+    args = ("compare", "fedavg", "fedprox", "--seeds", "1", *TINY, "--rounds", "4", "--out", out)
+    process = Process(tmp_path, *args, hook="wait", value=marker)
+    assert process.wait_until(marker.exists)
+    process.signal(signal.SIGINT)
+    outcome = process.wait()
+    assert outcome.code == 130
+    said = outcome.err.splitlines()[-1].partition("Go on with: unskew ")[2].split()
+    assert said[-1] == "--resume"
+    assert Process(tmp_path, *said).wait().code == 0
+    assert Process(tmp_path, *args[:-1], tmp_path / "straight").wait().code == 0
+    for method in ("fedavg", "fedprox"):
+        assert_same_run(out / method / "seed-0", tmp_path / "straight" / method / "seed-0")
+
+
+def test_a_run_can_be_made_longer(tmp_path, straight, capsys):
+    run = tmp_path / "run"
+    assert call(capsys, "run", *RUN, "--rounds", "4", "--out", run).code == 0
+    assert "is complete (4 rounds)" in call(capsys, "resume", run).err
+    assert "is complete" in call(capsys, "resume", run, "--rounds", "3").err
+    outcome = call(capsys, "resume", run, "--rounds", "6", "--json")
+    assert outcome.json()["rounds"] == 6
+    assert_same_run(straight, run)
+    assert yaml.safe_load((run / "config.yaml").read_text())["rounds"] == 6
+
+
+# ---- damaged checkpoints ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_rounds(tmp_path_factory):
+    """A run that has two rounds to go: as if killed after the fourth."""
+    folder = tmp_path_factory.mktemp("four")
+    run = folder / "run"
+    assert Process(folder, "run", *RUN, "--rounds", 4, "--out", run).wait().code == 0
+    (run / "summary.json").unlink()
+    (run / "model.safetensors").unlink()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"rounds": 6}, sort_keys=False))
+    return run
+
+
+@pytest.fixture
+def stopped(four_rounds, tmp_path):
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(four_rounds, tmp_path / "run"))
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated tensors": lambda folder: os.truncate(folder / "server.safetensors", 100),
+    "a flipped bit in the model": lambda folder: flip(folder / "server.safetensors"),
+    "a flipped bit in a client's state": lambda folder: flip(folder / "clients-0000.safetensors"),
+    "a missing file": lambda folder: (folder / "clients-0000.safetensors").unlink(),
+    "a damaged manifest": lambda folder: flip(folder / "manifest.json"),
+    "a truncated manifest": lambda folder: os.truncate(folder / "manifest.json", 20),
+    "an empty manifest": lambda folder: os.truncate(folder / "manifest.json", 0),
+    "a missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoint_is_reported_and_the_one_before_used(stopped, straight, capsys, damage):
+    run = stopped
+    newest, before = checkpoints(run / "checkpoints")
+    assert (newest.name, before.name) == ("0000004", "0000003"), "the last two are kept"
+    DAMAGE[damage](newest)
+    outcome = call(capsys, "resume", run, "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json()["rounds"] == 6
+    report = " ".join(outcome.err.split())
+    assert "0000004 is damaged" in report
+    assert "Going on from 0000003 instead" in report
+    assert_same_run(straight, run)
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000006", "0000005"]
+
+
+def test_damaged_checkpoint_does_not_push_out_a_good_one(stopped, capsys):
+    run = stopped
+    flip(checkpoints(run / "checkpoints")[0] / "server.safetensors")
+    assert call(capsys, "resume", run, "--set", "checkpoint_every=100").code == 0
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000006", "0000003"]
+
+
+def test_checkpoint_of_another_version_is_refused_and_kept(stopped, capsys):
+    run = stopped
+    path = checkpoints(run / "checkpoints")[0] / "manifest.json"
+    text = json.loads(path.read_text())["manifest"].replace(f'"format": {FORMAT}', '"format": 99')
+    path.write_text(json.dumps({"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    outcome = call(capsys, "resume", run)
+    assert outcome.code == 2
+    assert "another version" in outcome.err
+    assert len(checkpoints(run / "checkpoints")) == 2
+
+
+def test_all_checkpoints_damaged(stopped, capsys):
+    run = stopped
+    for path in checkpoints(run / "checkpoints"):
+        flip(path / "server.safetensors")
+    before = sorted(str(p) for p in run.rglob("*"))
+    outcome = call(capsys, "resume", run)
+    assert outcome.code == 2
+    assert "No checkpoint in" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert sorted(str(p) for p in run.rglob("*")) == before
+
+
+def test_what_a_killed_process_left_behind_is_ignored(stopped, straight, capsys):
+    run = stopped
+    half = run / "checkpoints" / ".0000005.new"
+    half.mkdir()
+    (half / "server.safetensors").write_bytes(b"half")
+    (run / ".metrics.jsonl.new").write_bytes(b"half")
+    (run / "clients").mkdir()
+    (run / "clients" / "1.safetensors").write_bytes(b"of another time")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 5, "accu')
+    assert call(capsys, "resume", run).code == 0
+    assert_same_run(straight, run)
+    assert not half.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.unlink(), "lacks lines"),
+        (lambda path: path.write_text(path.read_text()[:200]), "damaged"),
+        (lambda path: path.write_bytes(b"\xff\xfe" + path.read_bytes()), "damaged"),
+        (lambda path: path.write_text("".join(path.read_text().splitlines(keepends=True)[1:])), "lacks lines"),
+    ],
+)
+def test_damaged_metrics_are_refused(stopped, capsys, damage, words):
+    run = stopped
+    damage(run / "metrics.jsonl")
+    outcome = call(capsys, "resume", run)
+    assert outcome.code == 2
+    assert words in outcome.err
+
+
+# ---- resuming what is not the same ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lr", 0.2), ("seed", 1), ("method", "scaffold"), ("clients", 11), ("network", {"drop": 0.3}), ("holdout", 0.2)],
+)
+def test_another_configuration_is_named_and_refused(stopped, capsys, field, value):
+    run = stopped
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {field: value}))
+    outcome = call(capsys, "resume", run)
+    assert outcome.code == 2
+    assert f"{field}=" in outcome.err
+
+
+def test_a_refused_change_changes_nothing(stopped, straight, capsys):
+    run = stopped
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    outcome = call(capsys, "resume", run, "--set", "lr=5")
+    assert outcome.code == 2
+    assert "lr=0.1" in outcome.err
+    assert "lr=5" in outcome.err
+    assert call(capsys, "resume", run, "--rounds", "3").code == 2
+    assert call(capsys, "resume", run, "--set", "rouds=3").code == 2
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert call(capsys, "resume", run).code == 0
+    assert_same_run(straight, run)
+
+
+def test_other_data_are_refused(tmp_path):
+    """Data given in Python are not in the configuration; who holds how much, and of what, must be the same."""
+    options = {"model": "logistic", "engine": "inline", "lr": 0.1}
+    given = unskew.load_federation("digits", partition="iid", clients=4)
+    unskew.run(given, rounds=2, **options, out=tmp_path / "run")
+    for other in ({"seed": 1}, {"holdout": 0.3}, {"server": 50}, {"partition": "sorted"}):
+        data = unskew.load_federation("digits", **{"partition": "iid", "clients": 4, **other})
+        with pytest.raises(CheckpointError, match="The data differ"):
+            unskew.resume(tmp_path / "run", federation=data, rounds=3)
+    unskew.run(given, rounds=3, **options, out=tmp_path / "straight")
+    unskew.resume(tmp_path / "run", federation=given, rounds=3)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_nothing_to_resume(tmp_path, capsys):
+    for path in (tmp_path / "nowhere", tmp_path):
+        outcome = call(capsys, "resume", path)
+        assert outcome.code == 2
+        assert "no run to resume" in outcome.err
+
+
+def test_two_processes_cannot_work_in_one_folder(tmp_path):
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    first = Process(tmp_path, "run", *RUN, "--out", run, hook="wait", value=marker)
+    assert first.wait_until(marker.exists)
+    second = Process(tmp_path, "resume", run).wait()
+    assert second.code == 2
+    assert "Another process is working" in second.err
+    first.process.kill()
+    first.wait()
+    assert Process(tmp_path, "resume", run).wait().code == 0, "the lock ends with the process"
+
+
+# ---- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def test_full_disk_during_a_checkpoint(tmp_path, stopped, straight, capsys):
+    run = stopped
+    good = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    outcome = Process(tmp_path, "resume", run, hook="small files", value=10_000).wait()
+    assert outcome.code == 2
+    assert "The disk is full" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == good
+    assert call(capsys, "resume", run).code == 0
+    assert_same_run(straight, run)
+
+
+def test_full_disk_while_metrics_are_written(tmp_path, stopped, straight, capsys):
+    run = stopped
+    size = (run / "metrics.jsonl").stat().st_size
+    outcome = Process(
+        tmp_path, "resume", run, "--set", "checkpoint_every=100", hook="small files", value=size + 100
+    ).wait()
+    assert outcome.code == 2
+    assert "The disk is full" in outcome.err
+    assert "metrics.jsonl" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert call(capsys, "resume", run, "--set", "checkpoint_every=1").code == 0
+    assert_same_run(straight, run)
+
+
+def test_full_disk_from_the_start_leaves_nothing(tmp_path):
+    outcome = Process(tmp_path, "run", *RUN, "--out", tmp_path / "runs" / "a", hook="small files", value=400).wait()
+    assert outcome.code == 2
+    assert "The disk is full" in outcome.err
+    assert "config.yaml" in outcome.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_full_disk_at_the_figure(tmp_path):
+    """The run itself is whole; only its picture is missing, and the sentence says so."""
+    outcome = Process(tmp_path, "run", *RUN, "--out", tmp_path / "run", hook="small files", value=40_000).wait()
+    assert outcome.code == 2
+    assert "convergence.png" in outcome.err
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_really_full_disk(tmp_path, straight, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(disk)], capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if made.returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        run, marker = disk / "run", tmp_path / "marker"
+        process = Process(tmp_path, "run", *RUN, "--out", run, hook="wait", value=marker)
+        assert process.wait_until(marker.exists)
+        with (disk / "filler").open("wb", buffering=0) as file:
+            while True:
+                try:
+                    file.write(b"0" * 4096)
+                except OSError:
+                    break
+        process.signal(signal.SIGINT)
+        outcome = process.wait()
+        assert outcome.code == 2
+        assert "The disk is full" in outcome.err
+        assert "Traceback" not in outcome.err
+        assert (disk / "filler").exists()
+        (disk / "filler").unlink()
+        outcome = Process(tmp_path, "resume", run, "--json").wait()
+        # The figure needs more room than this disk has; the run does not.
+        assert (run / "summary.json").exists(), outcome.err
+        assert_same_run(straight, run)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
