@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.federations import SmallBatchNorm, blobs
 from support.running import TINY, call, metrics, summary
 
 import unskew

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SmallBatchNorm, Spy, blobs
+from support.federations import SmallBatchNorm, Spy, blobs
 from torch import nn
 
 import unskew

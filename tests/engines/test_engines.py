@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import QUICK, SmallBatchNorm, blobs
+from support.federations import QUICK, SmallBatchNorm, blobs
 
 import unskew
 from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of

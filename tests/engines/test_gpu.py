@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import QUICK, SmallBatchNorm, blobs
-from test_multilabel import federation
+from support.federations import QUICK, SmallBatchNorm, blobs
+from support.multilabel import federation
 
 import unskew
 from unskew.generators.catalogue import factory

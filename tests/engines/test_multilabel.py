@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm
 from sklearn.metrics import precision_recall_fscore_support
+from support.evaluation import shown
+from support.fedcog import context
+from support.federations import SmallBatchNorm
+from support.multilabel import federation, sample
 from torch import nn
 
 import unskew
@@ -28,23 +31,6 @@ FEDCOG = "fedcog:start_round=1,n=11,g_steps=3,lambda_kd=1,lambda_dis=5"
 
 def sigmoid(z):
     return 1 / (1 + np.exp(-z))
-
-
-def sample(n, draws, shares=(0.6, 0.3, 0.1)):
-    """Images of which each label brightens another part."""
-    y = (draws.random((n, 3)) < shares).astype(np.uint8)
-    x = draws.normal(size=(n, 2, 6, 6))
-    x[:, 0, :3] += y[:, 0, None, None]
-    x[:, 1, :3] += y[:, 1, None, None]
-    x[:, 1, 3:] += y[:, 2, None, None]
-    return x.astype(np.float32), y
-
-
-def federation(sizes=(5, 23, 8, 17, 31, 12), holdout=0.0, seed=0):
-    draws = np.random.default_rng(seed)
-    clients = [sample(n, draws, np.roll((0.7, 0.3, 0.1), k)) for k, n in enumerate(sizes)]
-    test, server = sample(60, draws), sample(11, draws)
-    return unskew.Federation.from_arrays(clients, test=test, server=server, task="multilabel", holdout=holdout)
 
 
 def train(method, engine="inline", fed=None, **options):
@@ -191,14 +177,6 @@ def test_clients_are_measured_on_what_they_hold_out_or_not_at_all():
         assert none.measured_on == "nothing, because no client holds out any samples"
 
 
-def text_of(table):
-    from rich.console import Console
-
-    console = Console(record=True, width=200)
-    console.print(table)
-    return console.export_text()
-
-
 def test_figures_stand_in_rows_summary_and_tables(tmp_path):
     fed = federation(holdout=0.2)
     result = train("fedavg", fed=fed, rounds=4, eval_every=2, out=tmp_path / "run")
@@ -209,12 +187,12 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
         assert 0 < summary[name] <= 1
     assert summary["best_o_f1"] == max(rows[1]["o_f1"], rows[3]["o_f1"])
     assert summary["best_c_f1"] == max(rows[1]["c_f1"], rows[3]["c_f1"])
-    text = text_of(summary_table(summary))
+    text = shown(summary_table(summary))
     assert f"C-F1 {100 * summary['c_f1']:.1f}%, O-F1 {100 * summary['o_f1']:.1f}%" in text
     both = compare(fed, methods=["fedavg", "ditto"], seeds=2, model="logistic", rounds=1, engine="inline")
     row = both.rows()[0]
     assert row["o_f1"] == pytest.approx(np.mean([s["o_f1"] for s in both.summaries["fedavg"]]))
-    text = text_of(comparison_table(both.rows()))
+    text = shown(comparison_table(both.rows()))
     assert "O-F1" in text
     assert f"{100 * row['o_f1']:.1f} ± {100 * row['o_f1_std']:.1f}" in text
 
@@ -222,7 +200,7 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
 def test_one_class_per_sample_has_no_such_figures():
     result = unskew.run(model="logistic", rounds=1, clients=3, engine="inline")
     assert not {*TASK.figures, "best_o_f1"} & {*result.history[0], *result.summary}
-    assert "F1" not in text_of(summary_table(result.summary))
+    assert "F1" not in shown(summary_table(result.summary))
 
 
 def test_a_partition_shows_samples_not_labels():
@@ -230,7 +208,7 @@ def test_a_partition_shows_samples_not_labels():
     counts = fed.class_counts()
     expected = [c.y.numpy().sum(0).tolist() for c in fed.clients]
     assert counts.tolist() == expected
-    lines = text_of(partition_table(counts, ["a", "b", "c"], sizes=fed.sizes)).splitlines()
+    lines = shown(partition_table(counts, ["a", "b", "c"], sizes=fed.sizes)).splitlines()
     assert [line.split()[1:4:2] for line in lines if line.startswith("│")] == [["0", "4"], ["1", "3"]]
 
 
@@ -286,8 +264,6 @@ def test_labels_learned_together_beat_chance():
 
 
 def fedcog_context(rule, pairs, key=11):
-    from test_fedcog import context
-
     torch.manual_seed(0)
     spec = unskew.ModelSpec(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), (2, 6, 6), 3, dtype=torch.float64)
     pairs = torch.tensor(pairs, dtype=torch.float64)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, call
 
 import unskew

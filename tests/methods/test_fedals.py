@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import blobs
+from support.federations import blobs
 from torch import nn
 
 import unskew

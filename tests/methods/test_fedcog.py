@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import QUICK, SmallBatchNorm, blobs
+from support.fedcog import context, other_vector, small_net, train
+from support.federations import QUICK, SmallBatchNorm
 from torch import nn
 
 import unskew
@@ -13,33 +14,12 @@ from unskew.generators.labels import allocate, labels_of
 from unskew.generators.learned.inversion import learn, statistics_distance
 from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
 from unskew.methods.fedcog.fedcog import FedCOG, kl
-from unskew.protocol.rules import Context
 from unskew.tasks import Classification
-
-
-def small_net(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def context(rule, spec, counts=(9.0, 3.0, 0.0), previous=None, round=60):
-    v, b = spec.flatten(), spec.flatten_buffers()
-    state = {} if previous is None else {"v": previous, "b": b, "round": torch.tensor(float(round - 1))}
-    return Context(
-        round=round, v_global=v, v_start=v, b_global=b, state=state, download={}, upload={}, spec=spec,
-        model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(), key=torch.tensor(11), lr=0.1,
-        plain_sgd=True, steps=torch.tensor(4.0), weight=torch.tensor(12.0),
-        class_counts=torch.tensor(counts, dtype=spec.dtype),
-    )  # fmt: skip
 
 
 @pytest.fixture
 def spec():
     return unskew.ModelSpec(small_net(0), (2, 6, 6), 3, dtype=torch.float64)
-
-
-def other_vector(spec):
-    return unskew.ModelSpec(small_net(1), (2, 6, 6), 3, dtype=torch.float64).flatten()
 
 
 def test_complementary_allocation_of_the_papers_example():
@@ -196,12 +176,6 @@ def test_statistics_distance_equals_the_formula():
     assert float(found) == pytest.approx(expected, abs=1e-10)
     assert not spec.module.norm._forward_pre_hooks
     torch.testing.assert_close(output.logits, spec.forward(spec.flatten(), spec.flatten_buffers(), x).logits)
-
-
-def train(method, **options):
-    torch.manual_seed(0)
-    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.7, "engine": "inline"}
-    return unskew.run(blobs([12, 23, 17, 9]), model=SmallBatchNorm(), method=method, **{**given, **options})
 
 
 # FedDM's clients train no model that generated inputs could teach, and Center has no clients.

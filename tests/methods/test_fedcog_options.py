@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_augment import one_by_one
-from test_fedcog import context, other_vector, small_net, train
+from support.augment import one_by_one
+from support.fedcog import context, other_vector, small_net, train
 from torch import nn
 
 import unskew

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import blobs
+from support.federations import blobs
 from torch import nn
 
 import unskew

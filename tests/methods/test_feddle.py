@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.delays import Arrivals
+from support.federations import SmallBatchNorm, blobs, with_server
 from support.running import Stop, StopAfter
-from test_at_server import federation
-from test_delays import Spy
 
 import unskew
 from unskew.data.federation import Federation
@@ -24,7 +23,7 @@ from unskew.seeding import fold
 from unskew.simulation.server_training import ServerTrainer
 
 FULL = torch.float64
-OWN, OTHER = federation(), federation(in_domain=False)
+OWN, OTHER = with_server(), with_server(in_domain=False)
 
 
 def train(chosen, fed=OWN, model="logistic", rounds=8, **options):
@@ -320,7 +319,7 @@ def test_an_atlas_in_half_precision_finds_nearly_the_same():
 
 
 def test_no_client_has_two_updates_on_their_way(monkeypatch):
-    spy = Spy(monkeypatch)
+    spy = Arrivals(monkeypatch)
     train("feddle:epochs=1", rounds=15)
     flying = set()
     for t in range(15):

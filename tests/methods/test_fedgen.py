@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 from torch import nn
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 
 import unskew
 from unskew.methods.fedreg import FedReg

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.quadratic import Quadratics, optimum, problem
+from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, oracle, problem, sizes
 
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import make, method
@@ -11,33 +11,6 @@ from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from unskew.protocol.rules import Aggregate, Update, Updates
 from unskew.protocol.training import Training
-
-LR, STEPS = 0.05, 5
-
-
-def gradient(a, b, v):
-    return a.T @ (a @ v - b) / len(a)
-
-
-def oracle(A, b, rounds, cohort, p, correct=lambda k, g, v, x: g):
-    """FedAvg on full batches, ten lines of NumPy; ``correct`` changes a client's gradient."""
-    x, path = np.zeros(A[0].shape[1]), []
-    for t in range(rounds):
-        chosen = cohort(t)
-        total = sum(p[k] for k in chosen)
-        new = np.zeros_like(x)
-        for k in chosen:
-            v = x.copy()
-            for _ in range(STEPS):
-                v -= LR * correct(k, gradient(A[k], b[k], v), v, x)
-            new += p[k] / total * v
-        x = new
-        path.append(x)
-    return path
-
-
-def sizes(A):
-    return np.array([len(a) for a in A]) / sum(len(a) for a in A)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
-from support.quadratic import Quadratics, problem
-from test_methods import LR, STEPS, gradient, oracle, sizes
+from support.federations import SmallBatchNorm, blobs
+from support.quadratic import LR, STEPS, Quadratics, gradient, oracle, problem, sizes
 
 import unskew
 from unskew.methods.feddecorr import correlation_energy

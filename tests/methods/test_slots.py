@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import blobs
+from support.federations import blobs
 from support.quadratic import Quadratics, problem
 
 import unskew

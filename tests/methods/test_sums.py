@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.quadratic import Quadratics, problem
-from test_methods import gradient
+from support.quadratic import Quadratics, gradient, problem
 
 from unskew.methods.catalogue import method
 from unskew.protocol.rules import ServerRule

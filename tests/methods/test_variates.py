@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
-from support.quadratic import Quadratics, optimum, problem
-from test_methods import LR, STEPS, gradient
+from support.federations import SmallBatchNorm, blobs
+from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, problem
 from torch import nn
 
 import unskew

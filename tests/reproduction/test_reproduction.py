@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from conftest import blobs
+from support.federations import blobs
 from support.running import call
 
 from unskew.config.reading import experiment

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import QUICK, SmallBatchNorm, blobs
+from support.federations import QUICK, SmallBatchNorm, blobs
 
 import unskew
 from unskew.errors import ConfigError

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 from rich.console import Console
+from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
 from support.running import metrics, summary
 from safetensors.torch import load_file
 from torch import nn
@@ -27,10 +28,6 @@ from unskew.simulation.evaluate import ClientScores, Evaluator
 from unskew.tasks import TASKS
 
 
-def shown(table, width=200):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
-    return console.export_text()
 
 
 @pytest.fixture(autouse=True)
@@ -42,33 +39,12 @@ def _seed():
 # ---- evaluation -------------------------------------------------------------------------------------------------------
 
 
-class Copy(nn.Module):
-    """A model whose logits are its inputs: what it predicts is in the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-        with torch.no_grad():
-            self.fc.weight.copy_(torch.eye(3))
-            self.fc.bias.zero_()
-
-    def forward(self, x):
-        return self.fc(x)
 
 
-def one_hot(labels):
-    return np.eye(3, dtype=np.float32)[np.asarray(labels)]
 
 
-def evaluator(fed, module=None):
-    spec = ModelSpec(module or Copy(), fed.shape, fed.classes)
-    return Evaluator(spec, fed, TASKS["classification"], torch.device("cpu")), spec.flatten(), spec.flatten_buffers()
 
 
-def held_out(*pairs, test=None):
-    """Clients that hold out what is given: what the model says of each sample, and what it is."""
-    clients = [(one_hot([0]), np.array([0]), one_hot(says), np.array(is_)) for says, is_ in pairs]
-    return unskew.Federation.from_arrays(clients, test=test or (one_hot([0, 1]), np.array([0, 1])), classes=3)
 
 
 def test_accuracy_per_client_by_hand():
@@ -268,8 +244,6 @@ def test_clients_are_judged_with_their_own_statistics(tmp_path):
 # ---- the recorder -----------------------------------------------------------------------------------------------------
 
 
-def row(t, accuracy=0.5, **more):
-    return {"round": t, "accuracy": accuracy, "loss": 1.0, **more}
 
 
 def test_lines_are_valid_json_whatever_the_figures(tmp_path):
@@ -364,15 +338,6 @@ def test_model_file_is_the_result(tmp_path):
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-def summary_of(accuracy, **more):
-    keys = ("best_accuracy", "client_accuracy_mean", "client_accuracy_worst")
-    return {
-        "accuracy": accuracy,
-        **dict.fromkeys(keys, accuracy),
-        "bytes_up": 10,
-        "bytes_down": 20,
-        "seconds": 1.0,
-    } | more
 
 
 def test_comparison_rows_by_hand():

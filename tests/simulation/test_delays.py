@@ -5,8 +5,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.delays import Arrivals
+from support.federations import SmallBatchNorm, blobs
 from support.running import call
 
 import unskew
@@ -77,27 +78,8 @@ def test_updates_are_added_to_the_model_of_their_arrival():
     assert result.history[4]["in_flight"] == 2
 
 
-class Spy:
-    """Remembers which clients were sent out and which came back, by round."""
-
-    def __init__(self, monkeypatch):
-        from unskew.simulation.network import Network
-
-        self.out, self.back = {}, {}
-        real = Network.deliver
-
-        def deliver(network, round, results):
-            results = list(results)
-            self.out[round] = [u.client for u in results]
-            arrived = list(real(network, round, results))
-            self.back[round] = [(u.born, u.client) for u in arrived]
-            return iter(arrived)
-
-        monkeypatch.setattr(Network, "deliver", deliver)
-
-
 def test_no_client_has_two_updates_on_their_way_and_arrivals_are_in_a_fixed_order(monkeypatch):
-    spy = Spy(monkeypatch)
+    spy = Arrivals(monkeypatch)
     train("half-normal:3", rounds=30)
     flying = {}
     for t in range(30):

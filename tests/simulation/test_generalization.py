@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Spy, blobs
+from support.federations import Spy, blobs
 
 import unskew
 from unskew.data.partition.rules import iid

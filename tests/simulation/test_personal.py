@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
+from support.federations import SmallBatchNorm, blobs
 from support.quadratic import Quadratics, problem
 from support.running import Stop, StopAfter
-from test_records import evaluator, held_out, one_hot, row, shown, summary_of
 
 import unskew
 from unskew.cli.comparison_tables import clients_table, comparison_table

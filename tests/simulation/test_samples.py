@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from matplotlib.image import imread
+from support.federations import SmallBatchNorm, blobs
 from support.running import TINY, call
 
 import unskew

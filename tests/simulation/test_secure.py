@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Spy, blobs
+from support.federations import Spy, blobs
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import blobs
+from support.federations import blobs
 
 import unskew
 from unskew.runs import session
