@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs, with_server
 from support.running import Stop, StopAfter, call
+from support.tolerance import MAGNIFIED, TRAINING, assert_close
 
 import unskew
 from unskew.data.federation import Federation
@@ -89,11 +90,11 @@ def test_training_at_the_server_is_that_of_torch(optimizer):
         steps.step()
         losses.append(loss.item())
     for (name, mine), (_, theirs) in zip(result.model.named_parameters(), module.named_parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10, msg=name)
+        assert_close(mine, theirs, MAGNIFIED, msg=name)
     buffers = dict(result.model.named_buffers())
     for name, theirs in module.named_buffers():
         if theirs.is_floating_point():
-            torch.testing.assert_close(buffers[name], theirs, rtol=0, atol=1e-10, msg=name)
+            assert_close(buffers[name], theirs, MAGNIFIED, msg=name)
     assert SEEN[0][3] == pytest.approx(np.mean(losses))
 
 
@@ -107,7 +108,7 @@ def test_no_client_takes_part_and_nothing_crosses_the_network():
 
 def test_soft_targets_of_one_class_are_labels():
     hard, soft = train(Center()), train(Center(soft=True))
-    torch.testing.assert_close(hard.vector, soft.vector, rtol=0, atol=1e-12)
+    assert_close(hard.vector, soft.vector, TRAINING)
 
 
 def test_after_the_clients_and_resumed_bit_for_bit(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.federations import blobs
+from support.tolerance import TRAINING, assert_close
 from torch import nn
 
 import unskew
@@ -123,7 +124,7 @@ def test_fedcog_with_its_hosts_equals_the_loop(hosts, momentum, participation, e
         eval_clients=0,
     )  # fmt: skip
     expected = by_hand(hosts, participation, momentum, ALPHA if "fedals" in hosts else 1)
-    torch.testing.assert_close(result.vector, expected, rtol=0, atol=1e-12)
+    assert_close(result.vector, expected, TRAINING)
 
 
 @pytest.mark.filterwarnings("error:There is a performance drop")
@@ -135,4 +136,4 @@ def test_inputs_of_a_whole_cohort_are_learned_at_once():
         return learn(x, lambda x, t: ((x - 1).square().sum(), x), 5, 0.1)[0]
 
     together = torch.func.vmap(learned)(start)
-    torch.testing.assert_close(together, torch.stack([learned(x) for x in start]), rtol=0, atol=1e-12)
+    assert_close(together, torch.stack([learned(x) for x in start]))

@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors import safe_open
 from support.running import assert_same_run, call
 from support.tiny import BERT, GENRES, OPT, opt_folder, rows, tokenizer, write_jsonl
+from support.tolerance import FEW, MAGNIFIED, assert_close, assert_engines_agree, near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
@@ -87,10 +88,10 @@ def test_the_loss_is_that_of_transformers():
         input_ids=torch.where(there, tokens, 1), attention_mask=there.long(), labels=torch.where(there, tokens, -100)
     )
     logits = model(tokens[:, :-1]).detach()
-    assert float(TASK.loss(logits, tokens[:, 1:])) == pytest.approx(
-        float(theirs.loss), abs=1e-6
+    assert float(TASK.loss(logits, tokens[:, 1:])) == near(
+        float(theirs.loss), FEW, dtype=torch.float32
     )  # theirs is in float32
-    torch.testing.assert_close(logits[there[:, 1:]], theirs.logits[:, :-1][there[:, 1:]], rtol=0, atol=1e-6)
+    assert_close(logits[there[:, 1:]], theirs.logits[:, :-1][there[:, 1:]], FEW, dtype=torch.float32)
 
 
 def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
@@ -101,7 +102,7 @@ def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
     there = y >= 0
     expected = -np.take_along_axis(log_p, y.clip(0)[..., None], -1)[..., 0][there].mean()
     a, b = torch.from_numpy(logits), torch.from_numpy(y)
-    assert float(TASK.loss(a, b)) == pytest.approx(expected, abs=1e-12)
+    assert float(TASK.loss(a, b)) == near(expected)
     right = (logits.argmax(-1) == y) & there
     np.testing.assert_allclose(TASK.correct(a, b), right.sum(1) / there.sum(1).clip(1))
     assert TASK.predictions(b).tolist() == there.sum(1).tolist() == [4, 2, 1, 0, 4]
@@ -109,23 +110,23 @@ def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
     assert TASK.measure(torch.zeros(0), 1e4)["perplexity"] == math.inf
     assert float(TASK.loss(a[3:4], b[3:4])) == 0
     each = torch.func.vmap(lambda p, q: TASK.loss(p[None], q[None]))(a, b)
-    assert float((each * TASK.predictions(b)).sum() / there.sum()) == pytest.approx(expected, abs=1e-12)
+    assert float((each * TASK.predictions(b)).sum() / there.sum()) == near(expected)
 
 
 def test_the_test_loss_is_a_mean_over_all_tokens_however_batches_fall(opt, texts, monkeypatch):
     whole = run(opt, texts, rounds=1)
     monkeypatch.setattr(evaluate, "BATCH", 3)
     small = run(opt, texts, rounds=1)
-    assert small.summary["loss"] == pytest.approx(whole.summary["loss"], abs=1e-12)
-    assert small.summary["accuracy"] == pytest.approx(whole.summary["accuracy"], abs=1e-12)
+    assert small.summary["loss"] == near(whole.summary["loss"])
+    assert small.summary["accuracy"] == near(whole.summary["accuracy"])
     fed = load_federation(
         f"text:{texts}", partition="iid", clients=2, text=["premise", "hypothesis"], tokenizer=str(opt), block=14
     )
     x, y = fed.test
     logits = whole.model(x)
-    assert whole.summary["loss"] == pytest.approx(float(TASK.loss(logits, y)), abs=1e-12)
+    assert whole.summary["loss"] == near(float(TASK.loss(logits, y)))
     hits = ((logits.argmax(-1) == y) & (y >= 0)).sum() / (y >= 0).sum()
-    assert whole.summary["accuracy"] == pytest.approx(float(hits), abs=1e-6)
+    assert whole.summary["accuracy"] == near(float(hits), FEW, dtype=torch.float32)
     assert whole.summary["perplexity"] == pytest.approx(math.exp(whole.summary["loss"]))
     assert whole.history[0]["perplexity"] == whole.summary["best_perplexity"] == whole.summary["perplexity"]
 
@@ -141,7 +142,7 @@ def test_padding_changes_nothing(kind):
     long = torch.cat([short, torch.full((4, 3), -1)], 1)
     a, b = model(short), model(long)
     b = b[:, :6][short >= 0] if language else b
-    torch.testing.assert_close(a[short >= 0] if language else a, b, rtol=0, atol=1e-12)
+    assert_close(a[short >= 0] if language else a, b)
 
 
 def test_a_classifier_of_texts_gives_the_logits_of_transformers():
@@ -151,7 +152,7 @@ def test_a_classifier_of_texts_gives_the_logits_of_transformers():
         model = wrapped(kind, "classification", 3, **config)
         pad = model.net.config.pad_token_id
         theirs = model.net(input_ids=torch.where(there, tokens, pad), attention_mask=there.long())
-        torch.testing.assert_close(model(tokens), theirs.logits, rtol=0, atol=1e-6)  # their softmax is in float32
+        assert_close(model(tokens), theirs.logits, FEW, dtype=torch.float32)  # their softmax is in float32
 
 
 # ---- the layout -------------------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ def test_engines_agree(kind, opt, texts):
     assert torch.isfinite(reference.vector).all()
     for engine in ("processes", "vectorized"):
         other = run(opt, texts, engine=engine, **KINDS[kind])
-        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+        assert_engines_agree(other.vector, reference.vector)
         assert other.summary["bytes_up"] == reference.summary["bytes_up"]
 
 
@@ -392,7 +393,7 @@ def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(name, opt
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")
     assert torch.isfinite(reference.vector).all()
-    torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-9)
+    assert_close(other.vector, reference.vector, MAGNIFIED)
 
 
 @pytest.mark.parametrize("name", ["fedcog:start_round=0,n=4", "fedreg", "vhl"])
@@ -447,7 +448,7 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
         optimizer.step()
     moved = dict(result.model.named_parameters())
     for name in start:
-        torch.testing.assert_close(moved[name], found[mine[name]], rtol=0, atol=2e-6)  # their softmax is in float32
+        assert_close(moved[name], found[mine[name]], FEW, dtype=torch.float32)  # their softmax is in float32
         assert not torch.equal(moved[name], start[name])
 
 
@@ -490,8 +491,8 @@ def test_a_trained_model_is_saved_as_a_folder_that_loads_again(opt, texts, tmp_p
         with torch.no_grad():
             if name == "whole":
                 assert torch.equal(again(x), result.model(x))
-            torch.testing.assert_close(again(x), result.model(x), rtol=0, atol=1e-5)
-            torch.testing.assert_close(plain(x.clamp_min(0)).logits[0], result.model(x)[0], rtol=0, atol=1e-5)
+            assert_close(again(x), result.model(x), FEW)
+            assert_close(plain(x.clamp_min(0)).logits[0], result.model(x)[0], FEW)
         assert not any("lora" in key for key in plain.state_dict())
 
 
@@ -573,7 +574,7 @@ def test_a_models_own_frozen_head_leaves_the_last_layer_as_head(texts):
             for e in ("inline", "processes", "vectorized")
         ]
         for other in results[1:]:
-            torch.testing.assert_close(other.vector, results[0].vector, rtol=0, atol=1e-10)
+            assert_engines_agree(other.vector, results[0].vector)
         assert torch.equal(results[0].model[4].weight, module[4].weight.double())
     with pytest.raises(ConfigError, match="is frozen"):
         unskew.run(fed, model=module, method="fedgen", rounds=1)

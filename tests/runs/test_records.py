@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+from support.tolerance import FEW, near, assert_close
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
@@ -74,10 +75,10 @@ def test_accuracy_and_loss_on_the_test_set_by_hand():
     x, y = draws.normal(size=(1203, 3)).astype(np.float32), draws.integers(0, 3, 1203)  # more than two batches
     judge, v, b = evaluator(held_out(([0], [0]), test=(x, y)))
     score = judge.score(v, b)
-    assert score.accuracy == pytest.approx((x.argmax(1) == y).mean(), abs=1e-12)
+    assert score.accuracy == near((x.argmax(1) == y).mean())
     wide = x.astype(np.float64)
     loss = np.log(np.exp(wide).sum(1)) - wide[np.arange(len(y)), y]
-    assert score.loss == pytest.approx(loss.mean(), rel=1e-6)
+    assert score.loss == near(loss.mean(), FEW, dtype=torch.float32)
 
 
 def test_without_held_out_data_the_test_set_is_weighted_by_classes():
@@ -96,7 +97,7 @@ def test_without_held_out_data_the_test_set_is_weighted_by_classes():
     for mine in labels:
         q = np.array([(mine == c).mean() for c in range(3)])
         expected.append((q * correct).sum() / (q * total).sum())
-    np.testing.assert_allclose(scores.accuracies, expected, rtol=1e-12)
+    assert_close(scores.accuracies, expected)
     assert scores.accuracies[1] == pytest.approx(correct[0] / total[0])
     assert "weighted by the clients' classes" in scores.measured_on
 
@@ -206,7 +207,7 @@ def test_average_of_statistics_by_hand():
         b.append(torch.cat([0.1 * z.mean(1), 0.9 + 0.1 * z.var(1)]).detach())
         sizes.append(client.examples)
     expected = sum(n * each for n, each in zip(sizes, b, strict=True)) / sum(sizes)
-    torch.testing.assert_close(stats(together), expected, rtol=1e-5, atol=1e-6)
+    assert_close(stats(together), expected, FEW)
 
 
 def test_clients_are_judged_with_their_own_statistics(tmp_path):
