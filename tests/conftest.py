@@ -2,9 +2,18 @@ import os
 
 import pytest
 import torch
+from support.running import blank
 
 
 @pytest.fixture(autouse=True, scope="session")
 def threads():
     """One thread, as two on a shared machine get in each other's way; ``UNSKEW_TEST_THREADS`` asks for another number."""
     torch.set_num_threads(int(os.environ.get("UNSKEW_TEST_THREADS", "1")))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests that run the command line and do not look at its figures."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", blank)

@@ -22,6 +22,8 @@ from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.network import Network
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):

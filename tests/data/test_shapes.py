@@ -1,6 +1,7 @@
 """Drawn images of textured shapes."""
 
 import numpy as np
+import pytest
 import torch
 from support.tolerance import MAGNIFIED, assert_close
 
@@ -8,6 +9,14 @@ import unskew
 from unskew.data.sources.shapes import SIDE, clouds, draw, shapes, within
 
 
+def test_images_are_decided_by_the_generator():
+    first, again, other = (draw(np.arange(200) % 20, np.random.default_rng(seed)) for seed in (0, 0, 1))
+    assert first.shape == (200, 3, SIDE, SIDE)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.slow
 def test_the_images_are_always_the_same_and_the_classes_balanced():
     source, again = shapes(), shapes()
     assert source.train.x.shape == (10_000, 3, SIDE, SIDE)
@@ -48,6 +57,7 @@ def test_a_texture_changes_the_shape_and_not_the_background():
     assert roughness[1] < roughness[2]  # checks have more edges than stripes
 
 
+@pytest.mark.slow
 def test_they_serve_a_server_of_another_task():
     settings = {"clients": 4, "partition": "iid", "rounds": 2, "model": "cnn", "local_steps": 1}
     run = unskew.run(data="digits", image_size=16, server="shapes", method="feddle:epochs=1,max_steps=2", **settings)

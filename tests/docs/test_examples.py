@@ -53,6 +53,7 @@ def test_own_method_runs_and_prints_its_result(tmp_path):
     assert accuracies["humble+scaffold"] > 90
 
 
+@pytest.mark.slow
 def test_own_data_and_model_runs_and_prints_its_result(tmp_path):
     lines = run(EXAMPLES / "own_data_and_model.py", tmp_path)
     assert sum(line.startswith("hospital ") for line in lines) == 4

@@ -11,6 +11,7 @@ from support.evaluation import shown
 from support.fedcog import context
 from support.federations import SmallBatchNorm
 from support.multilabel import federation, sample
+from support.slow import slow_but
 from support.tolerance import FEW, TRAINING, assert_close, assert_engines_agree, near
 from torch import nn
 
@@ -216,22 +217,34 @@ def test_a_partition_shows_samples_not_labels():
 # ---- methods ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*CATALOGUE, FEDCOG, f"{FEDCOG},cooccurrence=true,double=true+scaffold"])
-def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(method):
-    parts = [rule_class(name.split(":")[0]) for name in method.split("+")]
-    refusing = next((part for part in parts if "multilabel" not in part.tasks), None)
-    if refusing is not None:
-        with pytest.raises(ConfigError, match=f"{refusing.name} cannot be trained for the task 'multilabel', because "):
-            train(method)
-        return
-    reference = train(method)
-    assert torch.isfinite(reference.vector).all()
-    for engine in ("processes", "vectorized"):
-        other = train(method, engine)
-        assert_engines_agree(other.vector, reference.vector)
-        for mine, theirs in zip(reference.history, other.history, strict=True):
-            assert mine["o_f1"] == near(theirs["o_f1"])
-            assert mine["train_loss"] == near(theirs["train_loss"], TRAINING)
+FITTING = [name for name in CATALOGUE if "multilabel" in rule_class(name).tasks]
+BOTH = f"{FEDCOG},cooccurrence=true,double=true+scaffold"
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in FITTING])
+def test_a_method_for_another_task_refuses(name):
+    rule = rule_class(name)
+    with pytest.raises(ConfigError, match=f"{rule.name} cannot be trained for the task 'multilabel', because "):
+        train(name)
+
+
+def assert_same_on(engine, method):
+    reference, other = train(method), train(method, engine)
+    assert_engines_agree(other.vector, reference.vector)
+    for mine, theirs in zip(reference.history, other.history, strict=True):
+        assert mine["o_f1"] == near(theirs["o_f1"])
+        assert mine["train_loss"] == near(theirs["train_loss"], TRAINING)
+
+
+@pytest.mark.parametrize("method", slow_but(["feddle", "feddf", FEDCOG, BOTH], [*FITTING, FEDCOG, BOTH]))
+def test_the_vectorized_engine_gives_the_same_vector(method):
+    """By default the methods that ask the task for something: a loss, a divergence, labels, predictions."""
+    assert_same_on("vectorized", method)
+
+
+@pytest.mark.parametrize("method", slow_but(["scaffold"], [*FITTING, FEDCOG, BOTH]))
+def test_processes_give_the_same_vector(method):
+    assert_same_on("processes", method)
 
 
 def test_refusals_name_the_part_and_come_before_any_training(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.slow import slow_but
 from support.tolerance import FEW, FORMULA, MAGNIFIED, assert_close, near
 
 from unskew.errors import CheckpointError, ConfigError, DataError
@@ -17,6 +18,8 @@ from unskew.generators.trained.diffusion import Diffusion, betas, spaced
 from unskew.generators.trained.privacy import Privacy
 from unskew.generators.trained.training import Average, Trained
 from unskew.generators.trained.vae import VAE, VAEGenerator, kl, negative_bound
+
+pytestmark = pytest.mark.xdist_group("diffusers")
 
 TINY = {
     "ddpm": "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2",
@@ -180,8 +183,11 @@ def test_the_vae_samples_around_the_mean_code_of_each_class():
     assert [(c.out_channels, c.kernel_size, c.stride) for c in convolutions] == [(32, (4, 4), (2, 2))] * 4
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 6, 6), (1, 5, 9)])
-@pytest.mark.parametrize("kind", TINY)
+FITS = [(kind, shape) for kind in TINY for shape in ((1, 8, 8), (3, 6, 6), (1, 5, 9))]
+SMALL = [(kind, (1, 5, 9)) for kind in TINY]
+
+
+@pytest.mark.parametrize(("kind", "shape"), slow_but(SMALL, FITS))
 def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     x, y = images(shape=shape)
     wanted, state = torch.tensor([2, 0, 1, 1]), torch.get_rng_state()
@@ -202,7 +208,7 @@ def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     assert torch.equal(torch.rand(1), before), "the global generator is left as it was"
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", slow_but(["vae", "ddpm"], list(TINY)))
 def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SECONDS", 0.0)
     x, y = images()
@@ -229,7 +235,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
         factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
 
 
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", slow_but([False], [False, True]))
 def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tmp_path, monkeypatch):
     """What is sampled after fewer epochs is what a checkpoint of that epoch would give, with privacy at a given noise."""
     if private:

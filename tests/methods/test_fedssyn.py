@@ -28,6 +28,8 @@ from unskew.generators.client_images import note, subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn, refusing
 from unskew.protocol.workspace import Workspace
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SIZES = [12, 20, 8, 15]
 SHAPE = (3, 6, 6)
 
@@ -466,6 +468,7 @@ class Slow:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     """SIGKILL in the middle: finished generators are not trained again, and the numbers are those of a whole run."""
     (tmp_path / "slow.py").write_text(SLOW.replace("\\\\n", "\\n"))

@@ -14,6 +14,8 @@ import unskew
 from unskew.errors import ConfigError, MethodConflict
 from unskew.simulation.network import Network
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SIZES = [9, 14, 11, 8, 12, 10]
 LEARNERS = ["fedft:epochs=2,lr=0.02", "hfcl", "feddf:epochs=2,optimizer=adam,lr=0.01"]
 

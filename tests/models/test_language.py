@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 from safetensors import safe_open
 from support.running import assert_same_run, call
+from support.slow import slow_but
 from support.tiny import BERT, GENRES, OPT, opt_folder, rows, tokenizer, write_jsonl
 from support.tolerance import FEW, MAGNIFIED, assert_close, assert_engines_agree, near
 
@@ -31,6 +32,8 @@ from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
 from unskew.tasks import TASKS
+
+pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("transformers")]
 
 TASK = TASKS["language"]
 LORA = {"r": 2, "alpha": 4, "targets": ["q_proj", "fc1"]}
@@ -372,23 +375,30 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_engines_agree(kind, opt, texts):
-    reference = run(opt, texts, **KINDS[kind])
-    assert torch.isfinite(reference.vector).all()
-    for engine in ("processes", "vectorized"):
-        other = run(opt, texts, engine=engine, **KINDS[kind])
-        assert_engines_agree(other.vector, reference.vector)
-        assert other.summary["bytes_up"] == reference.summary["bytes_up"]
+ON_ENGINES = [(kind, engine) for kind in KINDS for engine in ("processes", "vectorized")]
+QUICK = [("lora", "processes"), ("dropout", "vectorized"), ("classes-lora", "vectorized")]
 
 
-@pytest.mark.parametrize("name", [*CATALOGUE, "fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"])
-def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(name, opt, texts):
-    parts = [rule_class(piece.partition(":")[0]) for piece in name.split("+")]
-    if any("language" not in part.tasks for part in parts):
-        with pytest.raises(ConfigError, match="cannot be trained for the task 'language', because "):
-            run(opt, texts, method=name)
-        return
+@pytest.mark.parametrize(("kind", "engine"), slow_but(QUICK, ON_ENGINES))
+def test_engines_agree(kind, engine, opt, texts):
+    reference, other = run(opt, texts, **KINDS[kind]), run(opt, texts, engine=engine, **KINDS[kind])
+    assert_engines_agree(other.vector, reference.vector)
+    assert other.summary["bytes_up"] == reference.summary["bytes_up"]
+
+
+FITTING = [name for name in CATALOGUE if "language" in rule_class(name).tasks]
+SUMS = ["fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"]
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in FITTING])
+def test_a_method_for_another_task_refuses(name, opt, texts):
+    with pytest.raises(ConfigError, match="cannot be trained for the task 'language', because "):
+        run(opt, texts, method=name)
+
+
+@pytest.mark.parametrize("name", slow_but(["feddle", SUMS[1]], [*FITTING, *SUMS]))
+def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
+    """By default a method that asks the task for something, and one that splits the model."""
     given = {"method": name, "optimizer": "sgd", "lr": 0.05, "server": 5}
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")

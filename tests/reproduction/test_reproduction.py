@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.federations import blobs
 from support.running import call
+from support.slow import slow_but
 
 from unskew.config.reading import experiment
 from unskew.data.federation import ServerData
@@ -35,7 +36,17 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
             assert "$" not in cell.config.method
             if cell.parent is not None:
                 assert cell.parent.rounds < cell.config.rounds
-                shared = ("data", "partition", "clients", "model", "lr", "momentum", "local_steps", "batch_size", "seed")
+                shared = (
+                    "data",
+                    "partition",
+                    "clients",
+                    "model",
+                    "lr",
+                    "momentum",
+                    "local_steps",
+                    "batch_size",
+                    "seed",
+                )
                 assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
             chosen = method(cell.config.method)
             for rule in chosen.client:
@@ -340,10 +351,10 @@ def test_a_preset_of_another_shape_is_refused(monkeypatch):
         load_preset("fedcog/table-1")
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "size"),
-    [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)],
-)
+FIGURES = [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)]
+
+
+@pytest.mark.parametrize(("name", "rows", "size"), slow_but([FIGURES[1]], FIGURES))
 def test_tables_can_be_drawn(tmp_path, name, rows, size):
     from PIL import Image
 

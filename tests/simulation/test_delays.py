@@ -21,6 +21,8 @@ from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SIZES = [9, 14, 11, 8, 12, 10]
 
 
