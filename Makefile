@@ -4,7 +4,7 @@ BIN = .venv/bin
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow check bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels check bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -24,6 +24,9 @@ test-all: .venv/installed  ## the whole test suite, before a release
 
 test-slow: .venv/installed  ## what `make test` leaves out: full products, random kills, runs of tables and examples
 	$(TEST) -m slow
+
+test-kernels: .venv/installed  ## engines and methods with sums in another order, as on a CPU without vectors
+	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines tests/methods
 
 check: .venv/installed  ## format, lint, types, tests
 	$(BIN)/ruff format --check .

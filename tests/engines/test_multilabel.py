@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import precision_recall_fscore_support
 from support.evaluation import shown
 from support.fedcog import context
 from support.federations import SmallBatchNorm
@@ -144,6 +143,8 @@ def score(x, y, clients=None):
 
 @pytest.mark.parametrize("n", [3, 40, 1203])
 def test_figures_equal_those_of_scikit_learn(n):
+    from sklearn.metrics import precision_recall_fscore_support
+
     draws = np.random.default_rng(n)
     y = (draws.random((n, 6)) < [0.9, 0.5, 0.2, 0.05, 0.5, 0.0]).astype(np.uint8)  # the last label is never there
     x = draws.normal(size=(n, 6)).astype(np.float32)
