@@ -8,7 +8,6 @@ global generator, so the caller seeds it.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unskew.errors import ConfigError, unknown
 from unskew.models.zoo.cnn_c import CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
 from unskew.models.zoo.vision import CNNA, CNNB, MLP, VGG11, Logistic, ResNet20
+from unskew.options import imported
 
 HUB = "hf:"
 ModelLike = str | nn.Module | Callable[..., nn.Module]
@@ -180,7 +180,7 @@ def resolve_model(
         named = functools.partial(hugging_face, weights=model.removeprefix(HUB))
         return _call(f"The model {model!r}", named, shape, classes, options, task)
     label = f"The factory {model!r}" if isinstance(model, str) else f"The factory {_name(model)!r}"
-    target = _import(model) if isinstance(model, str) else model
+    target = imported(model, f"the model {model!r}") if isinstance(model, str) else model
     if isinstance(target, nn.Module):
         if options:
             raise ConfigError(
@@ -260,23 +260,6 @@ def _parameters(factory: Callable[..., object]) -> list[inspect.Parameter]:
         return list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
         return []  # Some built-in callables have no signature; they are called without arguments.
-
-
-def _import(path: str) -> object:
-    """Import the object that `"package.module:name"` stands for."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        target: object = importlib.import_module(module_name)
-    # The module is the user's, and importing it may fail in any way.
-    except Exception as error:
-        raise ConfigError(
-            f"The module {module_name!r} of the model {path!r} cannot be imported "
-            f"({type(error).__name__}: {error}). Check its spelling, and that its folder is on PYTHONPATH."
-        ) from error
-    try:
-        return functools.reduce(getattr, attribute.split("."), target)
-    except AttributeError as error:
-        raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by the model {path!r}.") from error
 
 
 def _name(factory: object) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -25,6 +25,8 @@ from unskew.seeding import derive, generator
 
 Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+Wholes = Annotated[tuple[Whole, ...], BeforeValidator(lambda v: v.split("/") if isinstance(v, str) else v)]
+"""Whole numbers as an option; in a spelling they are separated by slashes."""
 PIXELS = 1 << 18  # of all images that are sampled at once: 256 of 32x32
 
 
@@ -55,9 +57,9 @@ class DDPM:
     sampler: Literal["ancestral", "ddim"] = "ancestral"
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9995
     width: Annotated[int, Field(ge=8, multiple_of=8)] = 64
-    multipliers: tuple[Whole, ...] = (1, 2, 2, 2)
+    multipliers: Wholes = (1, 2, 2, 2)
     blocks: Whole = 3
-    attention: tuple[Whole, ...] = (32, 16, 8)
+    attention: Wholes = (32, 16, 8)
     heads: Whole = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 

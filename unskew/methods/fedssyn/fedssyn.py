@@ -36,11 +36,12 @@ from pydantic.dataclasses import dataclass
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
 from unskew.generators import synthetic_set as synthetic
-from unskew.generators.catalogue import factory, imported, spelled
+from unskew.generators.catalogue import factory, spelled
 from unskew.generators.client_images import Recipe, make_set
 from unskew.generators.synthetic_set import SyntheticSet
 from unskew.generators.trained.privacy import Positive, Privacy
 from unskew.methods.fedssyn.shares import check_fits, mean_size, one_client, with_shares
+from unskew.options import imported_callable
 from unskew.protocol.rules import DataRule, Method, Weights
 from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
 from unskew.seeding import generator
@@ -102,7 +103,7 @@ class Fedssyn(DataRule):
                 "Use ddpm, or a generator of your own that says private = True."
             )
         if isinstance(self.keep, str):
-            imported(self.keep, "keep")
+            imported_callable(self.keep, f"keep={self.keep!r}")
         refusing(self.refuse)
 
     def refuses(self, whole: Method) -> str | None:
@@ -189,7 +190,9 @@ class Fedssyn(DataRule):
         about = {"recipe": recipe, "classes": federation.classes, "shape": list(federation.shape)}
         about["clients"] = len(federation.clients)
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-        keep = imported(self.keep, "keep") if isinstance(self.keep, str) else self.keep
+        keep = self.keep
+        if isinstance(keep, str):
+            keep = imported_callable(keep, f"keep={keep!r}")
         maker = Recipe(self.rho, count, factory(self.generator, self.epochs), self.privacy, sharing, keep)
         where = workspace.within(key).folder
         made = make_set(federation, maker, seed, where, workspace.device, about, workspace.tell, workspace.warn)
