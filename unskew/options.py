@@ -12,11 +12,16 @@ import importlib
 import math
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
+from pydantic import Field
 
 from unskew.errors import ConfigError, plain, unknown
+
+Whole = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 LARGEST = 3.4e38
 """Of an option; float32 holds no larger number."""
@@ -112,7 +117,7 @@ def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: s
     checked: dict[str, object] = {}
     for key, value in options.items():
         if key not in names:
-            raise ConfigError(unknown(f"{kind} of {owner}", key, names) if names else f"{owner} has no {kind}s.")
+            raise ConfigError(unknown(f"{kind} of {owner}", str(key), names) if names else f"{owner} has no {kind}s.")
         try:
             number = checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
         except pydantic.ValidationError as error:

@@ -295,7 +295,7 @@ def test_the_defaults_are_the_papers():
     assert factory("vae").beta == 4
     assert {name.removesuffix("-small") for name in GENERATORS} == set(TINY)
     assert replace(factory("ddpm-small"), epochs=3) == factory("ddpm-small", 3)
-    assert as_pixels(torch.full((1, 1, 1, 1), 2.0)).item() == 255
+    assert as_pixels(torch.full((1, 1, 1, 1), 2.0), (1, 1, 1)).item() == 255
 
 
 @pytest.mark.parametrize("asked", [4, 50])

@@ -144,7 +144,7 @@ def test_the_body_is_that_of_the_folder_and_a_trained_model_saves_and_loads_exac
     pixels = torch.rand(4, 3, 8, 8)
     with torch.no_grad():
         assert torch.equal(again(pixels), result.model(pixels))
-    assert again.given == result.model.given
+    assert again.preprocessing == result.model.preprocessing
 
 
 def test_lora_of_images_is_added_to_the_weights_when_saved(folders, tmp_path):
@@ -170,9 +170,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind, folders, tmp_path):
 
 def test_without_weights_the_architecture_is_known():
     tiny = build_model("vit-b16", (1, 8, 8), 3, pretrained=False, config=VIT)
-    assert (tiny.size, tiny.given["image_mean"]) == (16, list(HALVES[0]))
+    assert (tiny.size, tiny.preprocessing["image_mean"]) == (16, list(HALVES[0]))
     tiny = build_model("resnet-18", (3, 8, 8), 3, pretrained=False, config=RESNET, size=16)
-    assert tiny.given["image_mean"] == list(IMAGENET[0])
+    assert tiny.preprocessing["image_mean"] == list(IMAGENET[0])
     from transformers import AutoConfig
 
     known = AutoConfig.for_model("resnet", **RESNET18)

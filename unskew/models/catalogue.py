@@ -229,27 +229,27 @@ def _call(
     parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind in _KEYWORD_KINDS]
-    known = {"shape": shape, "classes": classes, **({"task": task} if "task" in keywords else {})}
+    facts = {"shape": shape, "classes": classes, **({"task": task} if "task" in keywords else {})}
     # A keyword that the user has fixed with functools.partial is an answer, not a question.
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
 
-    refused = [o for o in options if o in known or not (takes_any or o in keywords)]
+    refused = [o for o in options if o in facts or not (takes_any or o in keywords)]
     if refused:
-        valid = [keyword for keyword in keywords if keyword not in known and keyword not in fixed]
+        valid = [keyword for keyword in keywords if keyword not in facts and keyword not in fixed]
         choices = f"Its options are: {_listed(valid)}." if valid else "It has no options."
         raise ConfigError(f"{label} has no option {_listed(refused)}. {choices}")
 
-    given = {k: v for k, v in known.items() if (takes_any or k in keywords) and k not in fixed}
-    given |= options
+    arguments = {k: v for k, v in facts.items() if (takes_any or k in keywords) and k not in fixed}
+    arguments |= options
     needed = [p for p in parameters if p.kind in _OWN_KINDS and p.default is p.empty]
-    missing = [p.name for p in needed if p.kind not in _KEYWORD_KINDS or p.name not in given]
+    missing = [p.name for p in needed if p.kind not in _KEYWORD_KINDS or p.name not in arguments]
     if missing:
         raise ConfigError(
             f"{label} needs {_listed(missing)}, but only 'shape' and 'classes' are known. "
             "Set the rest in the model's options, or give it a default."
         )
 
-    module = factory(**given)
+    module = factory(**arguments)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
     return module
