@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from unskew.errors import ConfigError, unknown
-from unskew.models.zoo.cnn_c import CNNC
+from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
-from unskew.models.zoo.vision import CNNA, CNNB, MLP, VGG11, Logistic, ResNet20
+from unskew.models.zoo.resnet import ResNet20
+from unskew.models.zoo.vision import MLP, VGG11, Logistic
 from unskew.options import imported
 
 HUB = "hf:"

@@ -144,7 +144,9 @@ class ImageClassifier(Pretrained):
     def save(self, folder: str | Path) -> Path:
         """As a folder, with the size and the scale of its images."""
         folder = super().save(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8")
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8"
+        )
         return folder
 
 
