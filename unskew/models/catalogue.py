@@ -112,16 +112,7 @@ MODELS: dict[str, ModelEntry] = {
 """The models that come with unskew, by name."""
 
 
-def model_names() -> list[str]:
-    """Return the names of the registered models.
-
-    >>> model_names()
-    ['cnn', 'cnn-b', 'cnn-c', 'resnet20', 'vgg11', 'logistic', 'mlp', 'resnet-18', 'vit-b16']
-    """
-    return list(MODELS)
-
-
-def build_model(name: str, shape: tuple[int, ...], classes: int, **options: object) -> nn.Module:
+def build_model(name: str, shape: tuple[int, ...], classes: int, /, **options: object) -> nn.Module:
     """Build a registered model.
 
     Args:
@@ -139,7 +130,10 @@ def build_model(name: str, shape: tuple[int, ...], classes: int, **options: obje
     >>> build_model("mlp", (4,), 2, hidden=[3]).head
     Linear(in_features=3, out_features=2, bias=True)
     """
-    return _build(name, shape, classes, options)
+    if name not in MODELS:
+        hint = "A model of your own is written as 'package.module:factory'."
+        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
+    return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
 
 
 def resolve_model(
@@ -174,7 +168,7 @@ def resolve_model(
     """
     options = options or {}
     if isinstance(model, str) and ":" not in model:
-        return _build(model, shape, classes, options)
+        return build_model(model, shape, classes, **options)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:
             raise ConfigError(f"The model {model!r} has no option 'weights'; its name says which they are.")
@@ -209,13 +203,6 @@ def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
         raise ValueError("a mapping names the model as hf: NAME (of the Hugging Face hub) or as name: NAME")
     options = {key: value for key, value in model.items() if key != kinds[0]}
     return (HUB if kinds[0] == "hf" else "") + name, options
-
-
-def _build(name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, object]) -> nn.Module:
-    if name not in MODELS:
-        hint = "A model of your own is written as 'package.module:factory'."
-        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
-    return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
 
 
 def _call(
