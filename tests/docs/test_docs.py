@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from conftest import QUICK
+from support.federations import QUICK
 
 import unskew
 from benchmarks import results

@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.tolerance import FEW, FORMULA, TRAINING, assert_close, near
 
 import unskew
 from unskew.errors import ConfigError
 from unskew.generators.catalogue import factory
 from unskew.generators.job import Job
 from unskew.generators.trained.privacy import Privacy, PrivateSteps, epsilon_after, noise_for, without_batchnorm
+
+pytestmark = pytest.mark.xdist_group("diffusers")
 
 pytest.importorskip("opacus")
 TINY = "ddpm-small;steps=20;sampling_steps=3;width=8;batch=4;multipliers=1/2;blocks=1;attention=8/4"
@@ -38,7 +41,7 @@ def test_gradients_per_sample_are_those_of_a_loop_also_behind_attention():
     (private.module(x, t, y) - goal).square().mean().backward()
     for k, (name, p) in enumerate(net.named_parameters()):
         expected = torch.stack([g[k] for g in loop])
-        torch.testing.assert_close(p.grad_sample, expected, rtol=1e-3, atol=1e-6, msg=name)
+        assert_close(p.grad_sample, expected, FEW, msg=name)
         assert expected.abs().sum() > 0 or "bias" in name, name
     private.close()
     assert not any(hasattr(p, "grad_sample") and p.grad_sample is not None for p in net.parameters())
@@ -66,7 +69,7 @@ def test_a_step_is_the_clipped_sum_plus_noise_over_the_expected_batch():
     assert (norms > 0.7).any()
     assert (norms < 0.7).any()
     clipped = (gradients * (0.7 / (norms + 1e-6)).clamp(max=1))[rows].sum(0).numpy()
-    np.testing.assert_allclose(step(rows) - noise, clipped, rtol=1e-4, atol=1e-4)
+    assert_close(step(rows) - noise, clipped, FORMULA)
 
 
 def test_noise_has_its_deviation_and_another_one_in_every_step():
@@ -88,7 +91,7 @@ def test_epsilon_is_that_of_the_accountant_run_step_by_step_and_below_the_closed
     account = RDPAccountant()
     for _ in range(40):
         account.step(noise_multiplier=2.0, sample_rate=0.1)
-    assert epsilon_after(40, 2.0, 0.1, 1e-5, "rdp") == pytest.approx(account.get_epsilon(delta=1e-5), rel=1e-9)
+    assert epsilon_after(40, 2.0, 0.1, 1e-5, "rdp") == near(account.get_epsilon(delta=1e-5), TRAINING)
     # Without subsampling: Renyi divergence T alpha / (2 sigma^2), turned into epsilon (Mironov 2017): a bound, not far.
     steps, sigma, log = 50, 8.0, math.log(1e5)
     bound = steps / (2 * sigma**2) + math.sqrt(2 * steps * log) / sigma
