@@ -194,8 +194,8 @@ def resume(
     from unskew.config.reading import set_field
     from unskew.runs.run import resume as resume_run
 
-    given = {"rounds": rounds, "engine": engine, "device": device}
-    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    flags = {"rounds": rounds, "engine": engine, "device": device}
+    changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for assignment in sets or []:
         set_field(changes, assignment)
     console = console_for(as_json)

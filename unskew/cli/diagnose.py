@@ -42,7 +42,7 @@ def diagnose(
     batch_size: BatchSize = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Decides every random draw.")] = None,
     device: Device = None,
-    made: Annotated[
+    synthetic: Annotated[
         Path | None,
         typer.Option(
             "--synthetic", help="Synthetic images: a parquet file, a folder of them, or a run that made some."
@@ -75,7 +75,7 @@ def diagnose(
     report = measure(
         run=run,
         model=model_name,
-        synthetic=made,
+        synthetic=synthetic,
         shares=shares,
         sample_clients=sample_clients or None,
         samples=samples or None,

@@ -63,17 +63,16 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     for section, field in (("network", "delay"), ("text", "columns")):
         if isinstance(values.get(section), str | list):  # short for one field: the others may be set
             values[section] = {field: values[section]}
-    flags = {name: context.params.get(name) for name in _FLAGS}
-    given = {name: value for name, value in flags.items() if value is not None}
+    flags = {name: context.params[name] for name in _FLAGS if context.params.get(name) is not None}
     if context.params.get("network") is not None:
-        given["network"] = {"delay": context.params["network"]}
+        flags["network"] = {"delay": context.params["network"]}
     for assignment in context.params.get("sets") or []:
-        set_field(given, assignment)
+        set_field(flags, assignment)
     # One budget replaces the other.
     for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if given.get(mine) is not None and other not in given:
+        if flags.get(mine) is not None and other not in flags:
             values.pop(other, None)
-    for name, value in given.items():
+    for name, value in flags.items():
         both = isinstance(value, dict) and isinstance(values.get(name), dict)
         values[name] = {**values[name], **value} if both else value
     return values

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from unskew.data.federation import ArrayClients, Federation, ServerData, take, training_size
-from unskew.data.partition.make import Partition, make_partition, parse
+from unskew.data.partition.make import Partition, make_partition
+from unskew.data.partition.spelling import parse
 from unskew.data.reading.images import with_channels, with_size
 from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
