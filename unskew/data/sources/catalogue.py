@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unskew.data.reading.files import (
     TABLES,
@@ -126,35 +126,33 @@ def load_source(
     if label_separator is not None and kind != "table":
         raise ConfigError(f"label_separator belongs to tables; the labels of {kind!r} are known.")
     where = existing(path)
-    return cached(kind, where, stamp(where), label, image, label_separator, size, classes, test_share)
+    request = Request(kind, where, label, image, label_separator, size, classes, test_share)
+    return cached(request, stamp(where))
+
+
+class Request(NamedTuple):
+    """What ``load_source`` was asked for, once it is known to make sense."""
+
+    kind: str
+    path: Path | None
+    label: str | None
+    image: str | None
+    label_separator: str | None
+    size: int | None
+    classes: int | None
+    test_share: float
 
 
 @lru_cache(maxsize=4)
-def cached(
-    kind: str,
-    path: Path | None,
-    stamp: tuple[int, int, int],
-    label: str | None,
-    image: str | None,
-    separator: str | None,
-    size: int | None,
-    classes: int | None,
-    test_share: float,
-) -> Source:
+def cached(request: Request, stamp: tuple[int, int, int]) -> Source:
     """Load and decode; ``stamp`` is only part of the key."""
-    return loaded(kind, path, label, image, separator, size, test_share).sized(size).first(classes)
+    return loaded(request).sized(request.size).first(request.classes)
 
 
-def loaded(
-    kind: str,
-    path: Path | None,
-    label: str | None,
-    image: str | None,
-    separator: str | None,
-    size: int | None,
-    test_share: float,
-) -> Source:
-    """The source as it is; images that are decoded here have the side ``size`` already."""
+def loaded(request: Request) -> Source:
+    """The source as it is; images that are decoded here have the side asked for already."""
+    kind, path, label, image = request[:4]
+    how: dict[str, Any] = {"size": request.size, "test_share": request.test_share}
     if kind in DRAWN:
         return DRAWN[kind]()
     if kind.startswith("dsprites"):
@@ -162,18 +160,15 @@ def loaded(
     if kind in HUB:
         hub = HUB[kind]
         train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
-        columns: dict[str, Any] = {"label": label or hub.label, "image": image or hub.image}
-        return source_from_tables(kind, train, test, **columns, size=size, test_share=test_share)
+        return source_from_tables(kind, train, test, label=label or hub.label, image=image or hub.image, **how)
     assert path is not None
     if kind == "leaf":
-        return leaf_source(path, None if image is None else Path(image).expanduser(), size, test_share)
+        return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
     if kind == "folder":
-        train, test = folder_tables(path)
-        return source_from_tables(
-            path.name, train, test, label="label", image="image", size=size, test_share=test_share
-        )
+        return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
     train, test = file_tables(path)
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
-    columns = {"label": label, "image": image, "label_separator": separator}
-    return source_from_tables(name, train, test, **columns, folder=folder, size=size, test_share=test_share)
+    return source_from_tables(
+        name, train, test, label=label, image=image, label_separator=request.label_separator, folder=folder, **how
+    )
