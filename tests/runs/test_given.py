@@ -7,6 +7,7 @@ import unskew
 from unskew.config.reading import experiment
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
+from unskew.methods.fedprox import FedProx
 
 BUDGET = {"local_steps": 1, "model": "logistic", "engine": "inline"}
 
@@ -46,6 +47,11 @@ def test_a_spelling_with_spaces_stays_as_it_was_written(fed, tmp_path):
     assert unskew.resume(tmp_path / "run", federation=fed, rounds=2).summary["method"] == "fedprox+scaffold"
 
 
+def test_two_methods_of_one_name_are_refused(fed):
+    with pytest.raises(ConfigError, match="fedprox is there twice"):
+        unskew.compare(fed, methods=["fedprox", FedProx(mu=0.5)], rounds=1, **BUDGET)
+
+
 def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
     methods = ["fedprox + scaffold", Mine(), method("fedprox", mu=0.5)]
     options = {"seeds": 1, "out": tmp_path / "c", **BUDGET}
@@ -56,5 +62,5 @@ def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
     assert all(len(history) == 2 for (history,) in longer.histories.values())
     with pytest.raises(ConfigError, match="cannot be gone on with"):
         unskew.compare(fed, methods=methods, rounds=2, again=True, **{**options, "lr": 0.5})
-    with pytest.raises(CheckpointError, match="cannot be shortened to 1"):
+    with pytest.raises(CheckpointError, match=r"is complete \(2 rounds\)"):
         unskew.compare(fed, methods=methods, rounds=1, again=True, **options)

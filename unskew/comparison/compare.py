@@ -26,7 +26,7 @@ from unskew.runs.continuation import check_same
 from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.run import finished_rounds, run_experiment
+from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
@@ -138,42 +138,42 @@ def compare(
     """
     if isinstance(methods, str):
         methods = [methods]
-    by_name = {spelling_of(m): method(m) for m in methods}
-    if not methods or len(by_name) < len(methods):
-        twice = ", ".join(sorted({str(m) for m in methods if list(methods).count(m) > 1}))
-        raise ConfigError(
-            f"Name each method only once: {twice} is there twice." if twice else "Name at least one method."
-        )
+    names = [spelling_of(m) for m in methods]
+    if not names:
+        raise ConfigError("Name at least one method.")
+    twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+    if twice:
+        raise ConfigError(f"Name each method only once: {twice} is there twice.")
+    by_name = dict(zip(names, map(method, methods), strict=True))
     which = seed_list(seeds)
     folder = None if out is None else Path(out)
     if folder is not None and occupied(folder) and not again:
         raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
-    values = dict(options)
-    if not {"method", "seed"}.isdisjoint(values):
+    if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
-    experiment({**values, "target": target})  # checks them, also the target
-    values, own_model = values_of(values, federation, model), unnamed(model)
+    experiment({**options, "target": target})  # checks them, also the target
+    values, own_model = values_of(options, federation, model), unnamed(model)
     # Synthetic images that are given are for the methods that would make some.
     makers = {name for name, m in by_name.items() if any(rule.makes for rule in m.data)}
-    others = {name: {"synthetic": None} for name in by_name if makers and name not in makers}
+    others = {name: {"synthetic": None} for name in names if makers and name not in makers}
     configs = {
         (name, seed): experiment({**values, **others.get(name, {}), "seed": seed, "method": name}, m)
         for seed in which
         for name, m in by_name.items()
     }
-    result = Comparison({name: [] for name in by_name}, {name: [] for name in by_name}, 0.0, folder)
+    result = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder)
     fresh = folder is not None and not occupied(folder)
     new_folders = [] if folder is None else make_folder(folder)
     try:
         for seed in which:
-            data = federation or federation_of(configs[next(iter(by_name)), seed].data_spec, seed)
+            data = federation or federation_of(configs[names[0], seed].data_spec, seed)
             if seed == which[0]:
                 for name, m in by_name.items():  # all of them before the first is trained
                     check_method(configs[name, seed], data, own_model, m)
                     check_given_set(configs[name, seed], m)
             if folder is not None and seed == which[0]:
-                (counts, names), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
-                clients_by_class(counts, names, folder / "clients.png", title)
+                (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
+                clients_by_class(counts, classes, folder / "clients.png", title)
             for name, m in by_name.items():
                 history, summary = _one(
                     configs[name, seed],
@@ -235,6 +235,7 @@ def _one(
             raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
         if finished_rounds(folder) == config.rounds:
             return read_history(folder), json.loads((folder / "summary.json").read_text())
+        check_unfinished(folder, config.rounds)
     result = run_experiment(
         config,
         federation=federation,

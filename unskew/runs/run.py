@@ -158,9 +158,7 @@ def resume(
     config = experiment(values, built)
     if federation is None and config.data == "arrays":
         raise CheckpointError(f"The data of {folder} were given in Python; resume it there, with the same federation.")
-    done = finished_rounds(folder)
-    if done is not None and done >= config.rounds:
-        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
+    check_unfinished(folder, config.rounds)
     return run_experiment(
         config,
         federation=federation,
@@ -171,6 +169,17 @@ def resume(
         callbacks=callbacks,
         shared=kept_beside(folder) if shared is None else shared,
     )
+
+
+def check_unfinished(folder: Path, rounds: int) -> None:
+    """Refuse to go on with a run that came to its end.
+
+    Raises:
+        CheckpointError: It has so many rounds, or more.
+    """
+    done = finished_rounds(folder)
+    if done is not None and done >= rounds:
+        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
 
 
 def finished_rounds(folder: Path) -> int | None:
