@@ -161,8 +161,7 @@ def source_of(spec: DataSpec) -> Source:
 
 def kinds_of(parts: Partition, train: Table, partition: object) -> tuple[np.ndarray, tuple[str, ...]] | None:
     """How many rows of each value of the partition's column each client holds, ``[K, G]``, and these values; else None."""
-    by_column = isinstance(partition, str) and partition.startswith(("natural:", "sorted:"))
-    column = parse(str(partition))[1] if by_column else ""
+    column = parse(partition)[1] if isinstance(partition, str) and partition.startswith(("natural:", "sorted:")) else ""
     if not column:
         return None
     names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -41,5 +41,5 @@ class DataSpec:
     holdout: float = 0.1
     server: int | str | None = None
     server_path: str | Path | None = None
-    text: TextSpec = field(default_factory=TextSpec)
+    text: TextSpec = TextSpec()
     set_aside: int = 0
