@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import SmallBatchNorm, blobs
 from rich.console import Console
-from support.running import metrics, summary
 from safetensors.torch import load_file
+from support.running import metrics, summary
 from torch import nn
 
 import unskew
