@@ -98,7 +98,7 @@ def run_experiment(
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     original = federation_of(config.data_spec, config.seed) if federation is None else federation
-    spec = check_method(config, original, model, method)
+    spec, warnings = check_method(config, original, model, method)
     check_given_set(config, method)
     original = as_wanted(original, spec)
     new_folders = [] if folder is None else make_folder(folder)
@@ -107,9 +107,7 @@ def run_experiment(
         try:
             prepared = prepare(method, original, config, device, folder, shared, callbacks)
             everyone = [*callbacks, *trackers]
-            session = Session(
-                config, prepared.federation, spec, method, device, folder, everyone, prepared.training, original
-            )
+            session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
             for client, (up, down) in prepared.traffic:
                 session.server.traffic.count(client, "up", up, 0)
                 session.server.traffic.count(client, "down", down, 0)
