@@ -30,7 +30,7 @@ class Timed(UnskewLoop):
     def seconds(self, t: int) -> tuple[float, float]:
         updates = list(self.engine.train([self.server.broadcast(t, k) for k in self.sampler.draw(t, frozenset())]))
         for update in updates:
-            self.server.store.put(update.client, update.state)
+            self.server.store.put(update.client, update.state.tensors())
         begin, train = (
             statistics.fmean(u.metrics[name] for u in updates) for name in ("begin_seconds", "train_seconds")
         )

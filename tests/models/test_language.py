@@ -28,6 +28,7 @@ from unskew.methods.catalogue import CATALOGUE, method, rule_class
 from unskew.models.catalogue import resolve_model
 from unskew.models.groups import layer_groups, split_at
 from unskew.models.vector import ModelSpec
+from unskew.protocol.workspace import Prepared
 from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
@@ -483,7 +484,7 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     from unskew.runs.model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
-    session = Session(config, fed, spec, method("fedavg"), pick_device("cpu"), None, [])
+    session = Session(config, Prepared(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"), None, [])
     frozen = [p for p in spec.module.parameters() if not p.requires_grad]
     copies = [p for p in session.evaluator.model.module.parameters() if not p.requires_grad]
     assert len(frozen) > 30
@@ -524,7 +525,7 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
     spec = initial_spec(config, fed, None, rule)
     start = spec.flatten()
-    session = Session(config, fed, spec, rule, pick_device("cpu"), None, [Watching()])
+    session = Session(config, Prepared(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()])
     session.go(resume=False)
     body, head = split_at(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)

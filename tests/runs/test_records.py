@@ -19,7 +19,7 @@ from unskew.comparison.compare import Comparison, folder_name, mean_std
 from unskew.comparison.target import rounds_to
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
-from unskew.plots.curves import clients_by_class, convergence, sign_histogram, signs
+from unskew.plots.curves import clients_by_class, convergence, signs
 from unskew.plots.figure import new_figure
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
@@ -278,7 +278,7 @@ def test_method_figures_are_in_the_metrics(tmp_path):
     class Counting(unskew.ServerRule):
         name, summary, paper = "counting", "", ""
 
-        def init(self, v, federation):
+        def init(self, v, facts):
             return {"v": v, "n": torch.zeros(())}
 
         def step(self, state, updates):
@@ -376,6 +376,9 @@ def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
     assert {bar.get_width() for bar in axis.patches} == {2}
     row = {"round": 1, "coefficients/positive": 3, "coefficients/negative": 2}
-    assert sign_histogram([row, {"round": 2}], tmp_path / "a.png").stat().st_size > 0
-    assert sign_histogram([{"round": 1}], tmp_path / "b.png") is None
+    unskew.method("feddle").server.draw([row, {"round": 2}], tmp_path)
+    assert (tmp_path / "coefficients.png").stat().st_size > 0
+    (tmp_path / "b").mkdir()
+    unskew.method("feddle").server.draw([{"round": 1}], tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir())
     assert not (tmp_path / "b.png").exists()
