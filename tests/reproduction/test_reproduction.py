@@ -1,6 +1,7 @@
 """The papers' tables as presets: what they hold, how their runs are carried out, kept, reused and shown."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from unskew.reproduction.outcomes import kept, key_of, run_identity
 from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
 from unskew.reproduction.study import study_names
 from unskew.runs.checks import check_delays
-from unskew.runs.run import run as runs
+from unskew.runs.run import run_experiment
 
 FEW = ["FedAvg", "FedCOG"]
 
@@ -186,7 +187,7 @@ def test_a_sweep_reuses_what_is_finished_and_trains_common_rounds_once(tmp_path,
 
 def test_a_branched_row_is_the_run_from_its_first_round(tmp_path):
     ((cell, outcome),) = make(tmp_path, rows=["FedCOG"]).carry_out([0])
-    whole = runs.run_experiment(cell.config)
+    whole = run_experiment(cell.config)
     assert outcome["summary"]["accuracy"] == whole.summary["accuracy"]
     assert outcome["summary"]["bytes_up"] == whole.summary["bytes_up"]
     assert outcome["curve"]["round"] == [1, 2, 3]
@@ -217,8 +218,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path):
 
 def test_a_finished_run_whose_outcome_was_lost_is_kept_again_without_training(tmp_path, monkeypatch):
     ((cell, outcome),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
-    for file in (tmp_path / "results").iterdir():
-        file.unlink()
+    shutil.rmtree(tmp_path / "results")
     monkeypatch.setattr(sweep, "run_experiment", None)
     monkeypatch.setattr(sweep, "resume", None)
     ((_, again),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
@@ -304,7 +304,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     assert outcome.code == 0
     assert "goes on with digits instead" in outcome.out
     assert "64.36" in outcome.out
-    assert len(list((tmp_path / "results" / "runs").glob("*.json"))) == 2
+    assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
     monkeypatch.setattr(sweep, "load_data", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
