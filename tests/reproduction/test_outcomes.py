@@ -60,6 +60,7 @@ def test_a_field_with_its_default_names_nothing_anew():
     keys = {key_of(LaterExperiment.model_validate(values)) for values in (SOME, *other)}
     assert len(keys) == 3
     assert run_identity(LaterExperiment.model_validate(other[1]))["network"]["jitter"] == 0.5
+    assert run_identity(experiment({"model_options": {"width": None}}))["model_options"] == {"width": None}
 
 
 def test_a_file_is_found_wherever_it_was_moved_and_only_for_its_own_run(tmp_path):

@@ -72,11 +72,13 @@ def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Seque
 
 def sign_histogram(history: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
     """The signs of Feddle's coefficients in every round of a run; None, and no file, if no round has any."""
-    found = [row for row in history if "coefficients/positive" in row]
-    if not found:
+    signed = [row for row in history if "coefficients/positive" in row]
+    if not signed:
         return None
     figure, ((axis,),) = new_figure(6, 3.4)
-    signs(axis, *([row[name] for row in found] for name in ("round", "coefficients/positive", "coefficients/negative")))
+    signs(
+        axis, *([row[name] for row in signed] for name in ("round", "coefficients/positive", "coefficients/negative"))
+    )
     return save_figure(figure, path)
 
 

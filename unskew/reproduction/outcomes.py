@@ -41,12 +41,12 @@ def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[s
     return run if parent is None else {**run, "begins_with": run_identity(parent)}
 
 
-def _differing(values: dict[str, Any], defaults: dict[str, Any], section: str = "") -> dict[str, Any]:
+def _differing(values: dict[str, Any], defaults: Any, section: str = "") -> dict[str, Any]:
     """What is not the default, field by field also within sections: a field added later makes no older run another one."""
     run = {}
     for name, value in values.items():
-        default = defaults.get(name)
-        if value != default or name in ALWAYS.get(section, ()):
+        if name not in defaults or value != defaults[name] or name in ALWAYS.get(section, ()):
+            default = defaults.get(name)
             nested = isinstance(value, dict) and isinstance(default, dict)
             run[name] = _differing(value, default, name) if nested else value
     return run

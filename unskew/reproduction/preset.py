@@ -71,8 +71,8 @@ class Cell:
 
     def of_seed(self, seed: int) -> Cell:
         """The same run with another seed."""
-        config, parent = (run and run.model_copy(update={"seed": seed}) for run in (self.config, self.parent))
-        return replace(self, config=config, parent=parent)
+        parent = self.parent and self.parent.model_copy(update={"seed": seed})
+        return replace(self, config=self.config.model_copy(update={"seed": seed}), parent=parent)
 
 
 def names() -> list[str]:
