@@ -1,7 +1,8 @@
 """The tables of ``docs/results`` and ``results/INDEX.md``, written by ``python -m unskew.reproduction.pages``.
 
 It is run in the repository and reads the kept outcomes. A page says where a table stands with
-``<!-- table: PRESET SCALE -->`` ... ``<!-- end -->``. What lies between is replaced; the sentences around it are written by hand.
+``<!-- table: PRESET SCALE -->`` ... ``<!-- end -->``. What lies between is replaced; the
+sentences around it are written by hand.
 """
 
 from __future__ import annotations
