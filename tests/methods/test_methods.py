@@ -6,7 +6,7 @@ import torch
 from support.quadratic import Quadratics, optimum, problem
 
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import make, method
+from unskew.methods.catalogue import method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from unskew.protocol.rules import Aggregate, Update, Updates
@@ -233,7 +233,7 @@ def test_paper_defaults():
 
 def test_options_are_typed():
     assert method("fedavgm:nesterov=true,beta=0.5").server == FedAvgM(beta=0.5, nesterov=True)
-    assert make(FedAvgM, beta="1e-1").beta == 0.1
+    assert method("fedavgm", beta="1e-1").server.beta == 0.1
 
 
 def test_an_option_beyond_all_numbers_is_refused():

@@ -52,10 +52,10 @@ def test_body_and_head_are_found_or_named():
         def forward(self, x):
             return self.out(torch.tanh(self.first(x.flatten(1))))
 
-    found = spec_of(Reversed())
-    assert (found.head_name, found.layers) == ("out", ["first", "out"])
-    assert found.parts["head"] == [slice(0, 15)]
-    assert spec_of(Reversed(), head="first").parts["head"] == [slice(15, found.size)]
+    spec = spec_of(Reversed())
+    assert (spec.head_name, spec.layers) == ("out", ["first", "out"])
+    assert spec.parts["head"] == [slice(0, 15)]
+    assert spec_of(Reversed(), head="first").parts["head"] == [slice(15, spec.size)]
     with pytest.raises(ConfigError, match=r"no module 'fcc' to use as head. Modules: conv"):
         spec_of(head="fcc")
     bare = ModelSpec(nn.Linear(4, 3), (4,), 3)
@@ -102,8 +102,8 @@ def test_bound_and_functional_gradients_equal_autograd_on_a_plain_module():
         def loss_fn(u, batch, model=model):
             return nn.functional.cross_entropy(model(u, batch.x).logits, batch.y) + 0.15 * u @ u
 
-        found = model.gradient(loss_fn)(v, batch)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        gradient = model.gradient(loss_fn)(v, batch)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(model.b[:4], plain.norm.running_mean, atol=1e-12)
         np.testing.assert_allclose(model.b[4:], plain.norm.running_var, atol=1e-12)
 
@@ -192,10 +192,10 @@ def test_normalisation_is_the_textbook_formula_and_leaves_the_data_alone():
     torch.testing.assert_close(out, (scaled - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1), rtol=0, atol=1e-10)
     floats = torch.randn(30, 4)
     floats[:, 2] = 7.0  # a constant feature must not become NaN
-    kept = floats.clone()
+    before = floats.clone()
     fit = unskew.Normalisation.fit(floats)
     out = Normaliser(fit, (4,), torch.float32, torch.device("cpu"))(floats)
-    assert torch.equal(floats, kept)
+    assert torch.equal(floats, before)
     np.testing.assert_allclose(out.mean(0), 0, atol=1e-6)
     np.testing.assert_allclose(out.std(0, correction=0)[[0, 1, 3]], 1, atol=1e-6)
 
