@@ -21,7 +21,7 @@ from unskew.runs.continuation import RESUMABLE
 ELSEWHERE = {*RESUMABLE, "data_path", "server_path", "start_from"} - {"rounds"}
 """Fields that say how a run is carried out, not what it is."""
 ALWAYS = {"": {"data", "method", "seed", "rounds"}, "network": {"drop", "delay", "delay_per"}}
-"""Fields told with their defaults, too: of every run, and of one that tells anything of the section. Kept hashes rest on them."""
+"""Fields told with their defaults, too: of every run, and of one that tells anything of the section. Hashes rest on it."""
 CURVES = (
     *("accuracy", "perplexity", "local_", "consensus/", "generalization/", "gradients/"),
     *("coefficients/", "surrogate/"),
