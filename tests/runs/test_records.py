@@ -16,12 +16,11 @@ import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import megabytes, partition_table, percent, summary_table
 from unskew.comparison.compare import Comparison, folder_name, mean_std
-from unskew.comparison.target import rounds_to
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
 from unskew.plots.curves import clients_by_class, convergence, signs
 from unskew.plots.figure import new_figure
-from unskew.records.recorder import Recorder
+from unskew.records.recorder import Recorder, reaching
 from unskew.records.result import read_history
 from unskew.simulation.evaluate import ClientScores
 
@@ -250,8 +249,8 @@ def test_best_is_the_first_of_equals():
     for t, accuracy in enumerate([0.1, None, 0.7, 0.3, 0.7], start=1):
         recorder.round(row(t, accuracy))
     assert recorder.best() == (0.7, 3)
-    assert recorder.rounds_to(0.2) == 3
-    assert recorder.rounds_to(0.9) is None
+    assert reaching(recorder.history, 0.2) == recorder.history[2]
+    assert reaching(recorder.history, 0.9) is None
 
 
 def test_recorder_goes_back_to_a_round(tmp_path):
@@ -339,7 +338,7 @@ def test_comparison_rows_by_hand():
     for words in ("a", "65.0 ± 7.1", "1.5", "1 of 2 seeds", "rounds to 50.0%"):
         assert words in text
     assert mean_std([0.3]) == (0.3, 0.0)
-    assert rounds_to([row(1, None), row(2, 0.4)], 0.4) == 2
+    assert reaching([row(1, None), row(2, 0.4)], 0.4) == row(2, 0.4)
 
 
 def test_numbers_as_text():

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.target import rounds_to
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
@@ -19,7 +18,7 @@ from unskew.files import make_folder, occupied, unmake_folder, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.protocol.rules import Method
-from unskew.records.recorder import Callback
+from unskew.records.recorder import Callback, reaching
 from unskew.records.result import read_history
 from unskew.runs.checks import check_method
 from unskew.runs.continuation import check_same
@@ -76,8 +75,8 @@ class Comparison:
         """
         table = []
         for name, summaries in self.summaries.items():
-            reached = [rounds_to(history, self.target) for history in self.histories[name]]
-            rounds = [r for r in reached if r is not None]
+            histories = self.histories[name]
+            rounds = [first["round"] for history in histories if (first := reaching(history, self.target)) is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
             figures = [key for key in summaries[0] if key in FIGURES or key.removeprefix("best_") in FIGURES]
             for key in (*AVERAGED, *figures):
@@ -85,7 +84,7 @@ class Comparison:
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
                 "target": self.target,
-                "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(reached) else None,
+                "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
                 "seeds_reaching_target": len(rounds),
                 "bytes_up": mean_std([s["bytes_up"] for s in summaries])[0],
                 "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],

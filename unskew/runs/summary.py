@@ -6,7 +6,7 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.protocol.workspace import Prepared
-from unskew.records.recorder import Recorder
+from unskew.records.recorder import Recorder, reaching
 from unskew.simulation.server import Server
 from unskew.tasks import TASKS
 
@@ -76,7 +76,8 @@ def summarise(
         summary["local_epochs"] = prepared.training.local_epochs
     summary |= prepared.about
     if config.target is not None:
+        row = reaching(history, config.target)
         summary["target"] = config.target
-        summary["rounds_to_target"] = recorder.rounds_to(config.target)
-        summary["bytes_to_target"] = recorder.bytes_to(config.target)
+        summary["rounds_to_target"] = None if row is None else row["round"]
+        summary["bytes_to_target"] = None if row is None else row["bytes_up"] + row["bytes_down"]
     return summary
