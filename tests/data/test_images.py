@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.federations import SmallBatchNorm, Spy, blobs
+from support.protocol import an_update
 from support.tolerance import TRAINING, assert_close, near, tolerance
 from torch import nn
 
@@ -15,7 +16,7 @@ from unskew.methods import dense as dense_file
 from unskew.methods.dense import Dense, divergence, ensemble
 from unskew.methods.feddm import FedDM, shortened
 from unskew.models.vector import ModelSpec
-from unskew.protocol.messages import Aggregate, Update
+from unskew.protocol.updates import Aggregate
 
 QUICK = "dense:epochs=2,g_steps=2,batch=6"
 SHAPE = (2, 6, 6)
@@ -294,12 +295,12 @@ def test_single_updates_are_refused_under_secure_aggregation(name):
 
 
 def test_uploads_of_different_shapes_are_not_added_up():
-    def update(n):
+    def sized(n):
         tensors = {"one": {"x": torch.ones(n)}, "two": {"x": torch.ones(2)}}
-        return Update(0, 0, 1, 1.0, torch.zeros(2), torch.zeros(0), tensors, {}, {})
+        return an_update(delta=torch.zeros(2), upload=tensors)
 
     total = Aggregate(frozenset({"one"}))
-    total.add(update(3))
-    total.add(update(5))
+    total.add(sized(3))
+    total.add(sized(5))
     assert set(total.upload) == {"two"}
     assert total.upload["two"]["x"].tolist() == [2, 2]

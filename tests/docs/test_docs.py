@@ -13,11 +13,10 @@ import typer
 from support.federations import QUICK
 
 import unskew
-from benchmarks import results
 from unskew.cli.app import app
 from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
 from unskew.config.reading import experiment, load_yaml
-from unskew.data.partition.make import OPTIONS, PARTITIONS
+from unskew.data.partition.spelling import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.catalogue import CATALOGUE, describe, method
@@ -216,12 +215,6 @@ def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
             assert (ROOT / target).exists(), target
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda page: page.stem)
-def test_tables_of_results_are_those_of_the_kept_outcomes(page):
-    text = page.read_text(encoding="utf-8")
-    assert results.filled(text) == text, "run: python -m benchmarks.results"
 
 
 def test_the_licence_is_whole():

@@ -15,7 +15,6 @@ import unskew
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
 from unskew.protocol.rules import ServerRule
-from unskew.protocol.server_training import need_data, need_own_task
 
 SEEN = []
 
@@ -27,16 +26,16 @@ class Center(ServerRule):
     name: ClassVar[str] = "center"
     summary: ClassVar[str] = "data at the server only"
     paper: ClassVar[str] = "none"
-    without_updates: ClassVar[bool] = True
-    without_clients: ClassVar[bool] = True
+    steps_without = "clients"
 
     epochs: int = 2
     optimizer: str = "adam"
     soft: bool = False
 
-    def check_server(self, federation, spec):
+    def check(self, run):
         """Labels of the clients' task."""
-        need_own_task(self.name, federation)
+        run.need_own_task(self.name)
+        return ()
 
     def step(self, state, updates):
         """A few epochs."""
@@ -54,15 +53,14 @@ class Tuned(Center):
     """The mean of the clients, then the server's samples."""
 
     name: ClassVar[str] = "tuned"
-    without_updates: ClassVar[bool] = False
-    without_clients: ClassVar[bool] = False
+    steps_without = None
 
     def step(self, state, updates):
         """FedAvg, then train."""
         moved = super().step({"v": state["v"] + updates.aggregate.delta}, updates)
         return {**moved, "stale": torch.ones(updates.round + 1)}
 
-    def init(self, v, federation):
+    def init(self, v, facts):
         """A state that grows."""
         return {"v": v, "stale": torch.ones(0)}
 
@@ -145,7 +143,7 @@ def test_without_data_of_its_task_a_rule_is_refused_before_anything_is_trained(r
 
 def test_data_of_another_task_has_classes_of_its_own():
     fed = with_server(in_domain=False)
-    assert need_data("x", fed).classes == 7
+    assert fed.server.classes == 7
     assert fed.classes == 3
     clients = [(c.x, c.y) for c in fed.clients]
     with pytest.raises(DataError, match="hold 6; with 3 classes"):

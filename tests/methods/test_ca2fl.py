@@ -5,12 +5,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import an_update, facts, some_updates
 from support.running import Stop, StopAfter, call
 from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
-from unskew.protocol.messages import Aggregate, Update, Updates
 from unskew.runs import session
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
@@ -72,18 +72,17 @@ def test_a_run_with_delays_is_the_papers_algorithm(monkeypatch):
 
 def test_a_client_that_arrives_twice_in_one_buffer_is_calibrated_by_its_own_first_update():
     rule = unskew.method("ca2fl:buffer_size=3").server
-    fed = blobs([4, 4, 4, 4])
-    state, cache = rule.init(torch.zeros(2, dtype=torch.float64), fed), {}
+    state, cache, buffer = rule.init(torch.zeros(2, dtype=torch.float64), facts(4)), {}, []
     oracle = Oracle(np.zeros(2), 4, 3, 1.0)
     draws = np.random.default_rng(0)
     for round, clients in enumerate([[0], [0, 1], [2, 3], [0, 1, 2, 3], [1], [1], [1]]):
-        arrivals = []
         for client in clients:
             delta = draws.normal(size=2)
             oracle.arrive(client, delta)
-            arrivals.append(Update(client, 0, 5, 1.0, torch.tensor(delta), torch.zeros(0), {}, {}, {}))
-        state = rule.step(state, Updates(round, Aggregate(), arrivals, cached=cache.get))
-        cache |= {u.client: u.delta for u in arrivals}
+            buffer.append(an_update(client, delta, last=cache.get(client)))
+            if len(buffer) == rule.buffer():
+                state, buffer = rule.step(state, some_updates(buffer, round)), []
+            cache[client] = torch.tensor(delta)
         assert_close(state["v"].numpy(), oracle.v, TRAINING)
         assert_close(state["h"].numpy(), oracle.h, TRAINING)
 
@@ -100,12 +99,12 @@ def test_clients_that_repeat_their_update_move_the_model_by_the_mean_of_all():
     """Every cached update is right: whoever is in the buffer, the step is the mean over all clients."""
     rule = unskew.method("ca2fl:buffer_size=2").server
     deltas = np.random.default_rng(1).normal(size=(4, 3))
-    state = rule.init(torch.zeros(3, dtype=torch.float64), blobs([4] * 4))
+    state = rule.init(torch.zeros(3, dtype=torch.float64), facts(4))
     cache = {}
 
     def arrive(state, *clients):
-        arrivals = [Update(k, 0, 5, 1.0, torch.tensor(deltas[k]), torch.zeros(0), {}, {}, {}) for k in clients]
-        after = rule.step(state, Updates(0, Aggregate(), arrivals, cached=cache.get))
+        arrivals = [an_update(k, deltas[k], last=cache.get(k)) for k in clients]
+        after = rule.step(state, some_updates(arrivals))
         cache.update({u.client: u.delta for u in arrivals})
         return after
 
@@ -126,7 +125,7 @@ def test_the_cache_goes_on_after_an_interruption_in_memory_and_on_disk(tmp_path,
     assert bool(files) == (limit == 1500)
     if files:
         size = whole.summary["parameters"]
-        assert all(load_file(file)["update/delta"].shape == (size,) for file in files)
+        assert all(load_file(file)["delta"].shape == (size,) for file in files)
     torch.manual_seed(0)
     rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm())
     assert torch.equal(rest.vector, whole.vector)

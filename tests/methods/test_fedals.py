@@ -1,7 +1,6 @@
 """FedALS against a plain loop of modules and torch.optim, its identities, and its traffic."""
 
 import copy
-import dataclasses
 import itertools
 import math
 
@@ -310,21 +309,22 @@ def test_auto_measures_the_drift_keeps_the_budget_and_resumes(tmp_path, engine):
 
 
 def test_the_drift_that_auto_sees_is_the_consensus_distance():
-    """In the first round the head alone is averaged; its growth is its distance."""
-    chosen = method("fedals:auto,alpha=3,longest=6,budget=0.4")
-    seen = []
-    real = type(chosen.sync).observe
+    """The head is averaged in every round, the body in the third; a layer grows by its distance over its rounds."""
+    auto = method("fedals:auto,alpha=3,longest=6,budget=0.4").sync
+    grown = [(0.0, 0.0)]
 
-    class Watched(type(chosen.sync)):
-        def observe(self, state, round, distances, spec):
-            seen.append(distances.tolist())
-            return real(self, state, round, distances, spec)
+    class Watched(type(auto)):
+        def collect(self, state, updates):
+            after = super().collect(state, updates)
+            grown.append(after["growth"].tolist())
+            return after
 
-    watched = Watched(chosen.sync.first, chosen.sync.budget, chosen.sync.longest)
-    result = run(dataclasses.replace(chosen, sync=watched), rounds=2, diagnose="consensus", weights="uniform")
-    for row, (body, head) in zip(result.history, seen, strict=True):
-        assert body == near(row["consensus/first"], TRAINING)
+    watched = Watched(auto.first, auto.budget, auto.longest)
+    result = run(watched, rounds=3, diagnose="consensus", weights="uniform")
+    for t, row in enumerate(result.history):
+        body, head = (after - before for after, before in zip(grown[t + 1], grown[t], strict=True))
         assert head == near(row["consensus/head"], TRAINING)
+        assert body == (near(row["consensus/first"] / 3, TRAINING) if t == 2 else 0.0)
 
 
 def test_a_budget_below_one_average_an_epoch_is_refused():

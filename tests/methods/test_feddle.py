@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.delays import Arrivals
 from support.federations import SmallBatchNorm, blobs, with_server
+from support.protocol import an_update, some_updates
 from support.running import Stop, StopAfter
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 
@@ -18,7 +19,7 @@ from unskew.methods.catalogue import method
 from unskew.methods.feddle.feddle import Anchor, Feddle
 from unskew.methods.feddle.search import Directions, cosine, minimise, new_head, norms, scales, surrogate
 from unskew.models.vector import ModelSpec
-from unskew.protocol.messages import Aggregate, Update, Updates
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.training import Training
 from unskew.seeding import fold
 from unskew.simulation.server_training import ServerTrainer
@@ -45,7 +46,7 @@ class Server:
         self.spec = ModelSpec(module, (2, 6, 6), 3, dtype=FULL)
         self.bench = ServerTrainer(self.spec, fed, Training(precision="fp64"), torch.device("cpu"), cohort, True)
         self.rule = Feddle(**options)
-        self.state = self.rule.init(self.spec.flatten(), fed)
+        self.state = self.rule.init(self.spec.flatten(), FederationFacts.of(fed))
         self.b, self.round = self.spec.flatten_buffers(), 0
 
     @property
@@ -54,17 +55,14 @@ class Server:
 
     def arrive(self, *deltas, weights=None, born=None):
         """One round; returns the coefficients found."""
-        aggregate, updates = Aggregate(), []
+        single = []
         for k, delta in enumerate(deltas):
             weight = 1.0 if weights is None else weights[k]
             when = self.round if born is None else born[k]
-            updates.append(Update(k, when, 5, weight, delta, self.b, {}, {}, {}, b_start=self.b))
-            aggregate.add(updates[-1])
+            single.append(an_update(k, delta, when, weight, self.b, b_start=self.b, arrived=self.round))
         key = torch.tensor(100 + self.round)
-        made = Updates(
-            self.round, aggregate, updates, self.v, self.spec, key, (), 0, self.b, self.bench
-        )  # fmt: skip
-        self.state = {n: t for n, t in self.rule.step(self.state, made).items() if n != "b"}
+        arrived = some_updates(single, self.round, self.v, self.b, self.spec, key, at_server=self.bench)
+        self.state = {n: t for n, t in self.rule.step(self.state, arrived).items() if n != "b"}
         self.round += 1
         return self.state["found"]
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support import protocol
 from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
@@ -13,7 +14,7 @@ from unskew.generators.latent import LatentGenerator, choose, diversity
 from unskew.methods.fedgen import PURPOSE, FedGen
 from unskew.models.catalogue import build_model
 from unskew.models.trainable import Batch
-from unskew.protocol.rules import Aggregate, ClientRule, Context, Update, Updates
+from unskew.protocol.rules import ClientRule
 from unskew.seeding import fold, normal
 from unskew.tasks import Classification
 
@@ -95,10 +96,9 @@ def test_what_the_generator_minimises_equals_numpy(spec):
 
 def context(spec, rule, g, counts, round=0):
     b = spec.flatten_buffers()
-    return Context(
-        round=round, v_global=spec.flatten(), v_start=spec.flatten(), b_global=b, state={}, download={"g": g}, upload={},
-        spec=spec, model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(), key=torch.tensor(11),
-        lr=0.1, plain_sgd=True, steps=torch.tensor(4.0), weight=torch.tensor(1.0), class_counts=torch.tensor(counts),
+    return protocol.context(
+        spec, round=round, download={"g": g}, model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(),
+        key=torch.tensor(11), steps=torch.tensor(4.0), facts={"counts": torch.tensor(counts)},
     )  # fmt: skip
 
 
@@ -173,11 +173,8 @@ def updates_of(spec, heads, counts, round=0):
         delta = torch.zeros_like(v)
         delta[spec.parts["head"][0]] = torch.as_tensor(head) - spec.head_of(v)
         upload = {"fedgen": {"counts": torch.tensor(held, dtype=v.dtype)}}
-        individual.append(Update(k, round, 1, 1.0, delta, torch.zeros(0), upload, {}, {}))
-    aggregate = Aggregate()
-    for update in individual:
-        aggregate.add(update)
-    return Updates(round, aggregate, individual, v, spec, torch.tensor(100 + round))
+        individual.append(protocol.an_update(k, delta, round, upload=upload))
+    return protocol.some_updates(individual, round, v, spec=spec, key=torch.tensor(100 + round))
 
 
 def test_the_generator_is_trained_by_adam_whose_moments_last(spec):
@@ -268,6 +265,6 @@ def test_a_client_rule_that_asks_for_sums_gets_only_sums():
         train(Curious())
 
     class Reader(Curious):
-        needs = "individual"
+        needs = ("individual",)
 
     assert torch.equal(train(Reader()).vector, train("fedavg").vector)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import state_at
 from support.quadratic import Quadratics, problem
 from support.tolerance import TRAINING, assert_close
 
@@ -71,7 +72,7 @@ def test_fedrep_equals_numpy(spelling, head_steps, mu, engine):
     body, heads = oracle(A, b, 5, run.sampler.draw, head_steps, start, mu)
     assert_close(found[-1][: HIDDEN * 3], body, TRAINING)
     for k, head in heads.items():
-        assert_close(run.server.store.get(k)["model"]["v"][HIDDEN * 3 :], head, TRAINING)
+        assert_close(state_at(run.server, k).model[HIDDEN * 3 :], head, TRAINING)
     assert {k for k in range(4) if run.server.store.get(k)} == set(heads)
 
 
@@ -82,7 +83,7 @@ def test_what_is_frozen_does_not_move_by_a_bit():
         _, _, run = quadratics(f"fedrep:head_share={share}", participation=1.0)
         run.rounds(3)
         for k in range(4):
-            v = run.server.store.get(k)["model"]["v"]
+            v = state_at(run.server, k).model
             assert torch.equal(v[still], start[still])
             assert not torch.isclose(v[moved], start[moved]).any()
         assert torch.equal(run.server.v[head], start[head]), "the server never sees a head"

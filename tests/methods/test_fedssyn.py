@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.colours import Colours
 from support.federations import SmallBatchNorm
+from support.protocol import prepared
 from support.running import call
 from support.tolerance import assert_engines_agree
 
@@ -70,7 +71,8 @@ def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     fed = pictures(holdout=0.25)
     rule = Fedssyn(n_syn=7, generator="support.colours:Colours")
     made = rule.made(fed, 3, Workspace())
-    after, traffic = rule.prepare(fed, 3)
+    ready = prepared(rule, fed, 3)
+    after, traffic = ready.federation, dict(ready.traffic)
     parts = [synthetic_part(fed, after, k) for k in range(4)]
     assert [len(y) for _, y in parts] == [7] * 4
     dealt = multiset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
@@ -79,7 +81,7 @@ def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     size = 3 * 6 * 6 + 1
     assert traffic == dict.fromkeys(range(4), (7 * size, 7 * size))
     assert after.sizes.tolist() == [n + 7 for n in fed.sizes]
-    again, other = rule.prepare(fed, 3)[0], rule.prepare(fed, 4)[0]
+    again, other = prepared(rule, fed, 3).federation, prepared(rule, fed, 4).federation
     assert torch.equal(again.clients.x, after.clients.x)
     assert not torch.equal(other.clients.x, after.clients.x)
 
@@ -90,7 +92,7 @@ def test_the_permutation_is_uniform_over_places():
     rule = Fedssyn(n_syn=1, generator="support.colours:Colours", rho=1.0)
     ends = []
     for seed in range(200):
-        made, (after, _) = rule.made(fed, seed, Workspace()), rule.prepare(fed, seed)
+        made, after = rule.made(fed, seed, Workspace()), prepared(rule, fed, seed).federation
         ends.append(next(k for k in range(4) if torch.equal(after.clients[k].x[-1], made.x[0])))
     counts = np.bincount(ends, minlength=4)
     assert ((counts - 50) ** 2 / 50).sum() < 16.3  # 99.9%
@@ -133,7 +135,8 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     made = rule.made(fed, 0, Workspace())
     assert set(made.source.tolist()) == {0, 2, 3}
     assert 2 not in made.y.tolist()
-    after, traffic = rule.prepare(fed, 0)
+    ready = prepared(rule, fed)
+    after, traffic = ready.federation, dict(ready.traffic)
     shares = [after.clients[k].examples - SIZES[k] for k in range(4)]
     assert sum(shares) == len(made.y)
     assert max(shares) - min(shares) <= 1
@@ -146,32 +149,36 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
         ("1.5", "neither"),
     ):
         with pytest.raises(ConfigError, match=words):
-            replace(rule, refuse=refuse).prepare(fed, 0)
+            prepared(replace(rule, refuse=refuse), fed)
     with pytest.raises(ConfigError, match="there are 1 clients"):
-        replace(rule, refuse="5").prepare(pictures([9]), 0)
+        prepared(replace(rule, refuse="5"), pictures([9]))
     with pytest.raises(ConfigError, match="every client refuses"):
-        replace(rule, refuse="1.0").prepare(fed, 0)
+        train(replace(rule, refuse="1.0"), federation=fed)
     with pytest.raises(DataError, match="keep all of their images back"):
-        replace(rule, keep=lambda images, labels: labels < 0).prepare(fed, 0)
+        prepared(replace(rule, keep=lambda images, labels: labels < 0), fed)
     with pytest.raises(DataError, match="5 truth values"):
-        replace(rule, keep=lambda images, labels: labels).prepare(fed, 0)
+        prepared(replace(rule, keep=lambda images, labels: labels), fed)
 
 
 def test_ablations():
     fed = pictures()
     rule = Fedssyn(n_syn=6, generator="support.colours:Colours")
     made, size = rule.made(fed, 0, Workspace()), 3 * 6 * 6 + 1
-    same, cost = replace(rule, data="real").prepare(fed, 0)
+    ready = prepared(replace(rule, data="real"), fed)
+    same, cost = ready.federation, dict(ready.traffic)
     assert same is fed
     assert cost == {}
-    local, cost = replace(rule, data="local").prepare(fed, 0)
+    ready = prepared(replace(rule, data="local"), fed)
+    local, cost = ready.federation, dict(ready.traffic)
     assert cost == {}
     for k in range(4):
         assert torch.equal(synthetic_part(fed, local, k)[0], made.x[made.source == k])
-    central, cost = replace(rule, data="central_real").prepare(fed, 0)
+    ready = prepared(replace(rule, data="central_real"), fed)
+    central, cost = ready.federation, dict(ready.traffic)
     assert multiset(central.clients[0].x, central.clients[0].y) == multiset(fed.clients.x, fed.clients.y)
     assert cost[1] == (20 * size, 0)
-    central, cost = replace(rule, data="central_synthetic").prepare(fed, 0)
+    ready = prepared(replace(rule, data="central_synthetic"), fed)
+    central, cost = ready.federation, dict(ready.traffic)
     assert multiset(central.clients[0].x, central.clients[0].y) == multiset(made.x, made.y)
     assert cost[1] == (6 * size, 0)
     result = train(f"fedssyn:{MINE},n_syn=6,data=central_real")
@@ -186,19 +193,17 @@ def test_ablations():
 def test_steps_stay_as_many_and_real_samples_weigh():
     fed = pictures([16, 16, 16, 16])
     rule = Fedssyn(n_syn=16, generator="support.colours:Colours")
-    after = rule.prepare(fed, 0)[0]
-    assert rule.local_epochs(10, fed, after) == 5
-    assert rule.local_epochs(1, fed, after) == 1
-    assert replace(rule, match_steps=False).local_epochs(10, fed, after) == 10
+    assert [prepared(rule, fed, epochs=n).training.local_epochs for n in (10, 1)] == [5, 1]
+    assert prepared(replace(rule, match_steps=False), fed, epochs=10).training.local_epochs == 10
     # The paper: 50,000 images, as many synthetic ones, ten epochs.
     seen = {}
     for method in ("fedavg", f"fedssyn:{MINE},n_syn=16"):
         seen[method] = train(method, federation=fed, local_epochs=4).summary
     assert seen[f"fedssyn:{MINE},n_syn=16"]["local_epochs"] == 2
     assert "local_epochs" not in seen["fedavg"]
-    uneven = rule.prepare(pictures(), 0)[0]
-    assert [uneven.counted(k) for k in range(4)] == SIZES
-    assert [uneven.clients[k].examples for k in range(4)] == [n + 16 for n in SIZES]
+    uneven = prepared(rule, pictures())
+    assert [uneven.facts.size(k) for k in range(4)] == SIZES
+    assert [uneven.federation.clients[k].examples for k in range(4)] == [n + 16 for n in SIZES]
 
 
 HOSTS = [
@@ -216,10 +221,9 @@ HOSTS = [
 def test_a_sum_is_the_host_on_the_augmented_data_on_every_engine(host):
     """What a host makes of data that were augmented beforehand, to the bit, with uniform weights and matched epochs."""
     rule = Fedssyn(n_syn=15, generator="support.colours:Colours")
-    after = rule.prepare(pictures(), 0)[0]
-    epochs = rule.local_epochs(4, pictures(), after)
-    assert epochs == 1
-    plain = train(host, federation=replace(after, told={}, made=""), weights="uniform", local_epochs=epochs)
+    ready = prepared(rule, pictures())
+    assert ready.training.local_epochs == 1
+    plain = train(host, federation=ready.federation, weights="uniform", local_epochs=1)
     reference = train(f"fedssyn:{MINE},n_syn=15+{host}")
     assert torch.equal(reference.vector, plain.vector)
     for engine in ("processes", "vectorized"):
@@ -235,8 +239,8 @@ def test_before_feddle_it_is_feddle_on_the_augmented_data():
         return replace(fed, server=ServerData(torch.from_numpy(x), torch.arange(9) % 3, True))
 
     rule, host = Fedssyn(n_syn=15, generator="support.colours:Colours"), "feddle:epochs=2"
-    after = rule.prepare(pictures(), 0)[0]
-    plain = train(host, federation=served(replace(after, told={}, made="")), weights="uniform", local_epochs=1)
+    after = prepared(rule, pictures()).federation
+    plain = train(host, federation=served(after), weights="uniform", local_epochs=1)
     summed = train(f"fedssyn:{MINE},n_syn=15+{host}", federation=served(pictures()))
     assert torch.equal(summed.vector, plain.vector)
     assert not torch.equal(summed.vector, train(host, federation=served(pictures()), weights="uniform").vector)
@@ -426,9 +430,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr("support.colours.Wrong", Wrong, raising=False)
     words = Fedssyn(n_syn=2, generator="support.colours:Colours", keep=lambda images, labels: ["no", "yes"])
     with pytest.raises(DataError, match="keep must return 2 truth values"):
-        words.prepare(pictures(), 0)
+        prepared(words, pictures())
     with pytest.raises(DataError, match="must return uint8 images"):
-        replace(monkey, generator="support.colours:Wrong").prepare(pictures(), 0)
+        prepared(replace(monkey, generator="support.colours:Wrong"), pictures())
 
 
 def test_missing_libraries_are_named_before_anything_is_made(tmp_path, monkeypatch):

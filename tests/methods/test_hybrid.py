@@ -135,14 +135,20 @@ def test_a_server_with_a_clients_data_counts_as_that_client():
         assert_close(hybrid.model.norm.running_var, three.model.norm.running_var, TRAINING)
 
 
+class HalfReal(unskew.DataRule):
+    name, summary, paper = "half-real", "half of what clients hold is synthetic", "none"
+
+    def prepare(self, prepared, seed, workspace):
+        return replace(prepared, counted=prepared.federation.sizes // 2)
+
+
 def test_the_server_counts_by_its_samples_or_as_one_client():
     """However few samples clients have, and with synthetic ones beside, which count in no mean."""
     single = blobs([2, 2, 2])  # of two samples one is held out
-    made = blobs(SIZES)
-    made = replace(made, real_sizes=made.sizes // 2)
-    for fed in (single, made):
+    for fed, before in ((single, []), (blobs(SIZES), [HalfReal()])):
         for weights, n_s in (("samples", len(fed.server.y)), ("uniform", 1)):
-            by_itself, asked = (train(m, fed=fed, weights=weights, delay="none") for m in ("hfcl", f"hfcl:n_s={n_s}"))
+            methods = ([*before, "hfcl"], [*before, f"hfcl:n_s={n_s}"])
+            by_itself, asked = (train(m, fed=fed, weights=weights, delay="none") for m in methods)
             assert torch.equal(by_itself.vector, asked.vector)
 
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from support.protocol import an_update, facts, some_updates, state_at
 from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, oracle, problem, sizes
 from support.tolerance import TRAINING, assert_close
 
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import make, method
+from unskew.methods.catalogue import method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
-from unskew.protocol.rules import Aggregate, Update, Updates
 from unskew.protocol.training import Training
 
 
@@ -89,7 +89,7 @@ def test_scaffolds_server_variate_is_the_mean_over_all_clients(momentum):
     training = Training(local_steps=4, batch_size=2, lr=0.01, momentum=momentum, precision="fp64")
     run = Quadratics(A, b, "scaffold", training, participation=0.5)
     run.rounds(7)
-    held = [run.server.store.get(k).get("scaffold", {}).get("c") for k in range(4)]
+    held = [state_at(run.server, k).rules.get("scaffold", {}).get("c") for k in range(4)]
     assert any(c is not None for c in held)
     mean = sum(c for c in held if c is not None) / 4
     assert_close(run.server.rules["scaffold"]["c"], mean, TRAINING)
@@ -104,7 +104,7 @@ def test_scaffolds_variate_is_the_mean_gradient_also_with_momentum():
         seen.append(gradient(A[0], b[0], v))
         buffer = 0.9 * buffer + seen[-1]
         v = v - LR * buffer
-    assert_close(run.server.store.get(0)["scaffold"]["c"], np.mean(seen, axis=0), TRAINING)
+    assert_close(state_at(run.server, 0).rules["scaffold"]["c"], np.mean(seen, axis=0), TRAINING)
 
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
@@ -136,13 +136,11 @@ def test_sums_apply_both_rules():
 
 
 def updates_of(delta, round=0):
-    aggregate = Aggregate()
-    aggregate.add(Update(0, round, 1, 1.0, torch.tensor(delta), torch.zeros(0), {}, {}, {}))
-    return Updates(round, aggregate)
+    return some_updates([an_update(delta=delta, round=round)], round)
 
 
 def steps_of(rule, deltas):
-    state = rule.init(torch.zeros(len(deltas[0]), dtype=torch.float64), None)
+    state = rule.init(torch.zeros(len(deltas[0]), dtype=torch.float64), facts(1))
     for delta in deltas:
         state = rule.step(state, updates_of(delta))
     return state
@@ -207,7 +205,7 @@ def test_paper_defaults():
 
 def test_options_are_typed():
     assert method("fedavgm:nesterov=true,beta=0.5").server == FedAvgM(beta=0.5, nesterov=True)
-    assert make(FedAvgM, beta="1e-1").beta == 0.1
+    assert method("fedavgm", beta="1e-1").server.beta == 0.1
 
 
 def test_an_option_beyond_all_numbers_is_refused():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.federations import blobs
+from support.protocol import state_at
 from support.quadratic import Quadratics, problem
 from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
@@ -95,7 +96,7 @@ def test_a_data_rule_changes_what_clients_hold_and_is_paid_for():
 class Median(ServerRule):
     """Coordinate-wise median of the updates: needs each of them."""
 
-    name, summary, paper, needs = "median", "for tests", "none", "individual"
+    name, summary, paper, needs = "median", "for tests", "none", ("individual",)
 
     def step(self, state, updates):
         deltas = torch.stack([u.delta for u in updates])
@@ -120,7 +121,7 @@ def test_a_server_rule_may_need_individual_updates(engine):
 
 def test_a_server_rule_that_asks_for_sums_gets_only_sums():
     class Curious(Median):
-        needs = "sum"
+        needs = ()
 
     with pytest.raises(ConfigError, match="single updates"):
         run(Curious())
@@ -163,7 +164,7 @@ def test_a_client_that_never_took_part_has_no_state():
     sim.rounds(1)
     (took_part,) = sim.sampler.draw(0)
     for k in range(4):
-        assert ("scaffold" in sim.server.store.get(k)) == (k == took_part)
+        assert ("scaffold" in state_at(sim.server, k).rules) == (k == took_part)
 
 
 def test_clients_of_any_sequence_can_be_registered_by_the_million():

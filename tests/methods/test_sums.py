@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from support.protocol import state_at
 from support.quadratic import Quadratics, gradient, problem
 from support.tolerance import TRAINING, assert_close
 
 from unskew.methods.catalogue import method
+from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ServerRule
 from unskew.protocol.training import Training
 from unskew.simulation.network import Network
@@ -94,7 +96,7 @@ def test_a_variate_counts_one_gradient_a_step(rule, outer):
 class Norms(ServerRule):
     """FedExP's step, from the updates one by one."""
 
-    name, summary, paper, needs = "norms", "for tests", "none", "individual"
+    name, summary, paper, needs = "norms", "for tests", "none", ("individual",)
 
     def step(self, state, updates):
         squares = sum(u.weight * float(u.delta.square().sum()) for u in updates) / updates.aggregate.weight
@@ -136,9 +138,9 @@ def test_auto_sets_its_periods_although_nobody_reports_at_the_end_of_an_epoch(mo
     monkeypatch.setattr(Network, "drops", lambda self, t, client: t == 5)
     _, _, mine = run("fedals:auto,alpha=3,longest=6,budget=0.6", 1.0)
     mine.rounds(6)
-    assert int(mine.server.travel.state["begun"]) == 0
+    assert int(mine.server.rules["fedals"]["begun"]) == 0
     mine.rounds(1)
-    state = mine.server.travel.state
+    state = mine.server.rules["fedals"]
     assert int(state["begun"]) == 7
     assert state["synced"].tolist() == [6.0, 6.0]
 
@@ -152,8 +154,9 @@ def test_an_interval_that_another_method_left_at_a_client_is_over():
         _, _, mine = run("scaffold", 1.0)
         mine.server.rules["scaffold"] = first.server.rules["scaffold"]
         for k in range(4):
-            kept = first.server.store.get(k)["scaffold"]
-            mine.server.store.put(k, {"scaffold": {name: kept[name] for name in names}})
+            held = state_at(first.server, k).rules["scaffold"]
+            own = ClientState({"scaffold": {name: held[name] for name in names}})
+            mine.server.store.put(k, own.tensors())
         mine.rounds(2)
         variates.append(mine.server.rules["scaffold"]["c"])
     assert torch.equal(*variates)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import state_at
 from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, problem
 from support.tolerance import MAGNIFIED, TRAINING, assert_close
 from torch import nn
@@ -108,7 +109,7 @@ def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
         for t in range(3):
             for _ in range(STEPS):
                 v = v - LR * (gradient(A[k], b[k], v) + lam * (v - xs[t]))
-        assert_close(run.server.store.get(k)["ditto"]["v"], v, TRAINING)
+        assert_close(state_at(run.server, k).rules["ditto"]["v"], v, TRAINING)
 
 
 def test_dittos_personal_models_serve_their_clients_better_than_the_global_one():

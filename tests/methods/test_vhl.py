@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import context, holdings, prepared
 from support.running import Stop, StopAfter, assert_same_run
 from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
@@ -16,7 +17,7 @@ from unskew.generators.virtual.clusters import gaussian
 from unskew.generators.virtual.style import modulated, style_images
 from unskew.methods.vhl import VHL, align
 from unskew.models.trainable import Batch
-from unskew.protocol.rules import ClientRule, Context
+from unskew.protocol.rules import ClientRule
 from unskew.tasks import Classification
 
 SIZES = [12, 23, 17]
@@ -67,13 +68,17 @@ def test_the_loss_equals_numpy(step, aligned):
     net = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3))
     spec = unskew.ModelSpec(net, (2, 6, 6), 3, dtype=torch.float64)
     rule = VHL(per_class=4, lam=0.7, virtual=0.3, align_epochs=2, virtual_batch=5, temperature=0.5)
-    fed, _ = rule.prepare(blobs(SIZES), 0)
-    ctx = Context(
-        round=0, v_global=spec.flatten(), v_start=spec.flatten(), b_global=spec.flatten_buffers(), state={}, download={},
-        upload={}, spec=spec, model=lambda u, x, track=True: spec.forward(u, spec.flatten_buffers(), x),
-        task=Classification(), key=torch.tensor(11), lr=0.1, plain_sgd=True, steps=torch.tensor(9.0),
-        weight=torch.tensor(1.0), epoch_steps=torch.tensor(3.0), common=fed.common["vhl"],
-    )  # fmt: skip
+    ready = prepared(rule, blobs(SIZES))
+    fed, common = ready.federation, ready.common["vhl"]
+    ctx = context(
+        spec,
+        model=lambda u, x, track=True: spec.forward(u, spec.flatten_buffers(), x),
+        task=Classification(),
+        key=torch.tensor(11),
+        epoch_steps=torch.tensor(3.0),
+        common=common,
+        facts=rule.facts(holdings(fed, 1)),
+    )
     carry = rule.begin(ctx)
     batch = Batch(fed.clients[1].x[:6].double(), fed.clients[1].y[:6], torch.tensor(0), torch.tensor(step))
 
@@ -84,7 +89,7 @@ def test_the_loss_equals_numpy(step, aligned):
 
     w1, b1, w2, b2 = (p.numpy() for p in spec.parameters(spec.flatten()).values())
     at = (int(carry["start"]) + 5 * step + np.arange(5)) % 12
-    x, virtual = batch.x.numpy().reshape(6, -1), fed.common["vhl"]["x"].double().numpy()[at].reshape(5, -1)
+    x, virtual = batch.x.numpy().reshape(6, -1), common["x"].double().numpy()[at].reshape(5, -1)
     y, labels = batch.y.numpy(), at % 3
     h, h_virtual = np.tanh(x @ w1.T + b1), np.tanh(virtual @ w1.T + b1)
     expected = cross_entropy(h @ w2.T + b2, y) + 0.3 * cross_entropy(h_virtual @ w2.T + b2, labels)
@@ -113,7 +118,7 @@ class EpochSteps(ClientRule):
     def end(self, ctx, carry, v):
         ctx.upload["steps"] = ctx.epoch_steps
 
-    def server_init(self, v, federation):
+    def server_init(self, v, facts):
         return {"sum": torch.zeros((), dtype=v.dtype)}
 
     def collect(self, state, updates):
@@ -131,7 +136,7 @@ def test_clients_know_the_length_of_an_epoch(engine):
 def test_features_come_nearer_to_the_virtual_ones_of_their_class():
     """On test samples: the cosine with virtual features of the same class, less that with the others."""
     fed = blobs([60, 60], skew=False)
-    common = VHL().prepare(fed, 0)[0].common["vhl"]
+    common = prepared(VHL(), fed).common["vhl"]
 
     def margin(method):
         torch.manual_seed(0)
@@ -208,20 +213,20 @@ def test_a_modulated_convolution_is_one_kernel_per_sample():
 @pytest.mark.parametrize("source", ["gaussian", "style"])
 def test_clients_see_the_virtual_set_as_they_see_their_data(source):
     """Pixels, normalised by the engine's own normaliser, are standardised but for rounding and the ends of the range."""
-    fed, _ = VHL(source=source).prepare(images(), 0)
-    sent = fed.common["vhl"]
+    rule, fed = VHL(source=source), images()
+    sent, own = prepared(rule, fed).common["vhl"], rule.facts(holdings(fed, 0))
     assert sent["x"].dtype == torch.uint8
     theirs = Normaliser(fed.normalisation, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
-    assert_close(sent["x"].double() * sent["factor"] + sent["offset"], theirs, MAGNIFIED)
+    assert_close(sent["x"].double() * own["factor"] + own["offset"], theirs, MAGNIFIED)
     assert abs(float(theirs.mean())) < 0.05
     assert float(theirs.std()) == pytest.approx(1, abs=0.15)
     raw = dataclasses.replace(images(), normalisation=None)
-    unscaled = VHL(source=source).prepare(raw, 0)[0].common["vhl"]
-    assert float((unscaled["x"] * unscaled["factor"] + unscaled["offset"]).mean()) == pytest.approx(127.5, abs=5)
+    unscaled, own = prepared(rule, raw).common["vhl"], rule.facts(holdings(raw, 0))
+    assert float((unscaled["x"] * own["factor"] + own["offset"]).mean()) == pytest.approx(127.5, abs=5)
 
 
 def test_the_seed_decides_the_virtual_set():
-    sets = [VHL().prepare(images(), seed)[0].common["vhl"]["x"] for seed in (0, 0, 1)]
+    sets = [prepared(VHL(), images(), seed).common["vhl"]["x"] for seed in (0, 0, 1)]
     assert torch.equal(sets[0], sets[1])
     assert not torch.equal(sets[0], sets[2])
 
@@ -249,6 +254,6 @@ def test_what_it_cannot_do_is_said():
         unskew.run(table, method="vhl:source=style", model="logistic", rounds=1)
     tokens = images(np.int64, (5,))
     with pytest.raises(unskew.UnskewError, match="token ids"):
-        VHL().prepare(tokens, 0)
+        unskew.run(tokens, method="vhl", model="logistic", rounds=1)
     with pytest.raises(unskew.UnskewError, match="vhl appears twice"):
         unskew.method("vhl+vhl:lam=2")

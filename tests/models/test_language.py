@@ -28,6 +28,7 @@ from unskew.methods.catalogue import CATALOGUE, method, rule_class
 from unskew.models.catalogue import resolve_model
 from unskew.models.groups import layer_groups, split_at
 from unskew.models.vector import ModelSpec
+from unskew.protocol.workspace import Prepared
 from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
@@ -53,12 +54,12 @@ def texts(tmp_path_factory):
 
 
 def options(opt, texts, **changes):
-    given = {
+    usual = {
         "data": f"text:{texts}", "text": {"columns": ["premise", "hypothesis"], "block": 14}, "model": {"hf": str(opt)},
         "partition": "sorted:genre", "clients": 3, "rounds": 2, "local_steps": 2, "batch_size": 4, "optimizer": "adamw",
         "lr": 0.01, "precision": "fp64", "engine": "inline", "workers": 2,
     }  # fmt: skip
-    return {**given, **changes}
+    return {**usual, **changes}
 
 
 def run(opt, texts, out=None, **changes):
@@ -222,13 +223,13 @@ def test_texts_become_tokens_that_follow_one_another(texts, opt):
     )
     words = tokenizer()
     expected = {tuple(words(row["premise"] + "\n" + row["hypothesis"])["input_ids"]) for row in rows(60)}
-    found = set()
+    pairs = set()
     for client in fed.clients:
         for x, y in zip(client.x, client.y, strict=True):
             n = int((y >= 0).sum())
             assert x[1 : n + 1].tolist() == y[:n].tolist()[: len(x) - 1] or n == len(x)
-            found.add((*x[:n].tolist(), int(y[n - 1])))
-    assert found == expected
+            pairs.add((*x[:n].tolist(), int(y[n - 1])))
+    assert pairs == expected
     counts, names = fed.holdings()
     assert names == GENRES
     assert counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
@@ -282,10 +283,10 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
 
 
 def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
-    def refused(error, words, name=f"text:{texts}", **given):
-        given = {"partition": "iid", "clients": 2, "tokenizer": "bytes", "text": ["premise"], **given}
+    def refused(error, words, name=f"text:{texts}", **options):
+        options = {"partition": "iid", "clients": 2, "tokenizer": "bytes", "text": ["premise"], **options}
         with pytest.raises(error, match=words):
-            load_federation(name, **given)
+            load_federation(name, **options)
 
     refused(ConfigError, "Texts need a tokeniser", tokenizer=None)
     refused(DataError, "tokeniser '/nowhere' cannot be loaded", tokenizer="/nowhere")
@@ -309,9 +310,9 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
     short = write_jsonl(tmp_path / "short.jsonl", [{"text": "?"}, {"text": "!"}])
     words = tmp_path / "words"
     shutil.copytree(opt, words)
-    made = json.loads((words / "tokenizer.json").read_text())
-    made["post_processor"] = None
-    (words / "tokenizer.json").write_text(json.dumps(made))
+    content = json.loads((words / "tokenizer.json").read_text())
+    content["post_processor"] = None
+    (words / "tokenizer.json").write_text(json.dumps(content))
     refused(DataError, "no next token to predict", name=f"text:{short}", text=(), tokenizer=str(words))
 
 
@@ -423,9 +424,11 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
     import peft
     from transformers import OPTForCausalLM
 
-    given = options(opt, texts, model={"hf": str(opt), "lora": LORA}, clients=1, partition="iid", rounds=1, holdout=0.0)
-    given |= {"local_steps": 4, "batch_size": 1000, "weight_decay": 0.1}
-    config = experiment(given)
+    values = options(
+        opt, texts, model={"hf": str(opt), "lora": LORA}, clients=1, partition="iid", rounds=1, holdout=0.0
+    )
+    values |= {"local_steps": 4, "batch_size": 1000, "weight_decay": 0.1}
+    config = experiment(values)
     result = run_experiment(config)
     fed = load_federation(
         f"text:{texts}",
@@ -444,11 +447,11 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
 
     spec = initial_spec(config, fed, None, method("fedavg"))
     start = spec.parameters(spec.flatten())
-    found = dict(theirs.named_parameters())
+    weights = dict(theirs.named_parameters())
     mine = {n: "base_model.model." + n.removeprefix("net.") for n in start}
     with torch.no_grad():
         for name, value in start.items():
-            found[mine[name]].copy_(value)
+            weights[mine[name]].copy_(value)
     optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], 0.01, weight_decay=0.1)
     x, y = fed.clients[0].x, fed.clients[0].y
     for _ in range(4):
@@ -458,7 +461,7 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
         optimizer.step()
     moved = dict(result.model.named_parameters())
     for name in start:
-        assert_close(moved[name], found[mine[name]], FEW, dtype=torch.float32)  # their softmax is in float32
+        assert_close(moved[name], weights[mine[name]], FEW, dtype=torch.float32)  # their softmax is in float32
         assert not torch.equal(moved[name], start[name])
 
 
@@ -475,13 +478,13 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     assert about["model"] == f"hf:{opt}"
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}
-    from unskew.runs.data import load_data
+    from unskew.data.load import federation_of
 
-    fed = load_data(config)
+    fed = federation_of(config.data_spec, config.seed)
     from unskew.runs.model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
-    session = Session(config, fed, spec, method("fedavg"), pick_device("cpu"), None, [])
+    session = Session(config, Prepared(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"), None, [])
     frozen = [p for p in spec.module.parameters() if not p.requires_grad]
     copies = [p for p in session.evaluator.model.module.parameters() if not p.requires_grad]
     assert len(frozen) > 30
@@ -516,13 +519,13 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
 
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
-    from unskew.runs.data import load_data
+    from unskew.data.load import federation_of
     from unskew.runs.model import initial_spec
 
-    fed, chosen = load_data(config), method(config.method)
-    spec = initial_spec(config, fed, None, chosen)
+    fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
+    spec = initial_spec(config, fed, None, rule)
     start = spec.flatten()
-    session = Session(config, fed, spec, chosen, pick_device("cpu"), None, [Watching()])
+    session = Session(config, Prepared(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()])
     session.go(resume=False)
     body, head = split_at(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)
@@ -541,13 +544,13 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 def test_a_resumed_run_equals_an_uninterrupted_one(lora, opt, texts, tmp_path):
-    given = {
+    settings = {
         "method": "fedals:alpha=2,split=1+scaffold",
         "model": {"hf": str(opt), "lora": lora},
         "checkpoint_every": 1,
     }
-    run(opt, texts, tmp_path / "whole", rounds=4, **given)
-    run(opt, texts, tmp_path / "parts", rounds=2, **given)
+    run(opt, texts, tmp_path / "whole", rounds=4, **settings)
+    run(opt, texts, tmp_path / "parts", rounds=2, **settings)
     resume(tmp_path / "parts", rounds=4)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
@@ -555,11 +558,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(lora, opt, texts, tmp_path):
 def test_a_run_is_not_resumed_on_another_base(opt, texts, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(opt, base)
-    given = options(
+    settings = options(
         opt, texts, model={"hf": str(base), "lora": LORA}, text={"columns": ["premise"], "tokenizer": "bytes"}
     )
-    given["model_options"] = {"pretrained": False, "config": {"vocab_size": 257}}
-    unskew.run(**given, out=tmp_path / "run")
+    settings["model_options"] = {"pretrained": False, "config": {"vocab_size": 257}}
+    unskew.run(**settings, out=tmp_path / "run")
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["model_options"] == {"lora": LORA, "pretrained": False, "config": {"vocab_size": 257}}
     changed = json.loads((base / "config.json").read_text())
@@ -608,9 +611,9 @@ def test_a_model_is_written_as_a_name_or_as_a_mapping(opt):
 
 
 def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path):
-    def refused(words, name=opt, task="language", **given):
+    def refused(words, name=opt, task="language", **changes):
         with pytest.raises(ConfigError, match=words):
-            resolve_model(f"hf:{name}", (9,), 24, given, task)
+            resolve_model(f"hf:{name}", (9,), 24, changes, task)
 
     old = tmp_path / "old"
     shutil.copytree(opt, old)

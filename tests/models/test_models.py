@@ -12,7 +12,9 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from unskew.errors import ConfigError
 from unskew.models.catalogue import MODELS, build_model, resolve_model
-from unskew.models.zoo.vision import CNNA, MLP, PaddedShortcut, ResNet20
+from unskew.models.zoo.cnn import CNNA
+from unskew.models.zoo.resnet import PaddedShortcut, ResNet20
+from unskew.models.zoo.vision import MLP
 
 BUILT = [name for name, entry in MODELS.items() if not entry.pretrained]
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
@@ -219,8 +221,8 @@ def test_resolve_returns_a_module_as_it_is():
 def test_resolve_gives_a_factory_what_it_names():
     seen = []
 
-    def make(**given):
-        seen.append(given)
+    def make(**arguments):
+        seen.append(arguments)
         return nn.Identity()
 
     resolve_model(lambda: make(), (4,), 2)

@@ -31,17 +31,17 @@ def folders(tmp_path_factory):
     from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 
     torch.manual_seed(3)
-    made = {
+    folders = {
         "resnet-18": ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=5)),
         "vit-b16": ViTForImageClassification(ViTConfig(**VIT, num_labels=5)),
     }
-    for name, model in made.items():
+    for name, model in folders.items():
         folder = tmp_path_factory.mktemp(name)
         model.save_pretrained(folder)
-        made[name] = folder
+        folders[name] = folder
     scale = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"shortest_edge": 16}}
-    (made["resnet-18"] / "preprocessor_config.json").write_text(json.dumps(scale))
-    return made
+    (folders["resnet-18"] / "preprocessor_config.json").write_text(json.dumps(scale))
+    return folders
 
 
 def federation(channels=3, sizes=(9, 14, 6), side=8):
@@ -57,9 +57,9 @@ def federation(channels=3, sizes=(9, 14, 6), side=8):
 
 def options(kind, folders, **changes):
     sized = {"size": 16} if kind == "resnet-18" else {}
-    given = {"weights": str(folders[kind]), **sized, **changes.pop("model_options", {})}
+    model_options = {"weights": str(folders[kind]), **sized, **changes.pop("model_options", {})}
     shared = {"rounds": 2, "local_steps": 2, "batch_size": 5, "lr": 0.05, "precision": "fp64", "workers": 2}
-    return {"model": kind, "model_options": given, **shared, "engine": "inline", **changes}
+    return {"model": kind, "model_options": model_options, **shared, "engine": "inline", **changes}
 
 
 CASES = [(kind, channels) for kind in KINDS for channels in (1, 3)]
@@ -134,11 +134,11 @@ def test_the_body_is_that_of_the_folder_and_a_trained_model_saves_and_loads_exac
 
     sized = {"size": 16} if kind == "resnet-18" else {"lora": None}
     module = build_model(kind, (3, 8, 8), 3, weights=str(folders[kind]), **sized)
-    kept = load_file(folders[kind] / "model.safetensors")
+    saved = load_file(folders[kind] / "model.safetensors")
     from transformers import AutoModelForImageClassification
 
     plain = AutoModelForImageClassification.from_pretrained(folders[kind]).state_dict()
-    assert len(kept) == len(plain)
+    assert len(saved) == len(plain)
     for name, tensor in module.net.state_dict().items():
         if not name.startswith("classifier"):
             assert torch.equal(tensor, plain[name]), name
@@ -149,7 +149,7 @@ def test_the_body_is_that_of_the_folder_and_a_trained_model_saves_and_loads_exac
     pixels = torch.rand(4, 3, 8, 8)
     with torch.no_grad():
         assert torch.equal(again(pixels), result.model(pixels))
-    assert again.given == result.model.given
+    assert again.preprocessing == result.model.preprocessing
 
 
 def test_lora_of_images_is_added_to_the_weights_when_saved(folders, tmp_path):
@@ -175,17 +175,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind, folders, tmp_path):
 
 def test_without_weights_the_architecture_is_known():
     tiny = build_model("vit-b16", (1, 8, 8), 3, pretrained=False, config=VIT)
-    assert (tiny.size, tiny.given["image_mean"]) == (16, list(HALVES[0]))
+    assert (tiny.size, tiny.preprocessing["image_mean"]) == (16, list(HALVES[0]))
     tiny = build_model("resnet-18", (3, 8, 8), 3, pretrained=False, config=RESNET, size=16)
-    assert tiny.given["image_mean"] == list(IMAGENET[0])
+    assert tiny.preprocessing["image_mean"] == list(IMAGENET[0])
     from transformers import AutoConfig
 
-    known = AutoConfig.for_model("resnet", **RESNET18)
-    assert (known.embedding_size, known.hidden_sizes, known.layer_type) == (64, [64, 128, 256, 512], "basic")
+    config = AutoConfig.for_model("resnet", **RESNET18)
+    assert (config.embedding_size, config.hidden_sizes, config.layer_type) == (64, [64, 128, 256, 512], "basic")
     with torch.device("meta"):
         from transformers import AutoModelForImageClassification
 
-        full = AutoModelForImageClassification.from_config(known)
+        full = AutoModelForImageClassification.from_config(config)
     assert (
         sum(p.numel() for p in full.parameters() if p.dim() > 0) - 512 * full.config.num_labels - full.config.num_labels
         == 11_176_512
@@ -201,9 +201,9 @@ def test_the_same_weights_for_the_same_seed(folders):
 
 
 def test_models_of_images_that_cannot_be_are_refused(folders, tmp_path):
-    def refused(words, name="resnet-18", shape=(3, 8, 8), **given):
+    def refused(words, name="resnet-18", shape=(3, 8, 8), **changes):
         with pytest.raises(ConfigError, match=words):
-            build_model(name, shape, 3, **given)
+            build_model(name, shape, 3, **changes)
 
     refused("needs an image shape", shape=(4,))
     refused("cannot be loaded", weights="no-such-model")

@@ -52,10 +52,10 @@ def test_body_and_head_are_found_or_named():
         def forward(self, x):
             return self.out(torch.tanh(self.first(x.flatten(1))))
 
-    found = spec_of(Reversed())
-    assert (found.head_name, found.layers) == ("out", ["first", "out"])
-    assert found.parts["head"] == [slice(0, 15)]
-    assert spec_of(Reversed(), head="first").parts["head"] == [slice(15, found.size)]
+    spec = spec_of(Reversed())
+    assert (spec.head_name, spec.layers) == ("out", ["first", "out"])
+    assert spec.parts["head"] == [slice(0, 15)]
+    assert spec_of(Reversed(), head="first").parts["head"] == [slice(15, spec.size)]
     with pytest.raises(ConfigError, match=r"no module 'fcc' to use as head. Modules: conv"):
         spec_of(head="fcc")
     bare = ModelSpec(nn.Linear(4, 3), (4,), 3)
@@ -192,10 +192,10 @@ def test_normalisation_is_the_textbook_formula_and_leaves_the_data_alone():
     assert_close(out, (scaled - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1), MAGNIFIED)
     floats = torch.randn(30, 4)
     floats[:, 2] = 7.0  # a constant feature must not become NaN
-    kept = floats.clone()
+    before = floats.clone()
     fit = unskew.Normalisation.fit(floats)
     out = Normaliser(fit, (4,), torch.float32, torch.device("cpu"))(floats)
-    assert torch.equal(floats, kept)
+    assert torch.equal(floats, before)
     assert_close(out.mean(0), 0, FEW)
     assert_close(out.std(0, correction=0)[[0, 1, 3]], 1, FEW)
 

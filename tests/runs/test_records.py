@@ -4,31 +4,25 @@ import json
 import math
 
 import numpy as np
-from support.tolerance import FEW, near, assert_close
 import pytest
 import torch
-from support.federations import SmallBatchNorm, blobs
-from rich.console import Console
-from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
-from support.running import metrics, summary
 from safetensors.torch import load_file
-from torch import nn
+from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
+from support.federations import SmallBatchNorm, blobs
+from support.running import metrics, summary
+from support.tolerance import FEW, assert_close, near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import megabytes, partition_table, percent, summary_table
 from unskew.comparison.compare import Comparison, folder_name, mean_std
-from unskew.comparison.target import rounds_to
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
-from unskew.plots.curves import clients_by_class, convergence, sign_histogram, signs
+from unskew.plots.curves import clients_by_class, convergence, signs
 from unskew.plots.figure import new_figure
-from unskew.records.recorder import Recorder
+from unskew.records.recorder import Recorder, reaching
 from unskew.records.result import read_history
-from unskew.simulation.evaluate import ClientScores, Evaluator
-from unskew.tasks import TASKS
-
-
+from unskew.simulation.evaluate import ClientScores
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +32,6 @@ def _seed():
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
 
 
 def test_accuracy_per_client_by_hand():
@@ -245,8 +231,6 @@ def test_clients_are_judged_with_their_own_statistics(tmp_path):
 # ---- the recorder -----------------------------------------------------------------------------------------------------
 
 
-
-
 def test_lines_are_valid_json_whatever_the_figures(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.round(row(1, loss_x=math.nan, up=math.inf))
@@ -265,8 +249,8 @@ def test_best_is_the_first_of_equals():
     for t, accuracy in enumerate([0.1, None, 0.7, 0.3, 0.7], start=1):
         recorder.round(row(t, accuracy))
     assert recorder.best() == (0.7, 3)
-    assert recorder.rounds_to(0.2) == 3
-    assert recorder.rounds_to(0.9) is None
+    assert reaching(recorder.history, 0.2) == recorder.history[2]
+    assert reaching(recorder.history, 0.9) is None
 
 
 def test_recorder_goes_back_to_a_round(tmp_path):
@@ -293,7 +277,7 @@ def test_method_figures_are_in_the_metrics(tmp_path):
     class Counting(unskew.ServerRule):
         name, summary, paper = "counting", "", ""
 
-        def init(self, v, federation):
+        def init(self, v, facts):
             return {"v": v, "n": torch.zeros(())}
 
         def step(self, state, updates):
@@ -339,8 +323,6 @@ def test_model_file_is_the_result(tmp_path):
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-
-
 def test_comparison_rows_by_hand():
     curves = {"a": [[0.1, 0.6], [0.5, 0.7]], "b": [[0.1, 0.2], [0.9, 0.9]]}
     histories = {
@@ -356,7 +338,7 @@ def test_comparison_rows_by_hand():
     for words in ("a", "65.0 ± 7.1", "1.5", "1 of 2 seeds", "rounds to 50.0%"):
         assert words in text
     assert mean_std([0.3]) == (0.3, 0.0)
-    assert rounds_to([row(1, None), row(2, 0.4)], 0.4) == 2
+    assert reaching([row(1, None), row(2, 0.4)], 0.4) == row(2, 0.4)
 
 
 def test_numbers_as_text():
@@ -393,6 +375,9 @@ def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
     assert {bar.get_width() for bar in axis.patches} == {2}
     row = {"round": 1, "coefficients/positive": 3, "coefficients/negative": 2}
-    assert sign_histogram([row, {"round": 2}], tmp_path / "a.png").stat().st_size > 0
-    assert sign_histogram([{"round": 1}], tmp_path / "b.png") is None
+    unskew.method("feddle").server.draw([row, {"round": 2}], tmp_path)
+    assert (tmp_path / "coefficients.png").stat().st_size > 0
+    (tmp_path / "b").mkdir()
+    unskew.method("feddle").server.draw([{"round": 1}], tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir())
     assert not (tmp_path / "b.png").exists()

@@ -1,6 +1,7 @@
 """Delays: when updates arrive, who may be drawn, what the server makes of it, and resuming with updates on their way."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -8,15 +9,17 @@ import torch
 from safetensors.torch import load_file
 from support.delays import Arrivals
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import an_update, some_updates
 from support.running import call
 from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.protocol.messages import Aggregate, Update, Updates
+from unskew.protocol.updates import Updates
 from unskew.runs import session
 from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.delays import Delays
+from unskew.simulation.intake import Intake, empty
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
@@ -283,28 +286,25 @@ def test_traffic_is_counted_when_it_crosses_the_network(buffers):
 
 def test_fedbuff_moves_when_its_buffer_is_full():
     """Deltas 1, 2, 3 ... one after the other, against a loop over them."""
-    rule = unskew.method("fedbuff:buffer_size=3,eta=0.5").server
-    state = rule.init(torch.zeros(2, dtype=torch.float64), None)
-    expected, buffer, number = np.zeros(2), [], 0
+    method = unskew.method("fedbuff:buffer_size=3,eta=0.5")
+    rule, state = method.server, {"v": torch.zeros(2, dtype=torch.float64)}
+    expected, buffer, number, waiting = np.zeros(2), [], 0, empty(method, method.server)
     for arrivals in (2, 5, 1, 4, 0, 7):
-        sizes, parts, room = rule.portions(state), [], 0
+        intake = Intake(method, rule, nullcontext, waiting)
         for _ in range(arrivals):
             number += 1
             delta = np.array([number, number**2], float)
-            if not room:
-                parts.append(Aggregate())
-                room = next(sizes)
-            update = Update(0, 0, 5, 1.0, torch.tensor(delta), torch.zeros(0), {}, {}, {})
-            parts[-1].add(update)
-            room -= 1
+            intake.add(an_update(delta=delta))
             buffer.append(delta)
             if len(buffer) == 3:
                 expected += 0.5 * np.mean(buffer, axis=0)
                 buffer = []
-        if arrivals:
-            state = rule.step(state, Updates(0, parts[0], portions=parts))
+        for full in intake.for_rule():
+            nothing = torch.zeros(0)
+            state = rule.step(state, Updates(0, full.aggregate, full.individual, state["v"], nothing, None, nothing))
+        waiting = intake.waiting
         assert_close(state["v"].numpy(), expected, TRAINING)
-        assert rule.metrics(state) == {"fedbuff_waiting": len(buffer)}
+        assert waiting.aggregate.count == len(buffer)
 
 
 @pytest.mark.parametrize("method", ["fedbuff", "ca2fl"])
@@ -385,12 +385,11 @@ def test_fedasync_mixes_each_model_by_its_age(spec):
     v = draws.normal(size=3)
     starts, deltas, versions = draws.normal(size=(4, 3)), draws.normal(size=(4, 3)), [7, 3, 9, 0]
     b, buffers = draws.normal(size=2), draws.normal(size=(4, 2))
-    updates = [
-        Update(k, 0, 5, 1.0, torch.tensor(d), torch.tensor(own), {}, {}, {}, start=torch.tensor(s), version=n)
+    arrived = [
+        an_update(k, d, buffers=own, start=torch.tensor(s), version=n)
         for k, (s, d, own, n) in enumerate(zip(starts, deltas, buffers, versions, strict=True))
     ]
-    made = Updates(0, Aggregate(), updates, version=9, b_global=torch.tensor(b))
-    found = rule.step({"v": torch.tensor(v)}, made)
+    found = rule.step({"v": torch.tensor(v)}, some_updates(arrived, version=9, b=torch.tensor(b)))
     for number, (s, d, own, n) in enumerate(zip(starts, deltas, buffers, versions, strict=True)):
         age = 9 + number - n
         share = {"constant": 1.0, "polynomial": (1 + age) ** -rule.a}.get(rule.staleness)

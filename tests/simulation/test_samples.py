@@ -5,6 +5,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import an_update, broadcast
 from support.running import TINY, call
 from support.tolerance import MAGNIFIED, assert_close
 
@@ -15,7 +16,6 @@ from unskew.data.pixels import Pixels
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
 from unskew.plots.pictures import grid_by_class
-from unskew.protocol.rules import Broadcast, Update
 from unskew.simulation.made_inputs import MadeInputs
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -59,7 +59,7 @@ class Toy:
     def train(self, casts):
         for cast in casts:
             made = {"x": torch.full((1, 1, 2, 2), 0.5), "y": torch.tensor([0])} if cast.show else {}
-            yield Update(cast.client, cast.round, 1, 1.0, torch.ones(1), torch.ones(0), {}, {}, {}, made=made)
+            yield an_update(cast.client, torch.ones(1), cast.round, made=made)
 
 
 def test_only_the_first_clients_of_the_last_round_are_asked():
@@ -67,7 +67,7 @@ def test_only_the_first_clients_of_the_last_round_are_asked():
     rule = unskew.method("fedcog").client
     samples = MadeInputs(Toy(), rule, fed, round=5, most=3)
     for t in (4, 5):
-        casts = [Broadcast(t, k, torch.ones(1), torch.ones(0), {}, {}, 1.0) for k in (9, 2, 7, 4)]
+        casts = [broadcast(t, k) for k in (9, 2, 7, 4)]
         assert [update.client for update in samples.train(casts)] == [9, 2, 7, 4]
         assert set(samples.made) == (set() if t == 4 else {9, 2, 7})
 

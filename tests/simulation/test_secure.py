@@ -21,7 +21,7 @@ class Curious(ServerRule):
     """Averages, but looks at every single update."""
 
     name, summary, paper = "curious", "looks", "none"
-    needs = "individual"
+    needs = ("individual",)
 
     def step(self, state, updates):
         single = torch.stack([u.delta for u in updates])
@@ -30,7 +30,7 @@ class Curious(ServerRule):
 
 class CuriousClient(ClientRule):
     name, summary, paper = "curious-client", "its server half looks", "none"
-    needs = "individual"
+    needs = ("individual",)
 
 
 class Liar(ServerRule):

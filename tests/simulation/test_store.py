@@ -14,20 +14,20 @@ from support.running import Stop, StopAfter, assert_same_run
 import unskew
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic
+from unskew.protocol.messages import ClientState, bytes_of
 from unskew.runs import session
-from unskew.simulation.store import ClientStore, encode, flat, nested, size_of
+from unskew.simulation.store import ClientStore, encode
 
 
 def state(value, size=100):
-    return {"rule": {"c": torch.full((size,), float(value)), "n": torch.tensor(value)}}
+    return {"rules/one/c": torch.full((size,), float(value)), "rules/one/n": torch.tensor(value)}
 
 
 def same(one, other):
-    assert {r: set(ts) for r, ts in one.items()} == {r: set(ts) for r, ts in other.items()}
-    for rule, tensors in one.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, other[rule][name])
-            assert tensor.dtype == other[rule][name].dtype
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name])
+        assert tensor.dtype == other[name].dtype
 
 
 def test_absent_is_empty_not_zeros(tmp_path):
@@ -39,14 +39,21 @@ def test_absent_is_empty_not_zeros(tmp_path):
     assert not (tmp_path / "clients").exists(), "nothing is written before it is needed"
 
 
-def test_flat_and_nested_are_inverse():
-    given = {"a": {"x": torch.ones(2), "y/z": torch.zeros(())}, "b": {"x": torch.ones(1, dtype=torch.int64)}}
-    same(nested(flat(given)), given)
-    assert size_of(given) == 2 * 4 + 4 + 8
+@pytest.mark.parametrize("model", [None, torch.ones(3)])
+def test_a_clients_state_and_its_tensors_say_the_same_whatever_rules_are_called(model):
+    rules = {
+        name: {"x": torch.full((2,), k), "y/z": torch.zeros(())} for k, name in enumerate(("model", "optimizer", "a"))
+    }
+    state = ClientState(rules, model, None, {"momentum": torch.ones(1)})
+    again = ClientState.of(state.tensors())
+    same(again.tensors(), state.tensors())
+    assert again.rules.keys() == rules.keys()
+    assert (again.model is None) == (model is None)
+    assert again.statistics is None
 
 
 def test_spills_beyond_its_limit_and_gives_back_the_same(tmp_path):
-    limit = 3 * size_of(state(0))
+    limit = 3 * bytes_of(state(0).values())
     store = ClientStore(tmp_path / "clients", limit)
     for k in range(10):
         store.put(k, state(k))
@@ -94,7 +101,7 @@ def test_a_file_linked_by_a_checkpoint_survives_later_writes(tmp_path):
         store.put(1, state(value))  # ... and out again, over the file
     assert 0 in [k for k, _ in store.on_disk()]
     assert link.read_bytes() == before
-    same(nested(load_file(link)), state(0))
+    same(load_file(link), state(0))
     same(store.get(0), state(6))
     store.close()
     assert not (tmp_path / "clients").exists()

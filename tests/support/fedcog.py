@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import unskew
+from support import protocol
 from support.federations import SmallBatchNorm, blobs
-from unskew.protocol.rules import Context
 from unskew.tasks import Classification
 
 
@@ -15,13 +15,12 @@ def small_net(seed):
 
 
 def context(rule, spec, counts=(9.0, 3.0, 0.0), previous=None, round=60):
-    v, b = spec.flatten(), spec.flatten_buffers()
+    b = spec.flatten_buffers()
     state = {} if previous is None else {"v": previous, "b": b, "round": torch.tensor(float(round - 1))}
-    return Context(
-        round=round, v_global=v, v_start=v, b_global=b, state=state, download={}, upload={}, spec=spec,
-        model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(), key=torch.tensor(11), lr=0.1,
-        plain_sgd=True, steps=torch.tensor(4.0), weight=torch.tensor(12.0),
-        class_counts=torch.tensor(counts, dtype=spec.dtype),
+    return protocol.context(
+        spec, round=round, state=state, model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(),
+        key=torch.tensor(11), steps=torch.tensor(4.0), weight=torch.tensor(12.0),
+        facts={"counts": torch.tensor(counts, dtype=spec.dtype)},
     )  # fmt: skip
 
 

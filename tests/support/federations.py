@@ -55,7 +55,7 @@ class Spy(ServerRule):
     """FedAvg that shows the local models and their weights to the test."""
 
     name, summary, paper = "spy", "shows", "none"
-    needs = "individual"
+    needs = ("individual",)
 
     def __init__(self):
         self.seen = []

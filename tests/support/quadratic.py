@@ -10,6 +10,7 @@ from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.catalogue import method
 from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.training import Training
 from unskew.simulation.loop import train
 from unskew.simulation.network import Network
@@ -84,7 +85,7 @@ class Quadratics:
         setup = Setup(self.spec, fed, self.method.client, HalfSquares(), training, seed, torch.device("cpu"))
         self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
         weights = weights or self.method.weights or "samples"
-        self.server = Server(self.method, self.method.server or FedAvg(), self.spec, fed, weights)
+        self.server = Server(self.method, self.method.server or FedAvg(), self.spec, FederationFacts.of(fed), weights)
         self.sampler, self.network = Sampler(len(A), participation, seed), Network(0.0, seed)
         self.done = 0
 

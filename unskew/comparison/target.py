@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import rule_class, slots_of
-
-History = Sequence[dict[str, Any]]
+from unskew.records.recorder import reaching
 
 
 @dataclass(frozen=True)
@@ -46,40 +45,42 @@ def target_costs(histories: dict[str, list[list[dict[str, Any]]]], target: float
         target: An accuracy.
     """
     needs = {name: _needs(runs, target) for name, runs in histories.items()}
-    found = []
+    costs = []
     for name, runs in histories.items():
         rounds, sent, limit = *needs[name], len(runs[0])
+        cost = TargetCost(name, rounds, sent, limit)
         partner = without_data(name)
-        against = partner if partner != name and partner in histories else None
-        faster, faster_bound = _compared(rounds, None if against is None else (needs[against][0], limit))
-        base = None
-        if "fedavg" in histories and name != "fedavg":
-            base = (needs["fedavg"][1], _sent([history[-1] for history in histories["fedavg"]]))
-        ratio, ratio_bound = _compared(sent, base)
-        saving = None if ratio is None else 1 - 1 / ratio
-        found.append(TargetCost(name, rounds, sent, limit, against, faster, faster_bound, saving, ratio_bound))
-    return found
+        if partner != name and partner in histories:
+            needed = needs[partner][0]
+            cost = replace(cost, against=partner)
+            if rounds is not None:
+                cost = replace(cost, speed_up=(needed or limit) / rounds, speed_up_at_least=needed is None)
+        if "fedavg" in histories and name != "fedavg" and sent is not None:
+            needed, spent = needs["fedavg"][1], _sent([history[-1] for history in histories["fedavg"]])
+            cost = replace(cost, saving=saving(sent, needed, spent), saving_at_least=needed is None)
+        costs.append(cost)
+    return costs
+
+
+def saving(mine: float, needed: float | None, spent: float) -> float:
+    """``1 - mine / needed``; where another did not reach the target, what it ``spent`` in vain gives a lower bound.
+
+    >>> saving(3, 6, 12), saving(3, None, 12)
+    (0.5, 0.75)
+    """
+    return 1 - mine / (spent if needed is None else needed)
 
 
 def _needs(runs: list[list[dict[str, Any]]], target: float) -> tuple[float | None, float | None]:
     """Mean rounds and bytes until every seed has reached the target."""
-    rows = [next((r for r in h if r["accuracy"] is not None and r["accuracy"] >= target), None) for h in runs]
-    known = [row for row in rows if row is not None]
-    if len(known) < len(rows):
+    rows = [row for history in runs if (row := reaching(history, target)) is not None]
+    if len(rows) < len(runs):
         return None, None
-    return sum(row["round"] for row in known) / len(known), _sent(known)
+    return sum(row["round"] for row in rows) / len(rows), _sent(rows)
 
 
 def _sent(rows: Sequence[dict[str, Any]]) -> float:
     return float(sum(row["bytes_up"] + row["bytes_down"] for row in rows) / len(rows))
-
-
-def _compared(mine: float | None, base: tuple[float | None, float] | None) -> tuple[float | None, bool]:
-    """``base / mine`` and whether it is a lower bound: ``base`` is what was needed, and what was spent in vain."""
-    if mine is None or base is None:
-        return None, False
-    needed, spent = base
-    return (spent if needed is None else needed) / mine, needed is None
 
 
 def without_data(spelling: str) -> str:
@@ -97,8 +98,3 @@ def _only_data(name: str) -> bool:
         return slots_of(rule_class(name)) == ["data"]
     except ConfigError:  # a part that only Python knows, or the rest of a number such as 1e+3
         return False
-
-
-def rounds_to(history: Sequence[dict[str, Any]], target: float) -> int | None:
-    """The first round whose accuracy is at least ``target``."""
-    return next((r["round"] for r in history if r["accuracy"] is not None and r["accuracy"] >= target), None)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from unskew.data.federation import Federation
 from unskew.measures.base import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
@@ -21,11 +22,12 @@ class LocalModels(Diagnosis):
     Args:
         evaluator: Of the run.
         server: Its server, whose updates are watched from now on.
+        federation: What its clients train on.
     """
 
-    def __init__(self, evaluator: Evaluator, server: Server):
+    def __init__(self, evaluator: Evaluator, server: Server, federation: Federation):
         super().__init__(server)
-        self.evaluator, self.federation = evaluator, server.federation
+        self.evaluator, self.federation = evaluator, federation
 
     def figures(self) -> dict[str, float]:
         """The three means."""
@@ -35,8 +37,8 @@ class LocalModels(Diagnosis):
             accuracy += self.evaluator.score(local, update.buffers).accuracy
             client = self.federation.clients[update.client]
             # Several labels cannot be weighted by classes: nothing can be said of a client that holds nothing out.
-            known = self.federation.task == "classification" or len(client.y_test) > 0
-            personal += self.evaluator.one(local, update.buffers, client) if known else math.nan
+            has_score = self.federation.task == "classification" or len(client.y_test) > 0
+            personal += self.evaluator.one(local, update.buffers, client) if has_score else math.nan
         count = len(self.updates)
         return {
             "local_distance": distance / count,

@@ -28,9 +28,9 @@ def save_figure(figure: Any, path: Path) -> Path:
     Raises:
         ConfigError: The ending is not one of a figure.
     """
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.lower()[1:] not in known:
-        raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(known))}.")
+    endings = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower()[1:] not in endings:
+        raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(endings))}.")
     make_folder(path.parent)
     data = io.BytesIO()
     figure.savefig(data, dpi=130, format=path.suffix.lower()[1:])

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,17 +129,14 @@ class Recorder:
         value, negative = max(scored)
         return sign * value, -negative
 
-    def rounds_to(self, target: float) -> int | None:
-        """The first round whose accuracy is at least ``target``; None if there is none."""
-        reached = (r["round"] for r in self.history if r["accuracy"] is not None and r["accuracy"] >= target)
-        return next(reached, None)
 
-    def bytes_to(self, target: float) -> int | None:
-        """Bytes up and down of all clients until that round."""
-        reached = self.rounds_to(target)
-        return (
-            None if reached is None else sum(int(self.history[reached - 1][f"bytes_{way}"]) for way in ("up", "down"))
-        )
+def reaching(history: Iterable[Row], target: float) -> Row | None:
+    """The first round whose accuracy is at least ``target``; None if there is none.
+
+    >>> reaching([{"round": 1, "accuracy": None}, {"round": 2, "accuracy": 0.4}], 0.4)
+    {'round': 2, 'accuracy': 0.4}
+    """
+    return next((row for row in history if row["accuracy"] is not None and row["accuracy"] >= target), None)
 
 
 def finite(row: Row) -> Row:

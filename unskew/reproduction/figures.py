@@ -18,16 +18,16 @@ SIGNS = ("coefficients/positive", "coefficients/negative")
 """Values that are drawn together, as bars up and down for each row."""
 
 
-def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
+def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
     """One panel per value and column: the mean over seeds against rounds, its standard deviation shaded.
 
     Args:
         preset: The figure.
-        made: Its runs.
+        runs: Its runs and their outcomes.
         path: Image file to write.
     """
-    values = expanded(preset.values, [outcome["summary"] for _, outcome in made])
-    columns, rows = (list(dict.fromkeys(names)) for names in zip(*((c.column, c.row) for c, _ in made), strict=True))
+    values = expanded(preset.values, [outcome["summary"] for _, outcome in runs])
+    columns, rows = (list(dict.fromkeys(names)) for names in zip(*((c.column, c.row) for c, _ in runs), strict=True))
     barred = [(column, row) for column in columns for row in rows if set(SIGNS) <= set(values)]
     panels = [(column, value) for column in columns for value in values if value not in SIGNS or not barred]
     count = len(panels) + len(barred)
@@ -37,7 +37,7 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
     for spare in axes.ravel()[count:]:
         spare.set_visible(False)
     for (column, row), axis in zip(barred, axes.ravel()[len(panels) :], strict=False):
-        mine = [o for c, o in made if (c.column, c.row) == (column, row)]
+        mine = [o for c, o in runs if (c.column, c.row) == (column, row)]
         (rounds, above), (_, below) = (_over_seeds(mine, value) for value in SIGNS)
         signs(axis, rounds, above.mean(0).tolist(), below.mean(0).tolist())
         axis.set_title(f"{column}: {row}", fontsize=8)
@@ -46,7 +46,7 @@ def draw_curves(preset: Preset, made: Sequence[tuple[Cell, Outcome]], path: Path
         for of_one_number in (" after the last round", ", mean over rounds"):
             label = label.replace(of_one_number, "")
         for number, row in enumerate(rows):
-            rounds, points = _over_seeds([o for c, o in made if (c.column, c.row) == (column, row)], value)
+            rounds, points = _over_seeds([o for c, o in runs if (c.column, c.row) == (column, row)], value)
             if not rounds:
                 continue
             points = factor * points
@@ -96,9 +96,9 @@ def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
             x = [places.index(e.column if over_columns else e.row) for e in mine]
             style: dict[str, Any] = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
             axis.errorbar(x, [e.mean for e in mine], [e.std for e in mine], label=line, capsize=3, **style)
-            known = [(place, e.published) for place, e in zip(x, mine, strict=True) if e.published is not None]
-            if known:
-                axis.plot(*zip(*known, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
+            papers = [(place, e.published) for place, e in zip(x, mine, strict=True) if e.published is not None]
+            if papers:
+                axis.plot(*zip(*papers, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
         axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
         axis.set_ylabel(shown(value)[0])
         axis.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unskew.comparison.compare import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
 from unskew.files import write_atomic
@@ -18,21 +20,41 @@ from unskew.runs.continuation import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_path", "start_from"} - {"rounds"}
 """Fields that say how a run is carried out, not what it is."""
+ALWAYS = {"": {"data", "method", "seed", "rounds"}, "network": {"drop", "delay", "delay_per"}}
+"""Fields told with their defaults, too: of every run, and of one that tells anything of the section. Hashes rest on it."""
 CURVES = (
     *("accuracy", "perplexity", "local_", "consensus/", "generalization/", "gradients/"),
     *("coefficients/", "surrogate/"),
 )
 """What is kept of every evaluated round: figures that begin so."""
+DIGITS, LONGEST = 8, 80
+"""Digits of the hash in a file's name, and letters of each of its readable pieces."""
 Outcome = dict[str, Any]
+Files = dict[str, list[Path]]
+"""Files of outcomes by the first digits of their hashes."""
 
 
 def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
     """What a run is: its configuration without what does not change the numbers, and the run it begins from."""
-    fields = {k: v for k, v in config.model_dump(mode="json").items() if k not in ELSEWHERE}
-    defaults = Experiment().model_dump(mode="json")
-    # A field that is added later with a neutral default must not make every older result another run.
-    told = {k: v for k, v in fields.items() if v != defaults.get(k) or k in ("data", "method", "seed", "rounds")}
-    return told if parent is None else {**told, "begins_with": run_identity(parent)}
+    fields = {name: value for name, value in config.model_dump(mode="json").items() if name not in ELSEWHERE}
+    run = _differing(fields, _defaults(type(config)))
+    return run if parent is None else {**run, "begins_with": run_identity(parent)}
+
+
+def _differing(values: dict[str, Any], defaults: Any, section: str = "") -> dict[str, Any]:
+    """What is not the default, field by field also within sections: a field added later makes no older run another one."""
+    run = {}
+    for name, value in values.items():
+        if name not in defaults or value != defaults[name] or name in ALWAYS.get(section, ()):
+            default = defaults.get(name)
+            nested = isinstance(value, dict) and isinstance(default, dict)
+            run[name] = _differing(value, default, name) if nested else value
+    return run
+
+
+@functools.cache
+def _defaults(kind: type[Experiment]) -> dict[str, Any]:
+    return kind().model_dump(mode="json")
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -55,12 +77,33 @@ def keep(
     return write_outcome(folder, run_identity(config, parent), {"summary": summary, "curve": curve})
 
 
-def write_outcome(folder: Path, run: dict[str, Any], found: dict[str, Any], indent: int | None = 1) -> Path:
-    """Write what was found in a run into ``folder``, under the name of what the run is."""
-    made = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    path = folder / f"{name_of(run)}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps({"run": run, **found, "made_with": made}, indent=indent) + "\n").encode())
+def place_of(run: dict[str, Any]) -> Path:
+    """Where a reader finds an outcome in the folder of all: data, method, partition, seed. Only the hash at the end decides.
+
+    >>> place_of({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
+    'digits/fedprox-mu=0.1/classes-2-seed3-b42ddabb.json'
+    """
+    if "study" in run:
+        folder, what = Path("studies") / _readable(run["study"]), run["part"]
+    else:
+        folder = Path(_readable(run["data"])) / _readable(run["method"])
+        what = run.get("partition", _defaults(Experiment)["partition"])
+    return folder / f"{_readable(what)}-seed{run['seed']}-{name_of(run)[:DIGITS]}.json"
+
+
+def _readable(text: str) -> str:
+    """A piece of a file's name; of a long text the beginning and the end, as sums of methods differ at both."""
+    name = folder_name(text).strip(".")
+    half = LONGEST // 2 - 1
+    return name if len(name) <= LONGEST else f"{name[:half]}..{name[-half:]}"
+
+
+def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], indent: int | None = 1) -> Path:
+    """Write the result of a run into ``folder``, under a name that ends with the hash of what the run is."""
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    path = folder / place_of(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps({"run": run, **result, "made_with": machine}, indent=indent) + "\n").encode())
     return path
 
 
@@ -70,26 +113,35 @@ def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     return {n: [None if row.get(n) is None else round(row[n], 5) for row in scored] for n in names}
 
 
-def kept(folder: Path, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
-    """The outcome of a run if it is there.
+def outcome_files(folder: Path) -> Files:
+    """The outcomes anywhere below a folder; those of older versions lie in it directly, named by nothing but the hash."""
+    files: Files = {}
+    for path in sorted(folder.rglob("*.json")):
+        files.setdefault(path.stem.rpartition("-")[2][:DIGITS], []).append(path)
+    return files
+
+
+def kept(files: Path | Files, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
+    """The outcome of a run if it is there; see ``read_outcome``."""
+    return read_outcome(files, run_identity(config, parent))
+
+
+def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
+    """The outcome of a run if it is there; see ``write_outcome``.
+
+    Args:
+        files: The folder, or ``outcome_files`` of it when many are read.
+        run: What the run is.
 
     Raises:
         DataError: Its file cannot be read.
     """
-    return read_outcome(folder, run_identity(config, parent))
-
-
-def read_outcome(folder: Path, run: dict[str, Any]) -> Outcome | None:
-    """What was found in a run if it is there; see ``write_outcome``.
-
-    Raises:
-        DataError: Its file cannot be read.
-    """
-    path = folder / f"{name_of(run)}.json"
-    if not path.is_file():
-        return None
-    try:
-        outcome: Outcome = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON; remove it, and the run is made again.") from error
-    return outcome
+    key = name_of(run)
+    for path in (outcome_files(files) if isinstance(files, Path) else files).get(key[:DIGITS], ()):
+        try:
+            outcome: Outcome = json.loads(path.read_text(encoding="utf-8"))
+            if name_of(outcome["run"]) == key:
+                return outcome
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{path} is damaged; remove it, and the run is made again.") from error
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -69,6 +69,11 @@ class Cell:
     config: Experiment
     parent: Experiment | None = None
 
+    def of_seed(self, seed: int) -> Cell:
+        """The same run with another seed."""
+        parent = self.parent and self.parent.model_copy(update={"seed": seed})
+        return replace(self, config=self.config.model_copy(update={"seed": seed}), parent=parent)
+
 
 def names() -> list[str]:
     """All presets that are tables of runs, as ``paper/table``."""
@@ -78,7 +83,7 @@ def names() -> list[str]:
 def files_named(ending: str) -> list[str]:
     """All presets whose file ends so, as ``paper/name``; in the order of their numbers."""
     root = files("unskew") / "presets"
-    found = [
+    paths = [
         f"{folder.name}/{file.name.removesuffix(ending)}"
         for folder in root.iterdir()
         if folder.is_dir()
@@ -86,7 +91,7 @@ def files_named(ending: str) -> list[str]:
         if file.name.endswith(ending) and not file.name.startswith("_")
     ]
     # table-3 comes before table-10.
-    return sorted(found, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
+    return sorted(paths, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
 
 
 def load_preset(name: str) -> Preset:
@@ -132,7 +137,7 @@ def filled(options: Options, values: Options) -> Options:
     >>> filled({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
     {'method': 'fedcog:n=8', 'rounds': 40}
     """
-    text = re.sub(r"\$([a-z][a-z0-9_]*)", lambda found: str(values[found[1]]), json.dumps(options))
+    text = re.sub(r"\$([a-z][a-z0-9_]*)", lambda name: str(values[name[1]]), json.dumps(options))
     result: Options = json.loads(text)
     for name, value in result.items():
         if isinstance(value, str) and "$" in str(options[name]) and re.fullmatch(r"-?\d+(\.\d+)?", value):
@@ -156,15 +161,15 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
     """
     if scale not in SCALES:
         raise ConfigError(unknown("scale", scale, SCALES))
-    chosen = preset.scales.get(scale, Scale())
-    values = {**preset.with_, **chosen.with_}
-    base = {**preset.settings, **chosen.settings, **(chosen.otherwise if otherwise else {})}
+    at_scale = preset.scales.get(scale, Scale())
+    values = {**preset.with_, **at_scale.with_}
+    base = {**preset.settings, **at_scale.settings, **(at_scale.otherwise if otherwise else {})}
     if otherwise:
         extra = {k: v for k, v in extra.items() if k != "data_path"}
-    found = []
-    for column, its in (chosen.columns or preset.columns).items():
+    table = []
+    for column, its in (at_scale.columns or preset.columns).items():
         for row, mine in preset.rows.items():
-            mine = {**mine, **chosen.rows.get(row, {})}
+            mine = {**mine, **at_scale.rows.get(row, {})}
             after = mine.pop("after", None)
             shared = {**base, **its}
 
@@ -177,8 +182,8 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
             # The common run takes from the row what changes the data or the model, but not its method.
             rest = {k: v for k, v in mine.items() if k != "method"}
             parent = None if after is None else build({**rest, **preset.common[after]})
-            found.append(Cell(row, column, build(mine), parent))
-    return found
+            table.append(Cell(row, column, build(mine), parent))
+    return table
 
 
 def seeds_of(preset: Preset, scale: str) -> int:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unskew.comparison.compare import mean_std
+from unskew.comparison.target import saving
 from unskew.errors import ConfigError
+from unskew.records.recorder import reaching
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 
@@ -73,20 +75,13 @@ def shown(name: str) -> tuple[str, float, int]:
     return label.format(rest), factor, digits
 
 
-def saving(summary: dict[str, Any], base: dict[str, Any]) -> float | None:
-    """``1 - bytes / base's bytes`` to the target; where ``base`` does not reach it, what it spent in vain is a lower bound.
-
-    >>> saving({"bytes_to_target": 3}, {"bytes_to_target": None, "bytes_up": 6, "bytes_down": 6})
-    0.75
-    """
-    mine, spent = summary.get("bytes_to_target"), base.get("bytes_to_target")
-    if mine is None:
-        return None
-    return 1 - float(mine) / float(base["bytes_up"] + base["bytes_down"] if spent is None else spent)
-
-
-def value_of(summary: dict[str, Any], name: str) -> float | None:
-    """A value of a run, in its own unit; None if the run has none."""
+def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = None) -> float | None:
+    """A value of a run, in its own unit; None if the run has none. ``base`` is the run of the first row, in other rows."""
+    if name == "saving":
+        mine = summary.get("bytes_to_target")
+        if mine is None or base is None:
+            return None
+        return saving(mine, base.get("bytes_to_target"), base["bytes_up"] + base["bytes_down"])
     if name == "bytes_total":
         return float(summary["bytes_up"] + summary["bytes_down"])
     if name not in ("bytes_per_client", "scalars_per_client"):
@@ -100,10 +95,10 @@ def value_of(summary: dict[str, Any], name: str) -> float | None:
 def expanded(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
     """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
-    found: list[str] = []
+    whole: list[str] = []
     for value in values:
-        found += [n for n in names if n.startswith(value[:-1])] if value.endswith("/*") else [value]
-    return found
+        whole += [n for n in names if n.startswith(value[:-1])] if value.endswith("/*") else [value]
+    return whole
 
 
 @dataclass(frozen=True)
@@ -131,8 +126,8 @@ class Entry:
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
     """The mean of each curve that is shown so over the evaluated rounds that have it."""
-    known = {name: [y for y in values if y is not None] for name, values in curve.items() if name.startswith(MEANS)}
-    return {name: sum(values) / len(values) for name, values in known.items() if values}
+    measured = {name: [y for y in values if y is not None] for name, values in curve.items() if name.startswith(MEANS)}
+    return {name: sum(values) / len(values) for name, values in measured.items() if values}
 
 
 def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
@@ -140,9 +135,8 @@ def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
     summary, curve = outcome["summary"], outcome["curve"]
     if target is None or summary.get("target") == target:
         return {name: summary.get(name) for name in TO_TARGET}
-    reached = (i for i, accuracy in enumerate(curve["accuracy"]) if accuracy is not None and accuracy >= target)
-    at = next(reached, None)
-    return {name: None if at is None else curve[of][at] for name, of in TO_TARGET.items()}
+    row = reaching((dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)), target)
+    return {name: None if row is None else row[of] for name, of in TO_TARGET.items()}
 
 
 def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[Entry]:
@@ -154,19 +148,15 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
             **_over_rounds(outcome["curve"]),  # the summary has the last round's
             **to_target(outcome, cell.config.target),
         }
-    found = []
+    table = []
     first = next(iter(preset.rows))
     for value in expanded(preset.values, [s for runs in by.values() for s in runs.values()]):
         factor = shown(value)[1]
 
         def numbers(at: tuple[str, str], value: str = value, factor: float = factor) -> dict[int, float]:
-            runs, bases = by.get(at, {}), by.get((at[0], first), {})
-            if value == "saving":
-                both = runs.keys() & bases.keys() if at[1] != first else set[int]()
-                found = {seed: saving(runs[seed], bases[seed]) for seed in sorted(both)}
-            else:
-                found = {seed: value_of(summary, value) for seed, summary in runs.items()}
-            return {seed: number * factor for seed, number in found.items() if number is not None}
+            bases = by.get((at[0], first), {}) if at[1] != first else {}
+            by_seed = {seed: value_of(run, value, bases.get(seed)) for seed, run in by.get(at, {}).items()}
+            return {seed: number * factor for seed, number in by_seed.items() if number is not None}
 
         for column, row in by:
             mine, base = numbers((column, row)), numbers((column, first))
@@ -175,7 +165,7 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
             mean, std = mean_std(list(mine.values()))
             paper = preset.published.get(value, {}).get(column, {}).get(row)
             both = sorted(set(mine) & set(base))
-            found.append(
+            table.append(
                 Entry(
                     value,
                     row,
@@ -188,19 +178,19 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                     (*mean_std([mine[s] - base[s] for s in both]), len(both)) if both and row != first else None,
                 )
             )
-    return found
+    return table
 
 
-def lines(preset: Preset, found: list[Entry]) -> list[tuple[str, list[str], list[list[str]]]]:
+def lines(preset: Preset, table: list[Entry]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of one table per value and column, as text; of a table with one row, one per value."""
     tables = []
     first = next(iter(preset.rows))
     single = len(preset.rows) == 1
-    for value in dict.fromkeys(e.value for e in found):
+    for value in dict.fromkeys(e.value for e in table):
         label, _, digits = shown(value)
-        columns = dict.fromkeys(e.column for e in found if e.value == value)
+        columns = dict.fromkeys(e.column for e in table if e.value == value)
         for column in [None] if single else columns:
-            some = [e for e in found if e.value == value and column in (None, e.column)]
+            some = [e for e in table if e.value == value and column in (None, e.column)]
             header = ["", "ours", "seeds", f"minus {first}, per seed", "paper", "ours minus paper"]
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
             # A column that says nothing is left out.
@@ -231,9 +221,9 @@ def signed(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
     return f"{mean:+.{digits}f}{spread}" + (f" ({count} of {seeds})" if count < seeds else "")
 
 
-def as_json(found: list[Entry]) -> list[dict[str, Any]]:
+def as_json(table: list[Entry]) -> list[dict[str, Any]]:
     """The entries for machines."""
-    return [asdict(e) for e in found]
+    return [asdict(e) for e in table]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

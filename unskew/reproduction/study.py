@@ -6,9 +6,6 @@ of a seed is read from its file, which is named by all that decides it.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +14,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.errors import ConfigError, DataError, plain, unknown
-from unskew.reproduction.outcomes import Outcome, read_outcome, write_outcome
+from unskew.options import build, imported
+from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
 
 STUDIES = {
@@ -26,7 +24,7 @@ STUDIES = {
 }
 Line = tuple[str, list[str], list[list[str]]]
 """Title, header and rows of a table, as text."""
-Found = dict[str, dict[int, Outcome]]
+ByPart = dict[str, dict[int, Outcome]]
 """Outcomes by part and seed."""
 
 
@@ -46,11 +44,11 @@ class Study(Protocol):
     def run(self, part: str, seed: int) -> dict[str, Any]:
         """Carry out a part: what was found, as plain values."""
 
-    def lines(self, found: Found) -> list[Line]:
-        """Tables of what was found."""
+    def lines(self, by_part: ByPart) -> list[Line]:
+        """Tables of the outcomes."""
 
-    def draw(self, found: Found, path: Path) -> Path:
-        """A figure of what was found."""
+    def draw(self, by_part: ByPart, path: Path) -> Path:
+        """A figure of the outcomes."""
 
 
 class StudyScale(BaseModel):
@@ -106,20 +104,8 @@ def make_study(kind: str, settings: Options) -> Study:
     """
     if kind not in STUDIES:
         raise ConfigError(unknown("study", kind, STUDIES))
-    module, _, name = STUDIES[kind].partition(":")
-    cls = getattr(importlib.import_module(module), name)
-    hints = typing.get_type_hints(cls, include_extras=True)
-    known = [f.name for f in dataclasses.fields(cls) if f.init]
-    checked = {}
-    for key, value in settings.items():
-        if key not in known:
-            raise ConfigError(unknown(f"setting of {kind}", key, known))
-        try:
-            checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
-        except pydantic.ValidationError as error:
-            raise ConfigError(f"{kind}: {key}={value} is not valid: {plain(error.errors()[0]['msg'])}.") from error
-    study: Study = cls(**checked)
-    return study
+    cls: type[Study] = imported(STUDIES[kind], f"the study {kind!r}")
+    return build(cls, settings, kind, f"{kind}: ", "setting")
 
 
 class StudyRuns:
@@ -151,14 +137,14 @@ class StudyRuns:
         self.seeds = self.scale.seeds or preset.seeds
         self.settings = {**preset.settings, **self.scale.settings}
         self.study = make_study(preset.study, self.settings)
-        self._chosen = parts
+        self._wanted = parts
         for part in parts or ():
             if part not in self.study.parts():
                 raise ConfigError(f"{preset.name} has no row {part!r}; it has: {'; '.join(self.study.parts())}.")
 
     def parts(self) -> list[str]:
-        """The chosen parts."""
-        return [part for part in self.study.parts() if not self._chosen or part in self._chosen]
+        """The parts that are asked for."""
+        return [part for part in self.study.parts() if not self._wanted or part in self._wanted]
 
     def settle(self) -> str | None:
         """Get the data; where they are not at hand, take the scale's others and give the reason, to be told."""
@@ -186,22 +172,23 @@ class StudyRuns:
         for seed in seeds:
             for part in self.parts():
                 run = self.identity(part, seed)
-                known = read_outcome(self.results, run)
-                if known is None:
+                outcome = read_outcome(self.results, run)
+                if outcome is None:
                     write_outcome(self.results, run, {"summary": self.study.run(part, seed)}, indent=None)
-                    known = read_outcome(self.results, run)
-                assert known is not None
-                yield part, seed, known
+                    outcome = read_outcome(self.results, run)
+                assert outcome is not None
+                yield part, seed, outcome
 
-    def found(self, seeds: Sequence[int]) -> Found:
+    def found(self, seeds: Sequence[int]) -> ByPart:
         """What is there, nothing is run; of the scale's other settings if there is nothing of the first."""
+        files = outcome_files(self.results)
         for _ in range(2):
-            known = {
-                part: {s: o for s in seeds if (o := read_outcome(self.results, self.identity(part, s))) is not None}
+            by_part = {
+                part: {s: o for s in seeds if (o := read_outcome(files, self.identity(part, s))) is not None}
                 for part in self.parts()
             }
-            known = {part: outcomes for part, outcomes in known.items() if outcomes}
-            if known or not self.scale.otherwise:
+            by_part = {part: outcomes for part, outcomes in by_part.items() if outcomes}
+            if by_part or not self.scale.otherwise:
                 break
             self.turn()
-        return known
+        return by_part

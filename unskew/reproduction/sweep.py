@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unskew.config.experiment import DATA_FIELDS, Experiment
+from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.data.load import federation_of
+from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.reproduction.outcomes import Outcome, keep, kept, key_of
+from unskew.reproduction.outcomes import Outcome, keep, kept, key_of, outcome_files
 from unskew.reproduction.preset import Cell, Preset, cells
 from unskew.runs.checks import check_method
-from unskew.runs.data import load_data, tokenizer_of
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, resume, run_experiment
 
@@ -51,19 +52,19 @@ class Sweep:
         self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
         self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
         self.otherwise = False
-        self._data: tuple[tuple[Any, ...], Federation] | None = None
+        self._data: tuple[tuple[DataSpec, int], Federation] | None = None
 
     def cells(self, seed: int) -> list[Cell]:
         """The chosen runs for a seed."""
-        found = cells(self.preset, self.scale, seed, self.extra, self.otherwise)
+        table = cells(self.preset, self.scale, seed, self.extra, self.otherwise)
         return [
-            c for c in found if (not self.rows or c.row in self.rows) and (not self.columns or c.column in self.columns)
+            c for c in table if (not self.rows or c.row in self.rows) and (not self.columns or c.column in self.columns)
         ]
 
     def settle(self) -> str | None:
         """Take the scale's other settings if the data are not at hand; gives the reason, to be told."""
-        chosen = self.preset.scales.get(self.scale)
-        if chosen is None or not chosen.otherwise or "data_path" in self.extra:
+        at_scale = self.preset.scales.get(self.scale)
+        if at_scale is None or not at_scale.otherwise or "data_path" in self.extra:
             return None
         try:
             self.federation(self.cells(0)[0].config)
@@ -74,12 +75,12 @@ class Sweep:
 
     def known(self, seeds: Sequence[int]) -> list[tuple[Cell, Outcome]]:
         """What is there of the table, also of the scale's other settings if there is nothing of the first; needs no data."""
-        made = list(self.found(seeds))
-        chosen = self.preset.scales.get(self.scale)
-        if not made and chosen is not None and chosen.otherwise:
+        outcomes = list(self.found(seeds))
+        at_scale = self.preset.scales.get(self.scale)
+        if not outcomes and at_scale is not None and at_scale.otherwise:
             self.otherwise = True
-            made = list(self.found(seeds))
-        return made
+            outcomes = list(self.found(seeds))
+        return outcomes
 
     def carry_out(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
         """Every chosen run and its outcome, seed by seed; before the first is trained, every row's method is checked."""
@@ -90,30 +91,32 @@ class Sweep:
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
         """The runs whose outcomes are there already; nothing is run."""
+        files, cells = outcome_files(self.results), self.cells(0)
         for seed in seeds:
-            for cell in self.cells(seed):
-                outcome = kept(self.results, cell.config, cell.parent)
+            for cell in (cell.of_seed(seed) for cell in cells):
+                outcome = kept(files, cell.config, cell.parent)
                 if outcome is not None:
                     yield cell, outcome
 
     def federation(self, config: Experiment) -> Federation:
         """The data of a run; the last are kept, as neighbours in a table often share them."""
-        key = (*(getattr(config, name) for name in (*DATA_FIELDS, "seed")), tokenizer_of(config))
+        key = config.data_spec, config.seed
         if self._data is None or self._data[0] != key:
-            self._data = key, load_data(config)
+            self._data = key, federation_of(*key)
         return self._data[1]
 
     def _check(self, seed: int) -> None:
         """Refuse a method that does not fit now and not after hours; columns differ in data only, so one will do."""
-        open_ = [cell for cell in self.cells(seed) if kept(self.results, cell.config, cell.parent) is None]
+        files = outcome_files(self.results)
+        open_ = [cell for cell in self.cells(seed) if kept(files, cell.config, cell.parent) is None]
         for cell in open_:
             if cell.column == open_[0].column:
                 check_method(cell.config, self.federation(cell.config), None, method(cell.config.method))
 
     def _outcome(self, cell: Cell) -> Outcome:
-        known = kept(self.results, cell.config, cell.parent)
-        if known is not None:
-            return known
+        outcome = kept(self.results, cell.config, cell.parent)
+        if outcome is not None:
+            return outcome
         config = cell.config
         if cell.parent is not None:
             start = self._run(
@@ -134,8 +137,8 @@ class Sweep:
         else:
             federation, callbacks = self.federation(config), list(self.follow(title, common))
             if (folder / "config.yaml").is_file():
-                given = {k: getattr(config, k) for k in ("engine", "workers", "device")}
-                result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **given)
+                machine = {k: getattr(config, k) for k in ("engine", "workers", "device")}
+                result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **machine)
             else:
                 result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)
             history, summary = result.history, result.summary

@@ -31,7 +31,7 @@ from unskew.data.reading.tables import Source
 from unskew.data.sources.catalogue import load_source
 from unskew.errors import DataError
 from unskew.plots.figure import new_figure, save_figure
-from unskew.reproduction.study import Found, Line
+from unskew.reproduction.study import ByPart, Line
 from unskew.seeding import derive, generator
 
 Whole = Annotated[int, Field(ge=1)]
@@ -55,13 +55,13 @@ def split(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: int) ->
         DataError: A class has fewer samples.
     """
     draws = generator(seed, "logistic split")
-    chosen = []
+    members = []
     for c in range(classes):
         rows = torch.nonzero(y == c)[:, 0]
         if len(rows) < each:
             raise DataError(f"Class {c} has {len(rows)} training samples; the experiment needs {each} of each class.")
-        chosen.append(rows[torch.randperm(len(rows), generator=draws)[:each]])
-    order = torch.cat(chosen)
+        members.append(rows[torch.randperm(len(rows), generator=draws)[:each]])
+    order = torch.cat(members)
     if how == "iid":
         order = order[torch.randperm(len(order), generator=draws)]
     return x[order].view(classes, each, -1), y[order].view(classes, each)
@@ -71,11 +71,11 @@ def shuffled(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]
     """The same after each worker's share ``p`` went through the pool."""
     draws = generator(seed, "logistic shuffle")
     workers, each = y.shape
-    given = math.floor(p * each + 1e-9)
+    pooled = math.floor(p * each + 1e-9)
     place = torch.argsort(torch.rand(workers, each, generator=draws), dim=1)
     index = place + each * torch.arange(workers)[:, None]
-    pool = torch.randperm(workers * given, generator=draws)
-    index[:, :given] = index[:, :given].reshape(-1)[pool].view(workers, given)
+    pool = torch.randperm(workers * pooled, generator=draws)
+    index[:, :pooled] = index[:, :pooled].reshape(-1)[pool].view(workers, pooled)
     return x.reshape(-1, x.shape[-1])[index], y.reshape(-1)[index]
 
 
@@ -113,8 +113,8 @@ def train(
             local = local - eta * gradient
         server = local.mean(1)
         logits = (test[0] @ server.reshape(shares, d, G * classes)).view(shares, -1, G, classes)
-        chosen = torch.log_softmax(logits, -1).gather(3, test[1][None, :, None, None].expand(shares, -1, G, 1))
-        losses[t] = -chosen[..., 0].to(torch.float64).mean(1)
+        log_share = torch.log_softmax(logits, -1).gather(3, test[1][None, :, None, None].expand(shares, -1, G, 1))
+        losses[t] = -log_share[..., 0].to(torch.float64).mean(1)
     return losses
 
 
@@ -169,25 +169,25 @@ class LogisticStudy:
             "losses": [[round(v, 5) for v in losses[:, row, i].tolist()] for row, i in enumerate(best.tolist())],
         }
 
-    def lines(self, found: Found) -> list[Line]:
+    def lines(self, by_part: ByPart) -> list[Line]:
         """The last test loss of every share, a row per part."""
         rows = []
-        for part, outcomes in found.items():
+        for part, outcomes in by_part.items():
             columns = zip(*(o["summary"]["loss"] for o in outcomes.values()), strict=True)
             steps = "; ".join(f"{e:g}" for e in next(iter(outcomes.values()))["summary"]["step"])
             rows.append([part, *(_with_spread(column) for column in columns), steps])
         if not rows:
             return []
-        seeds = ", ".join(map(str, next(iter(found.values()))))
+        seeds = ", ".join(map(str, next(iter(by_part.values()))))
         title = f"Test loss after {self.rounds} rounds, {self.data}, best step size of each p; seeds {seeds}"
         return [(title, ["", *(f"p = {p:g}" for p in self.shares), f"steps of seed {seeds.split(',')[0]}"], rows)]
 
-    def draw(self, found: Found, path: Path) -> Path:
+    def draw(self, by_part: ByPart, path: Path) -> Path:
         """A panel per part: test loss against rounds, a line per share."""
-        wide = min(4, max(1, len(found)))
-        high = -(-max(1, len(found)) // wide)
+        wide = min(4, max(1, len(by_part)))
+        high = -(-max(1, len(by_part)) // wide)
         figure, axes = new_figure(4 * wide, 3.3 * high, wide, high)
-        for (part, outcomes), axis in zip(found.items(), axes.ravel(), strict=False):
+        for (part, outcomes), axis in zip(by_part.items(), axes.ravel(), strict=False):
             for row, p in enumerate(self.shares):
                 curves = np.array([o["summary"]["losses"][row] for o in outcomes.values()])
                 axis.plot(range(1, curves.shape[1] + 1), curves.mean(0), color=f"C{row}", label=f"p = {p:g}")

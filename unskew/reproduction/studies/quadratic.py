@@ -79,12 +79,12 @@ def make_problem(
     all_a, all_b = [], []
     for number, p in enumerate(shares):
         order = generator(seed, "quadratic shuffle", number)
-        given = math.floor(p * m + 1e-9)
+        pooled = math.floor(p * m + 1e-9)
         place = torch.argsort(torch.rand(workers, m, generator=order), dim=1)
         mixed_a, mixed_b = a.gather(1, place), b.gather(1, place[..., None].expand_as(b))
-        pool = torch.randperm(workers * given, generator=order)
-        mixed_a[:, :given] = mixed_a[:, :given].reshape(-1)[pool].view(workers, given)
-        mixed_b[:, :given] = mixed_b[:, :given].reshape(-1, d)[pool].view(workers, given, d)
+        pool = torch.randperm(workers * pooled, generator=order)
+        mixed_a[:, :pooled] = mixed_a[:, :pooled].reshape(-1)[pool].view(workers, pooled)
+        mixed_b[:, :pooled] = mixed_b[:, :pooled].reshape(-1, d)[pool].view(workers, pooled, d)
         all_a.append(mixed_a)
         all_b.append(mixed_b)
     return Problem(torch.stack(all_a), torch.stack(all_b), optimum)
@@ -117,7 +117,7 @@ def fedavg(problem: Problem, steps: Tensor, rounds: int, seed: int) -> Tensor:
     return errors
 
 
-def rounds_to(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
+def best_rounds(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
     """First round, from 1, in which the error is at most each accuracy, with the best step size.
 
     Args:
@@ -143,10 +143,10 @@ def fit(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
     >>> fit(np.array([1e-4, 1e-6]), np.array([103.0, 1003.0]))
     (1.0, 3.0)
     """
-    known = np.isfinite(rounds)
-    if known.sum() < 2:
+    reached = np.isfinite(rounds)
+    if reached.sum() < 2:
         return math.nan, math.nan
-    slope, offset = np.polyfit(1 / np.sqrt(accuracies[known]), rounds[known], 1)
+    slope, offset = np.polyfit(1 / np.sqrt(accuracies[reached]), rounds[reached], 1)
     return round(float(slope), 12), round(float(offset), 9)
 
 
@@ -162,17 +162,17 @@ def chained_fit(accuracies: np.ndarray, rounds: np.ndarray) -> list[float]:
     """
     from scipy.optimize import lsq_linear
 
-    found, upper = [], np.array([np.inf, np.inf])
+    slopes, upper = [], np.array([np.inf, np.inf])
     for row in rounds:
-        known = np.isfinite(row)
-        if known.sum() < 2:
-            found.append(math.nan)
+        reached = np.isfinite(row)
+        if reached.sum() < 2:
+            slopes.append(math.nan)
             continue
-        basis = np.stack([1 / np.sqrt(accuracies[known]), np.ones(known.sum())], 1)
-        solution = lsq_linear(basis, row[known], bounds=(0, upper)).x
-        found.append(float(solution[0]))
+        basis = np.stack([1 / np.sqrt(accuracies[reached]), np.ones(reached.sum())], 1)
+        solution = lsq_linear(basis, row[reached], bounds=(0, upper)).x
+        slopes.append(float(solution[0]))
         upper = np.maximum(solution, 1e-12)
-    return found
+    return slopes
 
 
 def theory(p: np.ndarray, largest: float, average: float) -> np.ndarray:

@@ -15,14 +15,14 @@ from unskew.plots.figure import new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.studies.quadratic import (
     Problem,
+    best_rounds,
     chained_fit,
     fedavg,
     fit,
     make_problem,
-    rounds_to,
     theory,
 )
-from unskew.reproduction.study import Found, Line
+from unskew.reproduction.study import ByPart, Line
 
 Whole = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -81,8 +81,10 @@ class QuadraticStudy:
         errors, floors = [], []
         for sigma2 in self.curve_noise:
             problem = self.problem(list(self.curve_shares), sigma2, seed)
-            found = fedavg(problem, torch.tensor([self.curve_step]), self.rounds, seed)[:, :, 0]
-            errors.append([[float(f"{e:.4g}") for e in row] for row in found[torch.from_numpy(shown) - 1].T.tolist()])
+            distances = fedavg(problem, torch.tensor([self.curve_step]), self.rounds, seed)[:, :, 0]
+            errors.append(
+                [[float(f"{e:.4g}") for e in row] for row in distances[torch.from_numpy(shown) - 1].T.tolist()]
+            )
             floors.append([float(f"{e:.4g}") for e in floor_of(problem, self.curve_step).tolist()])
         return {"rounds": shown.tolist(), "errors": errors, "floors": floors}
 
@@ -93,9 +95,9 @@ class QuadraticStudy:
         gammas = torch.logspace(-6, 2, 40, dtype=torch.float64)[: self.steps]
         errors = fedavg(problem, gammas, self.rounds, seed)
         accuracies = np.logspace(-6, -4.3, 80)[1:][-self.accuracies :]
-        rounds, which = rounds_to(errors, torch.tensor([self.epsilon, *accuracies]))
-        found = rounds[:, 1:].numpy()
-        fits = [fit(accuracies, row) for row in found]
+        rounds, which = best_rounds(errors, torch.tensor([self.epsilon, *accuracies]))
+        by_accuracy = rounds[:, 1:].numpy()
+        fits = [fit(accuracies, row) for row in by_accuracy]
         zeta2 = problem.dissimilarity(problem.optimum)
         return {
             "shares": shares.tolist(),
@@ -103,16 +105,16 @@ class QuadraticStudy:
             "step": gammas[which[:, 0]].tolist(),
             "A": _plain([a for a, _ in fits]),
             "B": _plain([b for _, b in fits]),
-            "A_chained": _plain(chained_fit(accuracies, found)),
+            "A_chained": _plain(chained_fit(accuracies, by_accuracy)),
             "smoothness": problem.smoothness.tolist(),
             "dissimilarity": (zeta2 / zeta2[0]).tolist(),
         }
 
-    def lines(self, found: Found) -> list[Line]:
+    def lines(self, by_part: ByPart) -> list[Line]:
         """Coefficients, rounds, smoothness and dissimilarity beside theory, over seeds."""
-        if TUNED not in found:
+        if TUNED not in by_part:
             return []
-        outcomes = found[TUNED]
+        outcomes = by_part[TUNED]
         shares = np.array(next(iter(outcomes.values()))["summary"]["shares"])
         largest, average = self.smoothness()
         line = theory(shares, largest, average)
@@ -144,14 +146,14 @@ class QuadraticStudy:
         squares = np.arange(1, self.workers + 1) ** 2
         return float(squares.max()), float(squares.mean())
 
-    def draw(self, found: Found, path: Path) -> Path:
+    def draw(self, by_part: ByPart, path: Path) -> Path:
         """Panels (a) without and with noise, (b) and (c)."""
         noises = len(self.curve_noise)
         figure, (axes,) = new_figure(4.1 * (noises + 2), 3.7, noises + 2, 1)
         for axis, number in zip(axes, range(noises), strict=False):
-            self._draw_curves(axis, number, found.get(CURVES, {}))
-        if TUNED in found:
-            self._draw_tuned(axes[noises], axes[noises + 1], found[TUNED])
+            self._draw_curves(axis, number, by_part.get(CURVES, {}))
+        if TUNED in by_part:
+            self._draw_tuned(axes[noises], axes[noises + 1], by_part[TUNED])
         for axis in axes:
             axis.grid(alpha=0.3)
             axis.legend(frameon=False, fontsize=7)

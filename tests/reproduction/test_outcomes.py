@@ -1,0 +1,91 @@
+"""Outcomes are named for readers and found by what a run is, also by versions whose configuration has more fields."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unskew.config.experiment import Experiment, NetworkConfig
+from unskew.config.reading import experiment
+from unskew.reproduction.outcomes import (
+    kept,
+    key_of,
+    name_of,
+    outcome_files,
+    place_of,
+    read_outcome,
+    run_identity,
+    write_outcome,
+)
+
+RUNS = Path(__file__).parents[2] / "results" / "runs"
+SOME = {"data": "cifar10", "method": "feddle:lr=0.01", "network": {"delay": "half-normal:20"}, "seed": 3}
+
+
+class LaterNetwork(NetworkConfig):
+    jitter: float = 0.0
+
+
+class LaterExperiment(Experiment):
+    network: LaterNetwork = LaterNetwork()
+    shuffle: bool = True
+
+
+def outcomes():
+    return {path: json.loads(path.read_text()) for paths in outcome_files(RUNS).values() for path in paths}
+
+
+def test_every_file_lies_where_what_it_says_it_is_belongs():
+    for path, outcome in outcomes().items():
+        assert path.relative_to(RUNS) == place_of(outcome["run"]), path
+
+
+@pytest.mark.parametrize("kind", [Experiment, LaterExperiment])
+def test_every_run_is_found_by_its_configuration_also_when_fields_are_added(kind):
+    files = outcome_files(RUNS)
+    for path, outcome in outcomes().items():
+        run = dict(outcome["run"])
+        if "study" in run:
+            assert read_outcome(files, run) == outcome
+            continue
+        parent = run.pop("begins_with", None)
+        configs = kind.model_validate(run), None if parent is None else kind.model_validate(parent)
+        assert kept(files, *configs) == outcome, path
+
+
+def test_a_field_with_its_default_names_nothing_anew():
+    for values in ({}, SOME):
+        assert key_of(LaterExperiment.model_validate(values)) == key_of(experiment(values))
+    other = [{**SOME, "shuffle": False}, {**SOME, "network": {**SOME["network"], "jitter": 0.5}}]
+    keys = {key_of(LaterExperiment.model_validate(values)) for values in (SOME, *other)}
+    assert len(keys) == 3
+    assert run_identity(LaterExperiment.model_validate(other[1]))["network"]["jitter"] == 0.5
+    assert run_identity(experiment({"model_options": {"width": None}}))["model_options"] == {"width": None}
+
+
+def test_a_file_is_found_wherever_it_was_moved_and_only_for_its_own_run(tmp_path):
+    run = run_identity(experiment(SOME))
+    path = write_outcome(tmp_path, run, {"summary": {"accuracy": 0.5}})
+    assert path == tmp_path / place_of(run)
+    outcome = read_outcome(tmp_path, run)
+    flat = path.rename(tmp_path / f"{name_of(run)}.json")  # as older versions named it
+    assert read_outcome(tmp_path, run) == outcome
+    flat.rename(tmp_path / f"anything-{name_of(run)[:8]}.json")
+    assert read_outcome(tmp_path, run) == outcome
+    other = run_identity(experiment({**SOME, "seed": 4}))
+    assert read_outcome(tmp_path, other) is None
+    (tmp_path / f"{name_of(other)}.json").write_text(json.dumps(outcome))  # the name is another's: not to be believed
+    assert read_outcome(tmp_path, other) is None
+
+
+def test_names_are_safe_and_short_and_two_runs_never_share_one():
+    run = {"data": "table:C:\\my files\\a?.csv", "method": "fedprox:mu=1.", "partition": "natural:<a|b>", "seed": 0}
+    assert place_of(run).as_posix().startswith("table-C--my-files-a-.csv/fedprox-mu=1/natural--a-b--seed0-")
+    long = [{**run, "method": "+".join(["feddle:lr=0.002,epochs=1"] * 40) + end} for end in ("", ",lam=0")]
+    places = [place_of(one) for one in long]
+    assert all(len(piece) <= 110 for place in places for piece in place.parts)
+    assert places[0].parent != places[1].parent
+    assert place_of({**run, "lr": 0.5}) != place_of(run)
+    assert (
+        place_of({"study": "quadratic", "part": "errors", "seed": 1}).as_posix().startswith("studies/quadratic/errors-")
+    )

@@ -1,0 +1,42 @@
+"""The pages of results and their index say what the kept outcomes say."""
+
+import re
+import shutil
+from pathlib import Path
+
+from unskew.reproduction.outcomes import outcome_files
+from unskew.reproduction.pages import Pages, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tables_and_index_are_those_of_the_kept_outcomes():
+    assert not list(Pages(ROOT).stale()), "run: python -m unskew.reproduction.pages"
+
+
+def test_the_index_leads_to_every_outcome():
+    links = set(re.findall(r"\]\((runs/[^)]+)\)", (ROOT / "results" / "INDEX.md").read_text(encoding="utf-8")))
+    files = [path for paths in outcome_files(ROOT / "results" / "runs").values() for path in paths]
+    assert links == {path.relative_to(ROOT / "results").as_posix() for path in files}
+
+
+def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):
+    pages, runs = tmp_path / "docs" / "results", tmp_path / "results" / "runs"
+    pages.mkdir(parents=True)
+    shutil.copytree(ROOT / "results" / "runs" / "studies", runs / "studies")
+    (pages / "one.md").write_text("Words.\n\n<!-- table: fedssyn/logistic cpu -->\nold\n<!-- end -->\n")
+    (pages / "none.md").write_text("<!-- table: fedcog/table-1 cpu -->\n<!-- end -->\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("unskew.reproduction.pages.names", lambda: ["fedcog/table-1"])
+    main()
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    one = (pages / "one.md").read_text(encoding="utf-8")
+    assert one.startswith("Words.")
+    assert "| iid, E = 1, noise 0 |" in one
+    assert "old" not in one
+    assert "No run of this table" in (pages / "none.md").read_text(encoding="utf-8")
+    index = (tmp_path / "results" / "INDEX.md").read_text(encoding="utf-8")
+    assert "`fedssyn/logistic`, scale `cpu`, shown in [one](../docs/results/one.md)" in index
+    assert "fedcog/table-1" not in index
+    main()
+    assert capsys.readouterr().out == ""

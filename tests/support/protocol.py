@@ -1,0 +1,65 @@
+"""Messages and contexts made by hand, for tests of single rules; what a test does not care about is filled in."""
+
+import torch
+
+from unskew.protocol.context import Context
+from unskew.protocol.facts import FederationFacts, Holdings
+from unskew.protocol.messages import Broadcast, ClientState, Update
+from unskew.protocol.training import Training
+from unskew.protocol.updates import Aggregate, Updates
+from unskew.protocol.workspace import NOWHERE, Prepared
+
+NOTHING = torch.zeros(0, dtype=torch.float64)
+
+
+def facts(clients, dtype=torch.float32):
+    """What a server knows of so many clients with one sample each."""
+    return FederationFacts(clients, (1,), 2, "classification", dtype, None, lambda client: 1, lambda: None)
+
+
+def broadcast(round, client, **fields):
+    filled = {"v": torch.ones(1), "b": torch.ones(0), "download": {}, "state": ClientState(), "weight": 1.0, **fields}
+    return Broadcast(round, client, **filled)
+
+
+def an_update(client=0, delta=NOTHING, round=0, weight=1.0, buffers=NOTHING, upload=None, **fields):
+    filled = {"examples": 1, "state": ClientState(), "metrics": {}, "arrived": round, **fields}
+    delta, buffers = (t if isinstance(t, torch.Tensor) else torch.tensor(t) for t in (delta, buffers))
+    return Update(client=client, born=round, weight=weight, delta=delta, buffers=buffers, upload=upload or {}, **filled)
+
+
+def some_updates(single, round=0, v=NOTHING, b=NOTHING, spec=None, key=None, one_by_one=frozenset(), **fields):
+    """Updates as a rule's half at the server gets them: single ones and their sums."""
+    sums = Aggregate(frozenset(one_by_one))
+    for one in single:
+        sums.add(one)
+    key = torch.tensor(round) if key is None else key
+    filled = {"arrivals": len(single), **fields}
+    return Updates(round, sums, list(single), v, b, spec, key, **filled)
+
+
+def context(spec, **fields):
+    """A context at a model's initial parameters: one step of plain SGD at the rate 0.1."""
+    v = fields.get("v_global", spec.flatten())
+    one = torch.ones((), dtype=v.dtype)
+    filled = {
+        "round": 0, "v_global": v, "b_global": spec.flatten_buffers(), "state": {}, "download": {}, "upload": {},
+        "spec": spec, "model": None, "task": None, "key": torch.tensor(1), "lr": 0.1, "plain_sgd": True, "steps": one,
+        "epoch_steps": one, "weight": one, **fields,
+    }  # fmt: skip
+    return Context(**filled)
+
+
+def holdings(fed, client, dtype=torch.float64, seed=0):
+    """What a rule may look at of one client, whose inputs are taken as they are."""
+    return Holdings.of(fed, client, lambda x: x.to(dtype), torch.empty(0, dtype=dtype), seed)
+
+
+def prepared(rule, fed, seed=0, epochs=4, workspace=NOWHERE):
+    """What a data rule makes of a federation."""
+    return rule.prepare(Prepared(fed, Training(local_epochs=epochs)), seed, workspace)
+
+
+def state_at(server, client):
+    """What stays at a client."""
+    return ClientState.of(server.store.get(client))

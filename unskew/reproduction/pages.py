@@ -1,0 +1,163 @@
+"""The tables of ``docs/results`` and ``results/INDEX.md``, written by ``python -m unskew.reproduction.pages``.
+
+It is run in the repository and reads the kept outcomes. A page says where a table stands with
+``<!-- table: PRESET SCALE -->`` ... ``<!-- end -->``. What lies between is replaced; the
+sentences around it are written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from unskew.files import write_atomic
+from unskew.reproduction.outcomes import outcome_files, place_of, run_identity
+from unskew.reproduction.preset import load_preset, names
+from unskew.reproduction.report import entries, lines, markdown
+from unskew.reproduction.study import Line, StudyRuns, load_study, study_names
+from unskew.reproduction.sweep import Sweep
+
+BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
+GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
+Rows = dict[tuple[str, str], dict[int, Path]]
+"""Files of a table by column and row, and then by seed."""
+
+
+class Pages:
+    """What is written from the outcomes of a repository.
+
+    Args:
+        root: The repository's folder.
+    """
+
+    def __init__(self, root: Path):
+        self.results, self.runs = root / "results", root / "results" / "runs"
+        self.paths = sorted((root / "docs" / "results").glob("*.md"))
+        files = [path for paths in outcome_files(self.runs).values() for path in paths]
+        self.outcomes = {path.relative_to(self.runs): json.loads(path.read_text(encoding="utf-8")) for path in files}
+        self.seeds = sorted({outcome["run"]["seed"] for outcome in self.outcomes.values()})
+
+    def stale(self) -> dict[Path, str]:
+        """The files that are not what the outcomes say, and what they should be."""
+        texts = {path: self.filled(path.read_text(encoding="utf-8")) for path in self.paths}
+        texts[self.results / "INDEX.md"] = self.index()
+        return {p: text for p, text in texts.items() if not p.is_file() or p.read_text(encoding="utf-8") != text}
+
+    def filled(self, page: str) -> str:
+        """The page with every table renewed."""
+        page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
+        return GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
+
+    def tables(self, name: str, scale: str) -> str:
+        """The tables of a preset."""
+        if name in study_names():
+            study = StudyRuns(load_study(name), scale, self.runs)
+            by_part = study.found(self.seeds)  # may turn to the study of other data
+            return _as_text(study.study.lines(by_part))
+        preset = load_preset(name)
+        return _as_text(lines(preset, entries(preset, self._sweep(name, scale).found(self.seeds))))
+
+    def _sweep(self, name: str, scale: str) -> Sweep:
+        return Sweep(load_preset(name), scale, Path("runs"), self.runs, {})
+
+    def generation(self) -> str:
+        """What generation costs beside training."""
+        measured = json.loads((self.results / "generation-cpu.json").read_text(encoding="utf-8"))
+        machine, training, paper = (measured[name] for name in ("machine", "training", "paper_training"))
+        header = ["N", "one client, s", "of its training", "four at once (`vectorized`), s each", "paper, s"]
+        body = [
+            [
+                str(row["n"]),
+                f"{row['inline']:.2f}",
+                f"{row['inline'] / training:.1%}",
+                "" if row["vectorized"] is None else f"{row['vectorized']:.2f}",
+                f"{row['paper']:.2f}",
+                f"{row['paper'] / paper:.1%}",
+            ]
+            for row in measured["rows"]
+        ]
+        text = (
+            f"One thread of {machine['cpu']} ({machine['cores']} cores), torch {machine['torch']}; "
+            f"local training of {measured['steps']} steps of 64: {training:.1f} s (the paper's GPU: {paper} s)."
+        )
+        return f"\n{text}\n\n{markdown([*header, 'of its training'], body)}\n\n"
+
+    def index(self) -> str:
+        """Every table and figure with the files of its outcomes, paper by paper."""
+        shown: dict[str, tuple[str, Path]] = {}
+        for path in self.paths:
+            shown |= {block[2]: (block[3], path) for block in BLOCK.finditer(path.read_text(encoding="utf-8"))}
+        text = [
+            "# Outcomes of the papers' tables and figures",
+            "",
+            "Written by `python -m unskew.reproduction.pages`. The numbers are links to the outcomes of these seeds. "
+            "Tables share runs, so a file may stand in several. "
+            "`unskew reproduce PRESET --scale SCALE --show` prints a table from its files.",
+        ]
+        papers, listed = dict[str, list[str]](), set[Path]()
+        for name in [*names(), *study_names()]:
+            scale, page = shown.get(name, ("cpu", None))
+            rows = self._rows_of_study(name, scale) if name in study_names() else self._rows(name, scale)
+            if not rows:
+                continue
+            preset = load_study(name) if name in study_names() else load_preset(name)
+            where = "" if page is None else f", shown in [{page.stem}](../docs/results/{page.name})"
+            section = papers.setdefault(preset.reference, [])
+            section += [
+                "",
+                f"### {preset.where}: {preset.title}",
+                "",
+                f"`{name}`, scale `{scale}`{where}",
+                "",
+                _links(rows),
+            ]
+            listed.update(path for by_seed in rows.values() for path in by_seed.values())
+        for reference, section in papers.items():
+            text += ["", f"## {reference}", *section]
+        rest = sorted(set(self.outcomes) - listed)
+        if rest:
+            text += ["", "## In no table", "", *(f"- [{path}](runs/{path.as_posix()})" for path in rest)]
+        return "\n".join(text) + "\n"
+
+    def _rows(self, name: str, scale: str) -> Rows:
+        rows: Rows = {}
+        for cell, outcome in self._sweep(name, scale).found(self.seeds):
+            seed = cell.config.seed
+            rows.setdefault((cell.column, cell.row), {})[seed] = place_of(outcome["run"])
+            if cell.parent is not None and (place := place_of(run_identity(cell.parent))) in self.outcomes:
+                rows.setdefault((cell.column, f"{cell.row}: common rounds"), {})[seed] = place
+        return rows
+
+    def _rows_of_study(self, name: str, scale: str) -> Rows:
+        by_part = StudyRuns(load_study(name), scale, self.runs).found(self.seeds)
+        return {("", part): {s: place_of(o["run"]) for s, o in by_seed.items()} for part, by_seed in by_part.items()}
+
+
+def _links(rows: Rows) -> str:
+    body = [
+        [column, row, " ".join(f"[{seed}](runs/{path.as_posix()})" for seed, path in by_seed.items())]
+        for (column, row), by_seed in rows.items()
+    ]
+    return markdown(["column", "row", "seeds"], body)
+
+
+def _as_text(tables: list[Line]) -> str:
+    """Tables as markdown."""
+    if not tables:
+        return "*No run of this table has been made yet.*\n"
+    text = []
+    for title, header, body in tables:
+        text += [f"**{title}**", "", markdown(header, body), ""]
+    return "\n" + "\n".join(text)
+
+
+def main() -> None:
+    """Renew the files of the repository in the current folder."""
+    for path, text in Pages(Path()).stale().items():
+        write_atomic(path, text.encode())
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
