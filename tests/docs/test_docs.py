@@ -224,6 +224,7 @@ def test_the_licence_is_whole():
     assert "The unskew authors" in text
 
 
+@pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     mkdocs = shutil.which("mkdocs", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if mkdocs is None:

@@ -44,6 +44,7 @@ def test_a_new_method_takes_less_than_thirty_lines():
     assert 10 < len(code_lines((EXAMPLES / "own_method.py").read_text())) < 30
 
 
+@pytest.mark.slow
 def test_own_method_runs_and_prints_its_result(tmp_path):
     lines = run(EXAMPLES / "own_method.py", tmp_path)
     assert [line.split()[0] for line in lines] == ["fedavg", "humble", "scaffold", "humble+scaffold"]

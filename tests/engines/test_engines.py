@@ -34,13 +34,13 @@ SUMS = [
     "fedcog:start_round=1,n=8,g_steps=3+ft",
     "fedrep+ft",
 ]
-SIZES = [5, 23, 8, 17, 31, 12]
+SIZES = [5, 19, 8, 13, 21, 11]
 
 
 def train(method, engine, precision="fp64", **options):
     torch.manual_seed(0)
     method = QUICK.get(method, method)
-    given = {"rounds": 4, "lr": 0.05, "batch_size": 8, "participation": 0.5, "local_epochs": 2, **options}
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "local_epochs": 2, **options}
     return unskew.run(
         blobs(SIZES), model=SmallBatchNorm(), method=method, engine=engine, precision=precision, workers=2, **given
     )

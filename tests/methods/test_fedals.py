@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.federations import blobs
+from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
 from torch import nn
 
@@ -94,10 +95,11 @@ def test_adam_goes_on_with_its_moments_and_its_number_of_steps():
         assert_close(mine[name].double(), value, MAGNIFIED)
 
 
-@pytest.mark.parametrize("engine", ["processes", "vectorized"])
-@pytest.mark.parametrize(
-    "chosen", ["fedals:alpha=3", "fedals:alpha=2+scaffold", "fedals:periods=first:2;head:3+fedavgm"]
-)
+SUMS = ["fedals:alpha=3", "fedals:alpha=2+scaffold", "fedals:periods=first:2;head:3+fedavgm"]
+CASES = [(chosen, engine) for chosen in SUMS for engine in ("processes", "vectorized")]
+
+
+@pytest.mark.parametrize(("chosen", "engine"), slow_but([(SUMS[1], "processes"), (SUMS[2], "vectorized")], CASES))
 def test_engines_agree_with_momentum_and_partial_participation(chosen, engine):
     options = {"momentum": 0.9, "participation": 0.7, "batch_size": 7}
     assert_engines_agree(run(chosen, engine, **options).vector, run(chosen, **options).vector)

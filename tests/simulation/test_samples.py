@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.image import imread
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import an_update, broadcast
 from support.running import TINY, call
@@ -34,6 +33,8 @@ def names(folder):
 
 
 def test_every_engine_draws_the_same_and_trains_as_without(tmp_path):
+    from matplotlib.image import imread
+
     plain = train()
     drawn = {}
     for engine in ("inline", "processes", "vectorized"):
