@@ -5,10 +5,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from support.federations import blobs
 from support.running import call
 from support.slow import slow_but
 
+import unskew
 from unskew.config.reading import experiment
 from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError

@@ -31,6 +31,11 @@ def freezes(rules: tuple[ClientRule, ...]) -> bool:
     return any(type(rule).moves is not ClientRule.moves for rule in rules)
 
 
+def changes_updates(rules: tuple[ClientRule, ...]) -> bool:
+    """Whether some rule sends something else than the local result minus the broadcast."""
+    return any(type(rule).sends is not ClientRule.sends for rule in rules)
+
+
 def client_key(seed: int, cast: Broadcast) -> Tensor:
     """The random key of a client in a round."""
     return torch.tensor(derive(seed, "key", cast.round, cast.client))
@@ -137,10 +142,17 @@ class ClientInputs:
         ]
 
 
+def update_of(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
+    """The local result minus the broadcast, ``[d]``; 0 on slices that are not sent."""
+    if cast.up is None:
+        return v - v_start
+    return torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v.to(v.device), torch.zeros_like(v))
+
+
 def finished(
     setup: Setup,
     cast: Broadcast,
-    v_start: Tensor,
+    delta: Tensor,
     v: Tensor,
     b: Tensor,
     written: list[tuple[Tensors, Tensors]],
@@ -152,9 +164,6 @@ def finished(
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
     upload = {r.name: r.packed(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
     parted = cast.up is not None
-    delta = v - v_start
-    if cast.up is not None:
-        delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
     state = ClientState(
         rules, v if parted else None, b if parted or setup.buffers == "local" else None, moments if cast.keeps else {}
     )
