@@ -20,7 +20,7 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.partition.make import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
 from unskew.generators.latent import LatentGenerator
-from unskew.methods.catalogue import CATALOGUE, describe, method
+from unskew.methods.catalogue import CATALOGUE, describe, method, rule_class
 from unskew.models.catalogue import MODELS, build_model
 from unskew.reproduction.preset import load_preset
 from unskew.reproduction.study import load_study, study_names
@@ -142,29 +142,81 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
     }
 
 
+METHODS = (ROOT / "docs" / "methods.md").read_text()
+
+
 def test_the_tables_of_methods_list_the_catalogue():
     for page in (ROOT / "README.md", ROOT / "docs" / "methods.md"):
         rows = table(page.read_text().split("<!-- methods -->")[1])
-        assert [row[0].strip("`") for row in rows] == list(CATALOGUE), page.name
-        for row, known in zip(rows, describe(), strict=True):
-            assert row[1] == ", ".join(known["slots"]), known["name"]
-            assert row[2] == known["summary"], known["name"]
-            if page.name == "README.md":
-                assert row[3] == known["paper"], known["name"]
-            else:
-                options = ", ".join(f"`{k}={v}`" for k, v in known["options"].items())
-                assert row[3] == (options or "none"), known["name"]
-    text = (ROOT / "docs" / "methods.md").read_text()
-    headings = {name for line in re.findall(r"^## (.*)$", text, flags=re.MULTILINE) for name in line.split(", ")}
-    assert set(CATALOGUE) <= headings
+        listed = [(re.search("`(.*?)`", row[0])[1], *row[1:]) for row in rows]
+        assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe()], page.name
+
+
+def part_of(name, label):
+    """The lines of a method's section under one of its labels."""
+    return section(METHODS, name).split(f"**{label}**\n", 1)[1].split("\n**", 1)[0]
+
+
+def shown(default):
+    """An option's default as the page writes it."""
+    words = {None: "none", "": "empty", (): "empty", True: "true", False: "false"}
+    return (
+        words[default]
+        if default is None or isinstance(default, bool | str | tuple) and default in words
+        else str(default)
+    )
+
+
+def listed_options(text):
+    """Names and defaults in a list of options, after those of the section that the text refers to."""
+    known = {}
+    if other := re.search(r"options are those of \[.*?\]\(#(.*?)\)", text):
+        title = next(t for t in re.findall("^## (.*)$", METHODS, re.M) if t.lower().replace(" ", "-") == other[1])
+        known = listed_options(part_of(title, "Options") if title in CATALOGUE else section(METHODS, title))
+    return known | dict(re.findall(r"^- `(\w+)` = `?([^`:]*?)`?: ", text, re.M))
+
+
+@pytest.mark.parametrize("known", describe(), ids=lambda known: known["name"])
+def test_the_section_of_a_method_has_its_shape_and_its_options(known):
+    name = known["name"]
+    labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(METHODS, name), re.M)
+    assert labels[:3] == ["Options", "Cost", "Goes with"]
+    assert labels[3:] in ([], ["Notes"])
+    assert listed_options(part_of(name, "Options")) == {k: shown(v) for k, v in known["options"].items()}
+
+    cost, goes_with = (
+        re.findall(r"^- ([A-Z][\w ]*): (.*)$", part_of(name, label), re.M) for label in ("Cost", "Goes with")
+    )
+    assert [line for line, _ in cost] == ["Traffic", "Work", "At the clients", "At the server"]
+    assert [line for line, _ in goes_with] == ["Sums", "Server reads", "Tasks", "Delays"]
+    told = dict(goes_with)
+    assert told["Server reads"].startswith({"sum": "sums", "individual": "single updates"}[known["needs"]])
+    tasks = {"all": {"classification", "multilabel", "language"}, "classification": {"classification"}}
+    tasks["classification, several labels"] = {"classification", "multilabel"}
+    assert tasks[re.split(r"\.", told["Tasks"])[0]] == set(rule_class(name).tasks)
+
+
+def test_the_sums_that_are_refused_are_told():
+    """The page tells once that two methods of the slot server do not add up, and what center and feddm refuse."""
+    fills_server = {name for name in CATALOGUE if method(name).server is not None}
+    for name in set(CATALOGUE) - {"center", "feddm"}:
+        refused = set()
+        for other in set(CATALOGUE) - {"center", "feddm", name}:
+            if not {name, other} <= fills_server:
+                try:
+                    method(f"{name}+{other}")
+                except unskew.UnskewError:
+                    refused.add(other)
+        line = re.search(r"^- Sums: (.*)$", part_of(name, "Goes with"), re.M)[1]
+        told = re.match(r"not with ([^:.]*)", line)
+        assert set(re.findall("`(.*?)`", told[1] if told else "")) == refused, name
 
 
 def test_the_costs_of_methods_are_those_counted():
     """In the second round, when nothing is missing any more; a linear model is all classifier."""
-    rows = table((ROOT / "docs" / "methods.md").read_text().split("<!-- methods -->")[1])
     options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
-    for row in rows:
-        name, (down, up) = row[0].strip("`"), row[-1].split(", ")
+    for name in CATALOGUE:
+        traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
         result = unskew.run(method=QUICK.get(name, name), server=100, **options)
         size = result.summary["parameters"]
         g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
@@ -183,7 +235,8 @@ def test_the_costs_of_methods_are_those_counted():
         numbers["s"] = 10 * 2 * 64 + 10 * 2 // 4  # two images of each class, a byte for a label
         first, second = result.history
         counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
-        assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in (down, up)], name
+        costs = [cost.strip("`") for cost in traffic.groups()]
+        assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in costs], name
 
 
 def test_the_table_of_models_is_true():
