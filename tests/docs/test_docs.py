@@ -1,5 +1,6 @@
 """What README and docs say is true: their code runs, and their tables list what is there."""
 
+import ast
 import os
 import re
 import shlex
@@ -143,6 +144,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
 
 
 METHODS = (ROOT / "docs" / "methods.md").read_text()
+CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
 
 
 def test_the_tables_of_methods_list_the_catalogue():
@@ -152,6 +154,58 @@ def test_the_tables_of_methods_list_the_catalogue():
         assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe()], page.name
 
 
+def test_the_table_of_slots_names_every_method():
+    rows = table(section(CONCEPTS, "A method is a sum"))
+    named = {row[0].strip("`"): re.findall("`(.*?)`", row[2]) for row in rows}
+    assert list(named) == ["data", "client", "sync", "server"]
+    assert named == {slot: [m["name"] for m in describe() if slot in m["slots"]] for slot in named}
+
+
+def test_methods_that_weigh_clients_alike_are_named():
+    sentence = re.search(r"Uniformly: (.*?)\.", section(CONCEPTS, "Weights"))[1]
+    assert set(re.findall("`(.*?)`", sentence)) == {name for name in CATALOGUE if rule_class(name).weights == "uniform"}
+
+
+@pytest.mark.parametrize(("title", "task"), [("Several labels a sample", "multilabel"), ("Texts", "language")])
+def test_methods_that_refuse_a_task_are_named(title, task):
+    sentence = re.search(r"Refused are (.*?)[.;]", section((ROOT / "docs" / "data.md").read_text(), title))[1]
+    refusing = [name for name in CATALOGUE if task not in rule_class(name).tasks]
+    assert re.findall("`(.*?)`", sentence) == refusing
+
+
+def imports_between_folders():
+    """Which folder of the package imports which; the modules beside them count as one, called root."""
+    arrows = {}
+    for path in (ROOT / "unskew").rglob("*.py"):
+        inside = path.relative_to(ROOT / "unskew").parts
+        if inside in (("__init__.py",), ("__main__.py",)):
+            continue
+        arrows.setdefault(inside[0] if len(inside) > 1 else "root", set()).update(
+            name.split(".")[1] if (ROOT / "unskew" / name.split(".")[1]).is_dir() else "root"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and (name := node.module or "").startswith("unskew.")
+        )
+    return {room: others - {room} for room, others in arrows.items()}
+
+
+def test_the_picture_of_the_package_is_true():
+    """Every folder is drawn, every arrow is an import, every import runs along the arrows, and none leads up."""
+    (picture,) = fences(ROOT / "docs" / "concepts.md", "mermaid")
+    arrows = {room: set() for room in re.findall(r'^ +(\w+)\["', picture, re.M)}
+    for upper, lower in re.findall(r"^ +(\w+) --> (.*)$", picture, re.M):
+        arrows[upper] |= set(lower.split(" & "))
+    imports = imports_between_folders()
+    assert set(arrows) == set(imports)
+    below = {}
+    for room in reversed(list(arrows)):  # drawn from the top down
+        assert arrows[room] <= set(below), f"{room} is drawn below what it imports"
+        below[room] = arrows[room].union(*(below[other] for other in arrows[room]))
+        assert arrows[room] <= imports[room], f"docs/concepts.md draws an arrow that is no import of {room}"
+        assert imports[room] <= below[room], f"docs/concepts.md draws no arrow for an import of {room}"
+    modules = {path.stem for path in (ROOT / "unskew").glob("*.py")} - {"__init__", "__main__"}
+    assert set(re.search(r'root\["(.*?)"\]', picture)[1].split(", ")) == modules
+
+
 def part_of(name, label):
     """The lines of a method's section under one of its labels."""
     return section(METHODS, name).split(f"**{label}**\n", 1)[1].split("\n**", 1)[0]
@@ -159,12 +213,8 @@ def part_of(name, label):
 
 def shown(default):
     """An option's default as the page writes it."""
-    words = {None: "none", "": "empty", (): "empty", True: "true", False: "false"}
-    return (
-        words[default]
-        if default is None or isinstance(default, bool | str | tuple) and default in words
-        else str(default)
-    )
+    words = {"None": "none", "": "empty", "()": "empty", "True": "true", "False": "false"}
+    return words.get(str(default), str(default))
 
 
 def listed_options(text):
