@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,11 @@ def options_of(command):
 @pytest.mark.parametrize("page", [p for p in PAGES if fences(p, "python")], ids=lambda p: p.stem)
 def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": page.stem}
+    module = types.ModuleType(f"page_{page.stem}")  # a module that is known, where dataclasses look up their types
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for code in fences(page, "python"):
         if SNIPPET not in code:
-            exec(compile(code, str(page), "exec"), names)
+            exec(compile(code, str(page), "exec"), module.__dict__)
 
 
 def commands_shown():
@@ -171,6 +173,20 @@ def test_methods_that_refuse_a_task_are_named(title, task):
     sentence = re.search(r"Refused are (.*?)[.;]", section((ROOT / "docs" / "data.md").read_text(), title))[1]
     refusing = [name for name in CATALOGUE if task not in rule_class(name).tasks]
     assert re.findall("`(.*?)`", sentence) == refusing
+
+
+def test_the_method_shown_to_contributors_is_the_one_in_the_package():
+    page = ROOT / "CONTRIBUTING.md"
+    assert fences(page, "python") == [(ROOT / "unskew" / "methods" / "fedprox.py").read_text()]
+    (line,) = (line for line in fences(page, "text") if "unskew.methods" in line)
+    assert line.strip() in (ROOT / "unskew" / "methods" / "catalogue.py").read_text()
+
+
+def test_contributors_are_told_every_folder():
+    listed = {
+        name.rstrip("/") for name in first_names(section((ROOT / "CONTRIBUTING.md").read_text(), "Where things are"))
+    }
+    assert listed == {path.name for path in (ROOT / "unskew").iterdir() if path.is_dir()} - {"__pycache__"}
 
 
 def imports_between_folders():
