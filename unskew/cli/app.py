@@ -214,10 +214,9 @@ app.command()(reproduce)
 def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
     """The end of a run: its figures, and its summary as a table or JSON."""
     from unskew.cli.tables import summary_table
-    from unskew.plots.curves import sign_histogram
 
     result.plot(folder / "convergence.png")
-    sign_histogram(result.history, folder / "coefficients.png")
+    result.draw(folder)
     if as_json:
         print_json({**result.summary, "folder": str(folder)})
         return

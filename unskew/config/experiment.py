@@ -18,8 +18,8 @@ from pydantic_core import PydanticSerializationError
 from unskew.config.sections import NetworkConfig as NetworkConfig
 from unskew.config.sections import Section as Section
 from unskew.config.sections import TextConfig as TextConfig
-from unskew.errors import ConfigError
-from unskew.methods.catalogue import method
+from unskew.errors import ConfigError, unknown
+from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.catalogue import named_model
 from unskew.protocol.training import Training
 
@@ -28,6 +28,10 @@ DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 
 
 DEFAULT_EPOCHS = 5
+AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients")
+"""Diagnoses that look at the clients of a round."""
+DIAGNOSES = (*AT_CLIENTS, "server")
+"""What can be measured with every method; methods have names of their own for what only they can."""
 
 
 class Experiment(Section):
@@ -110,9 +114,7 @@ class Experiment(Section):
 
     secure_aggregation: Literal["off", "required"] = "off"
     """``required``: the server sees nothing but the weighted sum of a round's updates; methods that need more are refused."""
-    diagnose: tuple[
-        Literal["local_models", "consensus", "generalization", "gradients", "server", "surrogate"], ...
-    ] = ()
+    diagnose: tuple[str, ...] = ()
     """What is measured beside the method, in rounds that are evaluated."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
@@ -177,6 +179,9 @@ class Experiment(Section):
         if self.precision == "fp64" and self.device.startswith("mps"):
             raise ValueError("fp64 is not available on this device")
         method(self.method)
+        for name in self.diagnose:
+            if name not in DIAGNOSES and name not in own_diagnoses():
+                raise ValueError(unknown("diagnosis", name, [*DIAGNOSES, *own_diagnoses()]).rstrip("."))
         return self
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -60,6 +60,14 @@ class ArrayClients(Sequence[ClientData]):
         return (self[k] for k in range(len(self)))
 
 
+def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:
+    """Clients, in order, with all their samples in one array."""
+    trained = np.array([client.examples for client in clients])
+    offsets = np.concatenate([[0], np.cumsum(trained + [len(client.y_test) for client in clients])])
+    xs, ys = [t for c in clients for t in (c.x, c.x_test)], [t for c in clients for t in (c.y, c.y_test)]
+    return ArrayClients(cat_inputs(xs), torch.cat(ys), offsets, offsets[:-1] + trained)
+
+
 @dataclass(frozen=True)
 class ServerData:
     """Samples at the server; ``in_domain`` says whether they come from the clients' task."""
@@ -89,9 +97,6 @@ class Federation:
         name: The data set and partition, for tables.
         fingerprint: Hash of the partition (which sample sits where); every run records it.
         kinds: Rows of each kind at each client ``[K, G]`` and the kinds' names, where a column decided the partition.
-        told: What a run's summary says of data that rules changed, by rule; ``made`` changes with what clients were given.
-        common: What a data rule sent to every client alike, by the rule's name.
-        real_sizes: Real samples per client to train on, ``[K]``, where clients hold others, too; None: all are real.
     """
 
     clients: Sequence[ClientData]
@@ -105,14 +110,6 @@ class Federation:
     partition: str = "given"
     fingerprint: str = ""
     kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
-    common: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    real_sizes: np.ndarray | None = None
-    told: dict[str, dict[str, object]] = field(default_factory=dict)
-    made: str = ""
-
-    def counted(self, k: int) -> int:
-        """The samples of client ``k`` that count in a weighted mean: the real ones it trains on."""
-        return self.clients[k].examples if self.real_sizes is None else int(self.real_sizes[k])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,8 +129,7 @@ class Federation:
         clients = self.clients
         if isinstance(clients, ArrayClients):
             clients = ArrayClients(clients.x.to(device), clients.y.to(device), clients.offsets, clients.splits)
-        common = {rule: {name: t.to(device) for name, t in held.items()} for rule, held in self.common.items()}
-        return replace(self, clients=clients, test=(x.to(device), y.to(device)), common=common)
+        return replace(self, clients=clients, test=(x.to(device), y.to(device)))
 
     def holdings(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """What tables and plots show of each client: samples per class ``[K, C]``, or of texts without labels per kind."""

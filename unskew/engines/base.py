@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from unskew.data.federation import Federation
 from unskew.models.vector import ModelSpec
-from unskew.protocol.rules import Broadcast, ClientRule, Update
-from unskew.protocol.training import Training
+from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.rules import ClientRule
+from unskew.protocol.training import Buffers, Training
 from unskew.tasks import Task
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that an engine needs for a run."""
+    """All that an engine needs for a run.
+
+    Attributes:
+        spec: The model's layout.
+        federation: The data.
+        rules: The client rules, in order.
+        task: Loss and probabilities.
+        training: The clients' budget.
+        seed: Of the run.
+        device: Where the model is.
+        buffers: Whether normalisation statistics are averaged, stay at the client, or begin anew in every round.
+        common: What each rule sent to every client alike before the first round.
+    """
 
     spec: ModelSpec
     federation: Federation
@@ -26,6 +39,8 @@ class Setup:
     training: Training
     seed: int
     device: torch.device
+    buffers: Buffers = "average"
+    common: dict[str, Tensors] = field(default_factory=dict)
 
 
 class Engine(Protocol):

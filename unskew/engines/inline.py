@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
-from unskew.protocol.rules import Broadcast, Update
+from unskew.protocol.messages import Broadcast, Update
 
 
 class InlineEngine:

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -22,11 +21,12 @@ from typing import Any, cast
 import torch
 
 from unskew.engines.base import Setup
+from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.local import LocalTrainer
 from unskew.engines.machine import cores, keep_freed_memory
 from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import EngineError, UnskewError
-from unskew.protocol.rules import Broadcast, Update
+from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
 
@@ -34,11 +34,6 @@ AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
 def available() -> bool:
     """Whether this platform can fork workers safely."""
     return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
-
-
-def as_dict(record: Broadcast | Update) -> dict[str, Any]:
-    """The fields of a record, uncopied."""
-    return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
 def _work(
@@ -62,7 +57,7 @@ def _work(
         if fresh:
             outbox.clear()
         try:
-            update = trainer.train(Broadcast(**inbox.unpack(packed)))
+            update = trainer.train(from_dict(Broadcast, inbox.unpack(packed)))
             pipe.send((True, outbox.pack(as_dict(update))))
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent is gone
@@ -165,7 +160,8 @@ class ProcessesEngine:
         if not ok:
             raise answer
         outbox = self.outboxes[self.pipes.index(pipe)]
-        return Update(**outbox.unpack(answer, copy=True))
+        update: Update = from_dict(Update, outbox.unpack(answer, copy=True))
+        return update
 
     def close(self) -> None:
         """End the workers."""

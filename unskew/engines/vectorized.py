@@ -20,22 +20,11 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.local import (
-    LocalTrainer,
-    base_loss,
-    client_key,
-    contexts,
-    finish,
-    freezes,
-    inputs_made,
-    moments_of,
-    movable_mask,
-    on_device,
-    sent_mask,
-    starting_model,
-)
+from unskew.engines.inputs import finished
+from unskew.engines.local import LocalTrainer, base_loss, inputs_made, movable_mask
 from unskew.models.trainable import Batch, FunctionalModel
-from unskew.protocol.rules import Broadcast, Context, Tensors, Update
+from unskew.protocol.context import Context
+from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.seeding import derive, fold
 
 Tree = Any
@@ -104,7 +93,7 @@ class VectorizedEngine:
     @staticmethod
     def _kind(cast: Broadcast) -> Hashable:
         """Clients of one kind have tensors of the same names and shapes."""
-        state = {rule: {n: tuple(t.shape) for n, t in sorted(s.items())} for rule, s in sorted(cast.state.items())}
+        state = {name: tuple(t.shape) for name, t in sorted(cast.state.tensors().items())}
         return repr((state, cast.down, cast.up))
 
     def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
@@ -114,47 +103,16 @@ class VectorizedEngine:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         clients = [setup.federation.clients[cast.client] for cast in casts]
         plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
-        starts = [starting_model(cast).to(device) for cast in casts]
-        counts = torch.tensor([float(len(p.batches)) for p in plans], dtype=starts[0].dtype, device=device)
-        epochs = torch.tensor(
-            [float(len(training.cuts(c.examples))) for c in clients], dtype=starts[0].dtype, device=device
-        )
-        weights = torch.tensor([cast.weight for cast in casts], dtype=starts[0].dtype, device=device)
-        full = (
-            [self.single.full_gradient(cast, s) for cast, s in zip(casts, starts, strict=True)]
-            if self.single.needs_full_gradient
-            else None
-        )
-        given, dims = stack(
-            [
-                {
-                    "v_global": starts[k],
-                    "v_start": starts[k],
-                    "b_global": cast.b.to(device),
-                    "key": client_key(setup.seed, cast).to(device),
-                    "steps": counts[k],
-                    "weight": weights[k],
-                    "full_gradient": full[k] if full is not None else None,
-                    "class_counts": self.single.class_counts(clients[k]) if self.single.needs_class_counts else None,
-                    "epoch_steps": epochs[k],
-                    "label_pairs": self.single.label_pairs(clients[k]) if self.single.needs_label_pairs else None,
-                    "exemplars": self.single.exemplars(clients[k]) if self.single.needs_exemplars else None,
-                    "sent": sent_mask(cast.up, cast.v, device),
-                    "received": sent_mask(cast.down, cast.v, device),
-                    "state": on_device(cast.state, device),
-                    "download": on_device(cast.download, device),
-                }
-                for k, cast in enumerate(casts)
-            ]
-        )
+        inputs = self.single.inputs
+        singly = [
+            inputs.of(cast, plan, self.single.full_gradient(cast)) for cast, plan in zip(casts, plans, strict=True)
+        ]
+        starts = [own["v_global"] for own in singly]
+        given, dims = stack(singly)
 
         def ctxs_of(given: dict[str, Any], b: Tensor) -> tuple[FunctionalModel, list[Context]]:
             model = FunctionalModel(setup.spec, b)
-            shared = {k: t for k, t in given.items() if k not in ("state", "download")}
-            shared |= {"round": casts[0].round, "spec": setup.spec, "model": model, "task": setup.task}
-            shared |= {"lr": training.lr, "plain_sgd": training.plain_sgd and not freezes(setup.rules)}
-            shared |= {"pixels": self.single.pixels}
-            return model, contexts(setup.rules, shared, given["state"], given["download"], self.single.common)
+            return model, inputs.contexts(given, model, casts[0].round)
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
             _, ctxs = ctxs_of(given, b)
@@ -183,11 +141,12 @@ class VectorizedEngine:
                 rule.end(ctx, carry, v)
             return [(ctx.state, ctx.upload) for ctx in ctxs]
 
-        b = torch.stack([cast.b.to(device) for cast in casts])
+        b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
-        moments = [moments_of(training, c, s, freezes(setup.rules)) for c, s in zip(casts, starts, strict=True)]
+        moments = [inputs.moments(cast, start) for cast, start in zip(casts, starts, strict=True)]
         state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
-        keys = torch.stack([client_key(setup.seed, cast) for cast in casts]).to(device)
+        keys = torch.stack([own["key"] for own in singly])
+        counts = torch.stack([own["steps"] for own in singly])
         total = torch.zeros(len(casts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", casts[0].round, casts[0].client))
@@ -212,8 +171,8 @@ class VectorizedEngine:
         # Of the group's time, each client's even share.
         spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
-            finish(
-                setup, cast, clients[k].examples, starts[k], v[k], b[k].clone(),
+            finished(
+                setup, cast, starts[k], v[k], b[k].clone(),
                 pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
                 {"loss": losses[k], "steps": float(counts[k]), **spent},
                 made[k], {name: t[k].clone() for name, t in state.items()},
@@ -242,7 +201,7 @@ class VectorizedEngine:
         index = [plan.batches[t].to(client.y.device) for client, plan in zip(clients, plans, strict=True)]
         xs = [p.augment(take(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
         # One transfer and one normalisation for the whole group.
-        flat = self.single.normalise(torch.cat(xs))
+        flat = self.single.inputs.normalise(torch.cat(xs))
         x = flat.view(len(clients), -1, *flat.shape[1:]) if flat.dim() != 4 else torch.stack(flat.chunk(len(clients)))
         y = torch.stack([client.y[i] for client, i in zip(clients, index, strict=True)])
         at = torch.tensor(t, device=keys.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unskew.protocol.rules import Update
+from unskew.protocol.messages import Update
 from unskew.simulation.server import Server
 
 
@@ -23,6 +23,7 @@ class Diagnosis:
         self.updates: list[Update] = []
         self.start = server.v
         server.watchers.append(self.updates.append)
+        server.wants_models = server.wants_models or self.of_clients
 
     def begin(self) -> None:
         """The next round starts from the server's model; forget the last one."""
@@ -30,8 +31,8 @@ class Diagnosis:
         self.updates.clear()
 
     def models(self) -> list[Tensor]:
-        """The whole models ``[d]`` of the clients after training, slices that were not sent included."""
-        return [u.state["model"]["v"] if "model" in u.state else self.start + u.delta for u in self.updates]
+        """The whole models ``[d]`` of the clients after training, slices that were not sent included, in evaluated rounds."""
+        return [u.report["v"] if "v" in u.report else self.start + u.delta for u in self.updates]
 
     def figures(self) -> dict[str, float]:
         """The figures of the round that has just ended; asked for in rounds that are evaluated."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from unskew.data.federation import Federation
 from unskew.measures.base import Diagnosis
 from unskew.measures.consensus import Consensus
 from unskew.measures.generalization import Generalization
@@ -16,21 +17,26 @@ from unskew.simulation.server import Server
 
 
 def make_diagnoses(
-    names: Sequence[str], evaluator: Evaluator, server: Server, history: Sequence[dict[str, Any]]
+    names: Sequence[str],
+    evaluator: Evaluator,
+    server: Server,
+    federation: Federation,
+    history: Sequence[dict[str, Any]],
 ) -> list[Diagnosis]:
-    """The diagnoses of these names, each once; ``surrogate`` is the server rule's own to make.
+    """The diagnoses of these names, each once; other names are those of a server rule's own figures.
 
     Args:
         names: Which.
         evaluator: Of the run.
         server: Whose updates they watch.
+        federation: What its clients train on.
         history: The run's rows so far; grows while it runs.
     """
     makers: dict[str, Callable[[], Diagnosis]] = {
-        "local_models": lambda: LocalModels(evaluator, server),
+        "local_models": lambda: LocalModels(evaluator, server, federation),
         "consensus": lambda: Consensus(server),
-        "generalization": lambda: Generalization(evaluator, server, history),
+        "generalization": lambda: Generalization(evaluator, server, federation, history),
         "server": lambda: ServerCost(server),
-        "gradients": lambda: Gradients(server),
+        "gradients": lambda: Gradients(server, federation),
     }
     return [makers[name]() for name in dict.fromkeys(names) if name in makers]

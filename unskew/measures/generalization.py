@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.data.federation import ClientData
+from unskew.data.federation import ClientData, Federation
 from unskew.measures.base import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
@@ -39,13 +39,14 @@ class Generalization(Diagnosis):
     Args:
         evaluator: Of the run.
         server: Whose updates are watched from now on.
+        federation: What its clients train on.
         history: The run's rows so far; grows while it runs.
     """
 
-    def __init__(self, evaluator: Evaluator, server: Server, history: Sequence[dict[str, Any]]):
+    def __init__(self, evaluator: Evaluator, server: Server, federation: Federation, history: Sequence[dict[str, Any]]):
         super().__init__(server)
-        self.evaluator, self.history = evaluator, history
-        self.iid = str(server.federation.partition).startswith("iid")
+        self.evaluator, self.federation, self.history = evaluator, federation, history
+        self.iid = str(federation.partition).startswith("iid")
 
     def figures(self) -> dict[str, float]:
         """The gaps, the skew, the two sums of Theorem 4.1, and the round's term and the trend of Theorem 4.3."""
@@ -57,7 +58,7 @@ class Generalization(Diagnosis):
         everywhere = self.evaluator.losses(mean, b, *self.evaluator.test)
         gap = local = skew = first = second = 0.0
         for w, v, update in zip(weights, models, self.updates, strict=True):
-            client = self.server.federation.clients[update.client]
+            client = self.federation.clients[update.client]
             seen = float(self.evaluator.losses(v, update.buffers, client.x, client.y).mean())
             unseen = self._expected(self.evaluator.losses(v, update.buffers, *self.evaluator.test), client)
             mean_seen = float(self.evaluator.losses(mean, b, client.x, client.y).mean())
@@ -86,7 +87,7 @@ class Generalization(Diagnosis):
         y = self.evaluator.test[1].cpu()
         if self.iid or y.dim() > 1:
             return float(losses.mean())
-        classes = self.server.federation.classes
+        classes = self.federation.classes
         shares = torch.bincount(client.y.cpu(), minlength=classes).to(torch.float64) / len(client.y)
         counts = torch.bincount(y, minlength=classes).clamp_min(1)
         return float(((shares / counts)[y] * losses.cpu()).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from unskew.data.federation import Federation
 from unskew.measures.base import Diagnosis
 from unskew.measures.heterogeneity import Scope, measure
 from unskew.measures.probe import Probe
@@ -21,16 +22,18 @@ class Gradients(Diagnosis):
 
     Args:
         server: Of the run.
+        federation: What its clients train on.
     """
 
-    def __init__(self, server: Server):
+    def __init__(self, server: Server, federation: Federation):
         super().__init__(server)
+        self.federation = federation
         self.scope = replace(Scope(), curvature=False, seed=server.seed)
 
     def figures(self) -> dict[str, float]:
         """The four figures."""
         server = self.server
-        probe = Probe(server.spec, TASKS[server.federation.task], server.federation, server.v, server.b)
-        found = measure(probe, server.federation, self.scope).figures
+        probe = Probe(server.spec, TASKS[self.federation.task], self.federation, server.v, server.b)
+        found = measure(probe, self.federation, self.scope).figures
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
         return {f"gradients/{name}": float(found[key] or 0.0) for name, key in names.items()}

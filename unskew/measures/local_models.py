@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from unskew.data.federation import Federation
 from unskew.measures.base import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
@@ -21,11 +22,12 @@ class LocalModels(Diagnosis):
     Args:
         evaluator: Of the run.
         server: Its server, whose updates are watched from now on.
+        federation: What its clients train on.
     """
 
-    def __init__(self, evaluator: Evaluator, server: Server):
+    def __init__(self, evaluator: Evaluator, server: Server, federation: Federation):
         super().__init__(server)
-        self.evaluator, self.federation = evaluator, server.federation
+        self.evaluator, self.federation = evaluator, federation
 
     def figures(self) -> dict[str, float]:
         """The three means."""

@@ -18,14 +18,14 @@ memory up to a limit, the rest in files of the run folder.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
 
 
@@ -41,10 +41,8 @@ class CA2FL(ServerRule):
     name: ClassVar[str] = "ca2fl"
     summary: ClassVar[str] = "a buffer of updates, calibrated by each client's last one"
     paper: ClassVar[str] = "Wang et al. 2024, ICLR"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
+    needs = ("individual", "last_update", "sent_statistics")
     weights: ClassVar[Weights | None] = "uniform"
-    caches: ClassVar[bool] = True
-    remembers_statistics: ClassVar[bool] = True
 
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
@@ -55,35 +53,21 @@ class CA2FL(ServerRule):
             return None
         return f"ca2fl compares whole updates of a client; with {whole.sync.name} a part of the model stays at clients."
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
-        """An empty buffer, and no cached update of ``clients``."""
-        zero = torch.zeros((), dtype=torch.int64)
-        clients = torch.tensor(len(federation.clients))
-        empty = {"h": torch.zeros_like(v), "sum": torch.zeros_like(v), "count": zero, "cached": zero.clone()}
-        return {"v": v, **empty, "moved": v.new_zeros(0), "clients": clients}
+    def buffer(self) -> int:
+        """The core collects them."""
+        return self.buffer_size
+
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+        """No client has sent an update."""
+        return {"v": v, "h": torch.zeros_like(v), "clients": torch.tensor(facts.clients)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Each arrival in turn; a full buffer moves the model."""
-        v, h, total, moved, clients = (state[name] for name in ("v", "h", "sum", "moved", "clients"))
-        b = updates.b_global
-        count, cached = int(state["count"]), int(state["cached"])
-        total = total.clone()
+        """A full buffer moves the model, and statistics with it."""
+        v, h, total, moved = state["v"], state["h"], torch.zeros_like(state["v"]), None
         for update in updates:
-            last = updates.cached(update.client)
-            total += update.delta if last is None else update.delta - last
-            count, cached = count + 1, cached + (last is None)
+            total += update.delta if update.last is None else update.delta - update.last
             if update.b_start is not None:
-                moved = update.buffers - update.b_start + (moved if len(moved) else 0)
-            if count == self.buffer_size:
-                v = v + self.eta * (h + total / count)
-                h = h + total / int(clients)
-                b = b + moved / count if b is not None and len(moved) else b
-                total, moved, count = torch.zeros_like(total), moved[:0], 0
-        counts = {"count": torch.tensor(count), "cached": torch.tensor(cached)}
-        after = {"v": v, "h": h, "sum": total, "moved": moved, "clients": clients, **counts}
-        return after if b is None or updates.aggregate.moved is None else {**after, "b": b}
-
-    def metrics(self, state: Tensors) -> dict[str, float]:
-        """How full the buffer is after the round, and how large the cache."""
-        size = int(state["cached"]) * state["v"].numel() * state["v"].element_size()
-        return {"ca2fl_waiting": float(state["count"]), "ca2fl_cache_bytes": float(size)}
+                change = update.buffers - update.b_start
+                moved = change if moved is None else change + moved
+        after = {**state, "v": v + self.eta * (h + total / len(updates)), "h": h + total / int(state["clients"])}
+        return after if moved is None else {**after, "b": updates.b_global + moved / len(updates)}

@@ -217,6 +217,13 @@ def _add(parts: Sequence[Method]) -> Method:
     return total
 
 
+def own_diagnoses() -> list[str]:
+    """Names that methods of the catalogue have for what they measure of themselves."""
+    classes = [rule_class(name) for name in CATALOGUE]
+    figures = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.figures]
+    return sorted({figure.diagnosis for figure in figures if figure.diagnosis is not None})
+
+
 def describe() -> list[dict[str, Any]]:
     """Every method of the catalogue: name, slots, one line, options with their defaults, paper."""
     rows = []
@@ -227,7 +234,7 @@ def describe() -> list[dict[str, Any]]:
                 "name": name,
                 "slots": slots_of(cls),
                 "summary": cls.summary,
-                "needs": getattr(cls, "needs", "sum"),
+                "needs": "individual" if "individual" in cls().needs else "sum",
                 "options": options_of(cls),
                 "paper": cls.paper,
             }

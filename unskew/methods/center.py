@@ -14,7 +14,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import Method, Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
 
@@ -26,8 +26,7 @@ class Center(TrainsAtServer):
     name: ClassVar[str] = "center"
     summary: ClassVar[str] = "the server's data alone, no clients"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
-    without_updates: ClassVar[bool] = True
-    without_clients: ClassVar[bool] = True
+    steps_without = "clients"
 
     def refuses(self, whole: Method) -> str | None:
         """What could only act at clients."""
@@ -36,14 +35,12 @@ class Center(TrainsAtServer):
             return None
         return f"center trains without clients, so {others[0]}, which acts at clients, would do nothing; leave one out."
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """The optimizer's moments are there after the first round."""
-        return {**super().init(v, federation), "moments": v.new_zeros(0, len(v))}
+        return {**super().init(v, facts), "moments": v.new_zeros(0, len(v))}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Go on training."""
-        assert updates.key is not None
-        assert updates.b_global is not None
         moments = list(state["moments"])
         v, b, loss = updates.at_server.train(state["v"], updates.b_global, updates.key, moments=moments, **self.budget)
         kept = torch.stack(moments) if moments else state["moments"]

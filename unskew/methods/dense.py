@@ -18,7 +18,7 @@ inputs and not rounded to pixels; without BatchNorm its term is zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.data.pixels import Pixels
 from unskew.errors import ConfigError
 from unskew.generators.learned import decoder
 from unskew.generators.learned.inversion import learn, statistics_distance
 from unskew.models.vector import ModelSpec
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ServerRule, Tensors, Updates
 from unskew.seeding import fold, uniform
 
@@ -59,8 +59,7 @@ class Dense(ServerRule):
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "one upload; the ensemble is distilled on generated images"
     paper: ClassVar[str] = "Zhang et al. 2021, arXiv:2112.12371"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
-    synchronous: ClassVar[bool] = True
+    needs = ("individual",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its generator makes images of one class each"
 
@@ -75,24 +74,24 @@ class Dense(ServerRule):
     lr: Positive = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    def check_server(self, federation: Federation, spec: ModelSpec) -> None:
-        """The generator makes images.
+    def check(self, run: Proposed) -> Sequence[str]:
+        """The generator makes images, and all models of a round are of that round.
 
         Raises:
-            ConfigError: The data are no images.
+            ConfigError: The data are no images, or updates are delayed.
         """
+        run.need_no_delays(self.name)
+        spec = run.spec
         if len(spec.shape) != 3 or spec.integers:
             raise ConfigError(f"dense generates images, but an input here has the shape {spec.shape}.")
+        return ()
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """The average; from ``start_round`` on, the student that was distilled from it."""
-        assert updates.v_global is not None
         v, b = updates.v_global + updates.aggregate.delta, updates.aggregate.buffers
         if updates.round < self.start_round:
             return {"v": v}
         models = [(updates.v_global + update.delta, update.buffers) for update in updates]
-        assert updates.spec is not None
-        assert updates.key is not None
         at_server, spec = updates.at_server, updates.spec
         pool, wanted = [], []
         for epoch in range(self.epochs):

@@ -38,8 +38,7 @@ class FedAsync(ServerRule):
     name: ClassVar[str] = "fedasync"
     summary: ClassVar[str] = "every update moves the model as it arrives"
     paper: ClassVar[str] = "Xie et al. 2019, arXiv:1903.03934"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
-    remembers: ClassVar[bool] = True
+    needs = ("individual", "sent_model")
 
     alpha0: Annotated[float, Field(gt=0, le=1)] = 0.4
     staleness: Literal["constant", "polynomial", "hinge"] = "polynomial"
@@ -57,7 +56,6 @@ class FedAsync(ServerRule):
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Each arrival in turn."""
         v, b = state["v"], updates.b_global
-        assert b is not None
         for number, update in enumerate(updates):
             assert update.start is not None
             alpha = self.weight(updates.version + number - update.version)

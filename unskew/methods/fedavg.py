@@ -7,6 +7,7 @@ of updates is ``theta <- theta + sum_k p_k delta_k``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -31,9 +32,10 @@ class FedAvg(ServerRule):
     eta: Annotated[float, Field(gt=0)] = 1.0
     discard_late: bool = False
 
-    def takes(self, born: int, round: int) -> bool:
+    @property
+    def needs(self) -> Collection[str]:  # type: ignore[override]
         """All updates, or only those of this round."""
-        return born == round or not self.discard_late
+        return ("same_round",) if self.discard_late else ()
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """``v <- v + eta * sum_k p_k delta_k``."""

@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
 
 
@@ -39,7 +39,7 @@ class FedAvgM(ServerRule):
     eta: Annotated[float, Field(gt=0)] = 1.0
     nesterov: bool = False
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """Momentum zero."""
         return {"v": v, "m": torch.zeros_like(v)}
 

@@ -14,15 +14,11 @@ Without delays and with a buffer of the whole cohort this is FedAvg with uniform
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
 
 
@@ -39,38 +35,17 @@ class FedBuff(ServerRule):
     summary: ClassVar[str] = "moves whenever a buffer of updates is full"
     paper: ClassVar[str] = "Nguyen et al. 2021, arXiv:2106.06639"
     weights: ClassVar[Weights | None] = "uniform"
-    remembers_statistics: ClassVar[bool] = True
+    needs = ("sent_statistics",)
 
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
-        """An empty buffer."""
-        zero = torch.zeros((), dtype=torch.float64)
-        return {"v": v, "sum": torch.zeros_like(v), "moved": v.new_zeros(0), "weight": zero, "count": zero.clone()}
-
-    def portions(self, state: Tensors) -> Iterator[int]:
-        """What the buffer still lacks, then whole buffers."""
-        yield self.buffer_size - int(state["count"])
-        while True:
-            yield self.buffer_size
+    def buffer(self) -> int:
+        """The core collects them."""
+        return self.buffer_size
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Add portion by portion; a full buffer moves the model."""
-        v, total, moved, weight, count = (state[name] for name in ("v", "sum", "moved", "weight", "count"))
-        b = updates.b_global
-        for part in updates.portions:
-            if part.moved is not None:
-                moved = part.moved * part.weight + (moved if len(moved) else 0)
-            total, weight, count = total + part.delta * part.weight, weight + part.weight, count + part.count
-            if int(count) == self.buffer_size:
-                v = v + self.eta * total / float(weight)
-                b = b + moved / float(weight) if b is not None and len(moved) else b
-                total, moved = torch.zeros_like(total), moved[:0]
-                weight, count = torch.zeros_like(weight), torch.zeros_like(count)
-        after = {"v": v, "sum": total, "moved": moved, "weight": weight, "count": count}
-        return after if b is None or updates.aggregate.moved is None else {**after, "b": b}
-
-    def metrics(self, state: Tensors) -> dict[str, float]:
-        """How full the buffer is after the round."""
-        return {"fedbuff_waiting": float(state["count"])}
+        """A full buffer moves the model, and statistics with it."""
+        mean = updates.aggregate
+        v = state["v"] + self.eta * mean.delta
+        return {"v": v} if mean.moved is None else {"v": v, "b": updates.b_global + mean.moved}

@@ -16,16 +16,15 @@ the number of steps is given. With no steps this is FedAvg.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
 
-from unskew.data.federation import Federation
-from unskew.models.vector import ModelSpec
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
-from unskew.protocol.server_training import need_data
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,17 @@ class FedDF(TrainsAtServer):
     paper: ClassVar[str] = "Lin et al. 2020, arXiv:2006.07242"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "its teacher predicts once per sample, not once per token"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
-    remembers: ClassVar[bool] = True
+    needs = ("individual", "sent_model")
 
-    def check_server(self, federation: Federation, spec: ModelSpec) -> None:
+    def check(self, run: Proposed) -> Sequence[str]:
         """Inputs of any kind; labels are not used."""
         self.check_budget()
-        need_data(self.name, federation)
+        run.need_server_data(self.name)
+        return ()
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Average, let the arrived models predict, and distil."""
         at, key, mean = updates.at_server, updates.key, updates.aggregate
-        assert key is not None
         assert at.data is not None
         x, start = at.data.x, state["v"] + mean.delta
         seen = at.plan(key, len(x), **self.budget)

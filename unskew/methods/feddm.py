@@ -19,6 +19,7 @@ the scale of the model's inputs, labels in a byte each (two for more than 256 cl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -27,9 +28,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.facts import Holdings
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
 from unskew.seeding import derive, fold, normal
 
@@ -57,9 +59,7 @@ class FedDM(ClientRule, ServerRule):
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = "clients send learned images, the server trains on them"
     paper: ClassVar[str] = "Xiong et al. 2022, arXiv:2207.09653"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
-    synchronous: ClassVar[bool] = True
-    needs_class_counts: ClassVar[bool] = True
+    needs = ("individual",)
     sends_model: ClassVar[bool] = False
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its images have one class each"
@@ -74,10 +74,11 @@ class FedDM(ClientRule, ServerRule):
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     server_batch: Whole = 256
 
-    @property
-    def needs_exemplars(self) -> int:
-        """Real inputs of each class to begin from."""
-        return {"real": self.images, "average": self.images * AVERAGED, "noise": 0}[self.start]
+    def facts(self, data: Holdings) -> Tensors:
+        """Which classes the client holds, ``[C]``, and real inputs of each to begin from, ``[C, n, ...]``."""
+        count = {"real": self.images, "average": self.images * AVERAGED, "noise": 0}[self.start]
+        present = (data.class_counts() > 0).to(data.like.dtype)
+        return {"present": present, "exemplars": data.exemplars(count)} if count else {"present": present}
 
     def refuses(self, whole: Method) -> str | None:
         """What acts on local models has nothing to act on."""
@@ -85,29 +86,29 @@ class FedDM(ClientRule, ServerRule):
         other = other or (whole.sync.name if whole.sync is not None else None)
         return f"feddm's clients send images and train no model, so {other} cannot act on it." if other else None
 
-    def check(self, federation: Federation, plain_sgd: bool) -> None:
-        """Whole numbers such as token ids cannot be learned.
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Whole numbers such as token ids cannot be learned, and the ball around the global model is that of one round.
 
         Raises:
-            ConfigError: The inputs are whole numbers.
+            ConfigError: The inputs are whole numbers, or updates are delayed.
         """
-        if federation.test[0].dtype == torch.int64:
+        run.need_no_delays(self.name)
+        if run.federation.test[0].dtype == torch.int64:
             raise ConfigError("feddm learns inputs by gradients, but the data are whole numbers such as token ids.")
+        return ()
 
     # ---- at a client ----------------------------------------------------------------------------------------------------
 
     def begin(self, ctx: Context) -> Tensors:
         """The client's images ``x [C, images, ...]``, from the last round or new, and the classes present, ``[C]``."""
-        assert ctx.class_counts is not None
-        present = (ctx.class_counts > 0).to(ctx.v_global.dtype)
+        present = ctx.facts["present"]
         if "x" in ctx.state:
             return {"x": ctx.state["x"], "present": present}
         size = (ctx.spec.classes, self.images)
         if self.start == "noise":
             x = normal(fold(ctx.key, PURPOSE), (*size, *ctx.spec.shape)).to(ctx.v_global.dtype)
         else:
-            assert ctx.exemplars is not None
-            x = ctx.exemplars[:, : self.needs_exemplars].reshape(*size, -1, *ctx.spec.shape).mean(2)
+            x = ctx.facts["exemplars"].reshape(*size, -1, *ctx.spec.shape).mean(2)
         return {"x": x, "present": present}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
@@ -174,8 +175,6 @@ class FedDM(ClientRule, ServerRule):
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Train on the union of the images, near the model that was sent."""
-        assert updates.b_global is not None
-        assert updates.key is not None
         sent = [update.upload[self.name] for update in updates]
         v = state["v"]
         trained = updates.at_server.train(

@@ -22,8 +22,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
 
 
@@ -59,9 +59,9 @@ class FedDyn(ClientRule, ServerRule):
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""
         ctx.state["g"] = carry["g"] - self.alpha * ctx.sent_since(carry["start"], v)
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """``h = 0``."""
-        clients = torch.tensor(float(len(federation.clients)), dtype=v.dtype)
+        clients = torch.tensor(float(facts.clients), dtype=v.dtype)
         return {"v": v, "h": torch.zeros_like(v), "clients": clients}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:

@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
 
 
@@ -49,7 +49,7 @@ class FedExP(ClientRule, ServerRule):
         """Upload ``w_k ||Delta_k||^2``."""
         ctx.upload["square"] = ctx.weight * ctx.sent_since(carry["start"], v).square().sum()
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """Both iterates are the initial model."""
         return {"v": v, "before": v, "eta": torch.ones((), dtype=v.dtype)}
 

@@ -32,7 +32,6 @@ class FedFT(TrainsAtServer):
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Average, then train."""
-        assert updates.key is not None
         mean = updates.aggregate
         v, b, loss = updates.at_server.train(state["v"] + mean.delta, mean.buffers, updates.key, **self.budget)
         return {"v": v, "b": b, "loss": torch.tensor(loss)}

@@ -20,6 +20,7 @@ generated features have the same size; the terms act in every local epoch. Adam'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -32,6 +33,8 @@ from unskew.errors import ConfigError
 from unskew.generators.latent import LatentGenerator, choose, diversity
 from unskew.models.trainable import Batch, LossFn
 from unskew.models.vector import ModelSpec
+from unskew.protocol.facts import Holdings
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
 from unskew.seeding import derive, fold, normal
 
@@ -60,9 +63,7 @@ class FedGen(ClientRule):
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its generator makes features for one class at a time"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
-    synchronous: ClassVar[bool] = True
-    needs_class_counts: ClassVar[bool] = True
+    needs = ("individual",)
 
     a: NonNegative = 10.0
     b: NonNegative = 10.0
@@ -91,11 +92,23 @@ class FedGen(ClientRule):
             )
         return LatentGenerator(spec.classes, self.noise, self.hidden, spec.feature_shape[0])
 
+    def check(self, run: Proposed) -> Sequence[str]:
+        """A head with vectors as inputs; and classifiers that are all of one round.
+
+        Raises:
+            ConfigError: The model does not fit, or updates are delayed.
+        """
+        run.need_no_delays(self.name)
+        self.generator(run.spec)
+        return ()
+
+    def facts(self, data: Holdings) -> Tensors:
+        """How many samples of each class the client holds, ``[C]``."""
+        return {"counts": data.class_counts()}
+
     def begin(self, ctx: Context) -> Tensors:
         """The classes that ``y~`` is drawn from, marked ``[C]``."""
-        assert ctx.class_counts is not None
-        self.generator(ctx.spec)  # a model that does not fit is refused before anything is trained
-        held = ctx.class_counts > 0
+        held = ctx.facts["counts"] > 0
         return {"present": (held if self.labels == "own" else torch.ones_like(held)).to(ctx.v_global.dtype)}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
@@ -119,8 +132,7 @@ class FedGen(ClientRule):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """The server weighs the clients by what they hold."""
-        assert ctx.class_counts is not None
-        ctx.upload["counts"] = ctx.class_counts
+        ctx.upload["counts"] = ctx.facts["counts"]
 
     def extras(self, state: Tensors, client: int) -> Tensors:
         """The generator, once there is one."""
@@ -129,9 +141,6 @@ class FedGen(ClientRule):
     def collect(self, state: Tensors, updates: Updates) -> Tensors:
         """Train the generator; state holds ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``."""
         v, spec, key = updates.v_global, updates.spec, updates.key
-        assert v is not None
-        assert spec is not None
-        assert key is not None
         G, student = self.generator(spec), spec.head_of(v)
         heads = torch.stack([spec.head_of(v + update.delta) for update in updates])
         counts = torch.stack([update.upload[self.name]["counts"] for update in updates])

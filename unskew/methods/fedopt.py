@@ -22,7 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
 
 _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
@@ -35,7 +35,7 @@ class _FedOpt(ServerRule):
     beta1: float
     tau: float
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """``m = 0``, second moment ``tau^2``."""
         return {"v": v, "m": torch.zeros_like(v), "second": torch.full_like(v, self.tau**2)}
 

@@ -17,10 +17,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn
 from unskew.models.vector import ModelSpec
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
 
 
@@ -85,9 +85,9 @@ class FedPVR(ClientRule):
         ctx.upload["change"] = new if c_k is None else new - c_k
         ctx.state["c"] = new
 
-    def server_init(self, v: Tensor, federation: Federation) -> Tensors:
+    def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """The variate is zero until first updated; its size depends on the model's layers."""
-        return {"clients": torch.tensor(float(len(federation.clients)), dtype=v.dtype)}
+        return {"clients": torch.tensor(float(facts.clients), dtype=v.dtype)}
 
     def extras(self, state: Tensors, client: int) -> Tensors:
         """The server's variate."""

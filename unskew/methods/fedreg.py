@@ -19,6 +19,7 @@ original. ``eta_s = 0.1`` is the original's; the FedCOG paper names no setting, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -26,9 +27,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
 
 
@@ -50,7 +51,6 @@ class FedReg(ClientRule):
     tasks_reason: ClassVar[str] = (
         "its pseudo data are labelled with a softmax over classes of which each sample has one"
     )
-    makes_inputs: ClassVar[bool] = True
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1
@@ -61,13 +61,15 @@ class FedReg(ClientRule):
         other = next((rule.name for rule in whole.client if type(rule).moves is not ClientRule.moves), None)
         return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
-    def check(self, federation: Federation, plain_sgd: bool) -> None:
-        """Refuses optimizers whose steps are not ``theta - eta g``."""
-        if not plain_sgd:
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Refuses optimizers whose steps are not ``theta - eta g``, and inputs that cannot be moved."""
+        run.need_numbers(self.name)
+        if not run.training.plain_sgd:
             raise ConfigError(
                 "fedreg corrects plain SGD steps: leave momentum and weight_decay at 0 and clip unset, and take "
                 "optimizer=sgd."
             )
+        return ()
 
     def moved(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:
         """``x`` after the sign-gradient steps that lower the global model's loss."""

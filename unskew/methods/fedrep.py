@@ -41,7 +41,9 @@ class FedRep(ClientRule, Sync):
 
     head_share: Annotated[float, Field(ge=0, le=1)] = 0.5
 
-    def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
+    def travels(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
         """The body, both ways. A client begins with the head of the initial model, which is no secret."""
         body = tuple(spec.parts["body"])
         return body, body
@@ -52,7 +54,7 @@ class FedRep(ClientRule, Sync):
 
     def begin(self, ctx: Context) -> Tensors:
         """Where the head lies in the vector, and how many steps train it."""
-        head = mask_of(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_start.device)
+        head = mask_of(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_global.device)
         return {"head": head, "steps": torch.floor(self.head_share * ctx.steps + 0.5)}
 
     def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:

@@ -24,7 +24,7 @@ class FineTune(ClientRule):
     name: ClassVar[str] = "ft"
     summary: ClassVar[str] = "evaluates clients after local training from the final model"
     paper: ClassVar[str] = "Wang et al. 2019, arXiv:1910.10252"
-    tunes: ClassVar[bool] = True
+    needs = ("final_training",)
 
     def refuses(self, whole: Method) -> str | None:
         """A client is served by one model: not beside a rule that keeps a personal one."""

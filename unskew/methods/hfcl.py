@@ -1,6 +1,6 @@
 """HFCL: the server trains on its own data as if it were one more client.
 
-Elbir, Coleri, Mishra, "TrainsAtServer Federated and Centralized Learning", 2020, arXiv:2011.06892, as Zhu et al. 2025
+Elbir, Coleri, Mishra, "Hybrid Federated and Centralized Learning", 2020, arXiv:2011.06892, as Zhu et al. 2025
 (arXiv:2503.20138) compare with it: in a round with arrivals the server trains from the model of today, with the clients'
 budget, and its change ``Delta_S`` joins the average with the number ``n_S`` of its samples::
 
@@ -25,7 +25,7 @@ from unskew.protocol.server_budget import TrainsAtServer
 
 @dataclass(frozen=True)
 class HFCL(TrainsAtServer):
-    """TrainsAtServer federated and centralised learning; see ``TrainsAtServer`` for the budget.
+    """Hybrid federated and centralised learning; see ``TrainsAtServer`` for the budget.
 
     Attributes:
         n_s: The server's weight beside the clients'; None: the number of its samples, or 1 if clients count uniformly.
@@ -39,8 +39,6 @@ class HFCL(TrainsAtServer):
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Train from the model of today, and join the average."""
-        assert updates.key is not None
-        assert updates.b_global is not None
         at, mean, v = updates.at_server, updates.aggregate, state["v"]
         assert at.data is not None
         n_s = self.n_s

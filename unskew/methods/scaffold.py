@@ -22,6 +22,7 @@ around this one ask for besides (FedSAM, Ditto), in passes that leave no trace, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -29,9 +30,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.methods.fedavg import FedAvg
 from unskew.models.trainable import Batch, GradFn
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
 
 
@@ -62,9 +63,9 @@ class Scaffold(ClientRule):
         return Method(name=self.name, client=(self,), server=server, weights=self.weights)
 
     @property
-    def needs_full_gradient(self) -> bool:
-        """Option I does."""
-        return self.option == "I"
+    def needs(self) -> Collection[str]:  # type: ignore[override]
+        """Option I takes a gradient over all of the client's data."""
+        return ("full_gradient",) if self.option == "I" else ()
 
     def _averages(self, ctx: Context) -> bool:
         wanted = self.variate == "mean" or (self.variate == "auto" and not ctx.plain_sgd)
@@ -77,7 +78,7 @@ class Scaffold(ClientRule):
         steps = 0 * ctx.steps
         if ctx.received is not None:
             steps = torch.where(ctx.received, steps, ctx.state.get("steps", steps))
-        name, first = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_start)
+        name, first = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_global)
         since = torch.where(steps == 0, first, ctx.state.get(name, first))
         return {"c_k": c_k, "correction": c - c_k, "steps": steps, name: since}
 
@@ -110,9 +111,9 @@ class Scaffold(ClientRule):
         ctx.upload["change"] = new - carry["c_k"]
         ctx.state["c"] = new
 
-    def server_init(self, v: Tensor, federation: Federation) -> Tensors:
+    def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """``c = 0``; the number of clients is needed for the mean over all of them."""
-        return {"c": torch.zeros_like(v), "clients": torch.tensor(float(len(federation.clients)), dtype=v.dtype)}
+        return {"c": torch.zeros_like(v), "clients": torch.tensor(float(facts.clients), dtype=v.dtype)}
 
     def extras(self, state: Tensors, client: int) -> Tensors:
         """The server's variate."""

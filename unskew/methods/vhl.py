@@ -20,7 +20,7 @@ Where the data are 8-bit, the virtual set is sent as 8-bit pixels, else as 32-bi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -29,14 +29,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation, take
+from unskew.data.federation import take
 from unskew.data.normalisation import Normalisation
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError
 from unskew.generators.virtual.clusters import gaussian
 from unskew.generators.virtual.style import style_images
 from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.facts import FederationFacts, Holdings
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
-from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
+from unskew.protocol.workspace import Dealt, compact
 from unskew.seeding import derive, fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -63,7 +65,6 @@ class VHL(DataRule, ClientRule):
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it aligns the features of each sample with the virtual samples of its one class"
-    makes_inputs: ClassVar[bool] = True
 
     source: Literal["gaussian", "style"] = "gaussian"
     per_class: Whole = 200
@@ -73,34 +74,36 @@ class VHL(DataRule, ClientRule):
     virtual_batch: Whole = 128
     temperature: Annotated[float, Field(gt=0)] = 0.07
 
-    def prepare(self, federation: Federation, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """Make the virtual set and send it to every client.
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Noise takes the place of numbers; the generator of images draws images.
 
         Raises:
-            DataError: The inputs are whole numbers, such as token ids.
-            ConfigError: The generator of images is asked for inputs of another shape.
+            ConfigError: The inputs are whole numbers, such as token ids, or no images where images are drawn.
         """
-        shape, classes = federation.shape, federation.classes
-        if federation.test[0].dtype == torch.int64:
-            raise DataError(
-                "vhl makes virtual inputs of noise, but the data are whole numbers such as token ids; "
-                "if they are features, give them as floats."
-            )
-        y = torch.arange(self.per_class * classes) % classes
-        key = torch.tensor(derive(seed, "virtual set"))
-        if self.source == "gaussian":
-            x = gaussian(key, y, shape)
-        elif len(shape) == 3:
-            x = style_images(key, y, (shape[0], shape[1], shape[2]))
-        else:
+        run.need_numbers(self.name)
+        shape = run.federation.shape
+        if self.source == "style" and len(shape) != 3:
             raise ConfigError(
                 f"vhl:source=style makes images, but an input has the shape {shape}; use source=gaussian."
             )
-        sent = as_sent(x, federation.normalisation, federation.test[0].dtype)
-        factor, offset = normaliser(federation.normalisation, len(shape))
-        common = {**federation.common, self.name: {"x": sent, "y": y, "factor": factor, "offset": offset}}
-        cost = sent.numel() * sent.element_size() + len(y) * max(1, ((classes - 1).bit_length() + 7) // 8)
-        return replace(federation, common=common), dict.fromkeys(range(len(federation.clients)), (0, cost))
+        return ()
+
+    def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+        """The virtual set, the same for every client, on the scale of the data and with a byte or two a label."""
+        shape, classes = facts.shape, facts.classes
+        y = torch.arange(self.per_class * classes) % classes
+        key = torch.tensor(derive(seed, "virtual set"))
+        x = (
+            gaussian(key, y, shape)
+            if self.source == "gaussian"
+            else style_images(key, y, (shape[0], shape[1], shape[2]))
+        )
+        return Dealt(common={"x": as_sent(x, facts.normalisation, facts.dtype), "y": compact(y, classes)})
+
+    def facts(self, data: Holdings) -> Tensors:
+        """What standardises inputs."""
+        factor, offset = normaliser(data.normalisation, data.client.x.dim() - 1)
+        return {"factor": factor.to(data.like.device), "offset": offset.to(data.like.device)}
 
     def begin(self, ctx: Context) -> Tensors:
         """Where in the virtual set the client begins."""
@@ -114,14 +117,13 @@ class VHL(DataRule, ClientRule):
             return loss_fn
         total = len(ctx.common["y"])
         steps = torch.arange(min(self.virtual_batch, total), device=ctx.common["y"].device)
-        assert ctx.epoch_steps is not None
         aligned_steps = self.align_epochs * ctx.epoch_steps
 
         def homogenised(v: Tensor, batch: Batch) -> Tensor:
             at = (carry["start"] + batch.step * len(steps) + steps) % total
             x = take(ctx.common["x"], at).to(v.dtype)
-            x = x * ctx.common["factor"].to(v.dtype) + ctx.common["offset"].to(v.dtype)
-            y = ctx.common["y"][at]
+            x = x * ctx.facts["factor"].to(v.dtype) + ctx.facts["offset"].to(v.dtype)
+            y = ctx.common["y"][at].to(torch.int64)
             # The natural pass comes last: the model remembers one pass, for the rules around this one.
             seen = ctx.model(v, x, False)
             loss = loss_fn(v, batch)

@@ -12,14 +12,15 @@ are used twice, as embeddings tied to the output layer, belong to where they are
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
+from unskew.models.vector import ModelSpec, mask_of
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 EMBEDDINGS = "embeddings"
@@ -150,3 +151,19 @@ def split_at(groups: tuple[Group, ...], depth: int) -> tuple[tuple[Group, ...], 
             f"split={depth} is not possible: the model has {len(groups) - leading} layers (unskew models shows them)."
         )
     return groups[: leading + depth], groups[leading + depth :]
+
+
+@lru_cache(maxsize=64)
+def _statistics_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Tensor:
+    v = mask_of([slice(*pair) for pair in edges], spec.size)
+    b = mask_of((), sum(spec.buffer_sizes))
+    for group in layer_groups(spec):
+        if all(bool(v[piece].all()) for piece in group.slices):
+            for piece in group.buffers:
+                b[piece] = True
+    return b
+
+
+def statistics_mask(spec: ModelSpec, slices: Sequence[slice]) -> Tensor:
+    """The statistics that travel with slices of the parameters, boolean ``[m]``: those of layers that travel whole."""
+    return _statistics_mask(spec, tuple((piece.start, piece.stop) for piece in slices))

@@ -52,7 +52,7 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
 
 
 def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Sequence[float]) -> None:
-    """A bar up for the coefficients above zero and one down for those below, per round (Feddle's Figure 7).
+    """A bar up for the coefficients above zero and one down for those below, per round.
 
     Args:
         axis: Where to draw.
@@ -70,13 +70,10 @@ def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Seque
     axis.legend(frameon=False, fontsize=8)
 
 
-def sign_histogram(history: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
-    """The signs of Feddle's coefficients in every round of a run; None, and no file, if no round has any."""
-    found = [row for row in history if "coefficients/positive" in row]
-    if not found:
-        return None
+def sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
+    """``signs`` as a figure of its own."""
     figure, ((axis,),) = new_figure(6, 3.4)
-    signs(axis, *([row[name] for row in found] for name in ("round", "coefficients/positive", "coefficients/negative")))
+    signs(axis, rounds, above, below)
     return save_figure(figure, path)
 
 

@@ -1,28 +1,103 @@
-"""What passes between server and client, and the sums that a server needs of it."""
+"""What passes between server and client in a round, and what stays at the client."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
-from unskew.protocol.server_training import ServerTraining
 
 Tensors = dict[str, Tensor]
 Slices = tuple[slice, ...]
 
 
+def finite(tensor: Tensor) -> bool:
+    """Whether every element is finite. A sum shows any NaN or infinity, many times faster than a look at each."""
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What stays at a client from round to round; it is never sent and never counts as traffic.
+
+    Attributes:
+        rules: What each client rule keeps, by the rule's name.
+        model: The client's model ``[d]``, where not all of it travels.
+        statistics: Its normalisation statistics ``[m]``, where not all of them travel.
+        optimizer: The optimizer's state, where a rule keeps it.
+    """
+
+    rules: dict[str, Tensors] = field(default_factory=dict)
+    model: Tensor | None = None
+    statistics: Tensor | None = None
+    optimizer: Tensors = field(default_factory=dict)
+
+    def tensors(self) -> Tensors:
+        """All of it under names that cannot clash, whatever a rule is called; contiguous, but not copied."""
+        own = {"model": self.model, "statistics": self.statistics}
+        return {
+            **{name: t.contiguous() for name, t in own.items() if t is not None},
+            **{f"optimizer/{name}": t.contiguous() for name, t in self.optimizer.items()},
+            **flat("rules", self.rules),
+        }
+
+    @staticmethod
+    def of(tensors: Tensors) -> ClientState:
+        """Inverse of ``tensors``."""
+        optimizer = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
+        return ClientState(nested("rules", tensors), tensors.get("model"), tensors.get("statistics"), optimizer)
+
+    def updated(self, newer: ClientState) -> ClientState:
+        """This state with what ``newer`` holds in the place of what it held before."""
+        return ClientState(
+            {**self.rules, **newer.rules},
+            self.model if newer.model is None else newer.model,
+            self.statistics if newer.statistics is None else newer.statistics,
+            newer.optimizer or self.optimizer,
+        )
+
+
+def flat(kind: str, rules: dict[str, Tensors]) -> Tensors:
+    """``{rule: {name: tensor}}`` as ``{"kind/rule/name": tensor}``."""
+    return {f"{kind}/{rule}/{name}": t.contiguous() for rule, ts in rules.items() for name, t in ts.items()}
+
+
+def nested(kind: str, tensors: Tensors) -> dict[str, Tensors]:
+    """Inverse of ``flat``; what is of another kind is passed over."""
+    rules: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(f"{kind}/"):
+            rule, _, name = key.removeprefix(f"{kind}/").partition("/")
+            rules.setdefault(rule, {})[name] = tensor
+    return rules
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 @dataclass(frozen=True)
 class Broadcast:
-    """What one client receives: the model ``v [d]``, its statistics ``b [m]`` and each rule's extra tensors.
+    """What one client receives.
 
-    ``down`` and ``up`` are the slices of ``v`` that are sent; None stands for all. ``show`` asks for the inputs that the
-    client made, to be looked at; with ``keeps`` the optimizer's state stays at the client from round to round.
+    Attributes:
+        round, client: When, and who.
+        v, b: The model ``[d]`` and its statistics ``[m]``. A client reads of them what is sent, and ``initial``.
+        download: Each rule's extra tensors.
+        state: What stays at the client; it is there already, and not sent.
+        weight: The client's aggregation weight before normalisation.
+        down, up: Slices of ``v`` that are sent, and that are sent back; None stands for all.
+        initial: Slices that a client without a model of its own begins with although they are not sent: those of the model
+            that the run began with, which follows from the seed and costs no traffic.
+        accepted: Round of the client's last update that the server took in, None if there is none. The client goes on from
+            the state that it had after that one.
+        report: Whether the whole model is to be reported, slices that stay at the client included.
+        show: Whether the inputs that the client made are to be shown.
+        keeps: Whether the optimizer's state stays at the client from round to round.
     """
 
     round: int
@@ -30,12 +105,19 @@ class Broadcast:
     v: Tensor
     b: Tensor
     download: dict[str, Tensors]
-    state: dict[str, Tensors]
+    state: ClientState
     weight: float
     down: Slices | None = None
     up: Slices | None = None
+    initial: Slices = ()
+    accepted: int | None = None
+    report: bool = False
     show: bool = False
     keeps: bool = False
+
+
+FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version")
+"""What an update has beside tensors."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +130,13 @@ class Update:
         delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
         buffers: The statistics after training, ``[m]``.
         upload: Each rule's extra tensors.
-        state: What stays at the client (never counted as traffic).
+        state: What stays at the client.
         metrics: Figures such as the mean training loss and the number of steps.
-        start, version: For rules that say ``remembers``: the model that was broadcast, ``[d]``, and the updates that the
-            server had taken in before.
-        b_start: For rules that say ``remembers_statistics``: the statistics that were broadcast, ``[m]``.
-        made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them (never counted as traffic).
+        report: The whole model ``v [d]``, if it was asked for; to be measured, no part of the method's traffic.
+        made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them.
+        start, b_start, last, version: What the server knows beside it, for rules that need it: the model ``[d]`` and the
+            statistics ``[m]`` that were broadcast, the client's last update ``[d]`` before this one (None: it is the first),
+            and the number of updates that the server had taken in when it was sent out.
     """
 
     client: int
@@ -63,124 +146,54 @@ class Update:
     delta: Tensor
     buffers: Tensor
     upload: dict[str, Tensors]
-    state: dict[str, Tensors]
+    state: ClientState
     metrics: dict[str, float]
     arrived: int = -1
+    report: Tensors = field(default_factory=dict)
     made: Tensors = field(default_factory=dict)
     start: Tensor | None = None
-    version: int = 0
     b_start: Tensor | None = None
+    last: Tensor | None = None
+    version: int = 0
 
     def is_finite(self) -> bool:
         """Whether every number is finite, of what is sent and of what would stay at the client."""
-        stays = [t for rules in (self.upload, self.state) for tensors in rules.values() for t in tensors.values()]
-        return all(map(finite, [self.delta, self.buffers, *stays]))
+        uploads = [t for tensors in self.upload.values() for t in tensors.values()]
+        return all(map(finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
+    def fields(self) -> dict[str, Any]:
+        """What it has beside tensors; JSON."""
+        return {name: getattr(self, name) for name in FIELDS}
 
-class Aggregate:
-    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
+    def tensors(self) -> Tensors:
+        """Its tensors by name, in the memory of the CPU, but for inputs that are only shown."""
+        single = {"delta": self.delta, "buffers": self.buffers}
+        known = {"start": self.start, "b_start": self.b_start, "last": self.last}
+        named = {
+            **single,
+            **{name: t for name, t in known.items() if t is not None},
+            **flat("upload", self.upload),
+            **{f"report/{name}": t for name, t in self.report.items()},
+            **{f"state/{name}": t for name, t in self.state.tensors().items()},
+        }
+        return {name: t.cpu() for name, t in named.items()}
 
-    Updates are added in the order given, so the result does not depend on who finished first.
-
-    Args:
-        single: Rules whose uploads are read one by one and not added up.
-    """
-
-    def __init__(self, single: frozenset[str] = frozenset()) -> None:
-        self.single = single
-        self.count, self.weight, self.examples = 0, 0.0, 0
-        self._delta: Tensor | None = None
-        self._buffers: Tensor | None = None
-        self._moved: Tensor | None = None
-        self.upload: dict[str, Tensors] = {}
-
-    def add(self, update: Update) -> None:
-        """Add one client's update."""
-        self.count += 1
-        self.weight += update.weight
-        self.examples += update.examples
-        if self._delta is None or self._buffers is None:
-            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
-        else:
-            self._delta.add_(update.delta, alpha=update.weight)
-            self._buffers.add_(update.buffers, alpha=update.weight)
-        if update.b_start is not None:
-            moved = (update.buffers - update.b_start) * update.weight
-            self._moved = moved if self._moved is None else self._moved + moved
-        for rule, tensors in update.upload.items():
-            if rule in self.single:
-                continue
-            sums = self.upload.setdefault(rule, {})
-            for name, tensor in tensors.items():
-                sums[name] = sums[name] + tensor if name in sums else tensor.clone()
-
-    @property
-    def delta(self) -> Tensor:
-        """The weighted mean of the updates, ``[d]``."""
-        assert self._delta is not None, "an aggregate of no update has no mean"
-        return self._delta / self.weight
-
-    @property
-    def buffers(self) -> Tensor:
-        """The weighted mean of the clients' statistics, ``[m]``."""
-        assert self._buffers is not None, "an aggregate of no update has no mean"
-        return self._buffers / self.weight
-
-    @property
-    def moved(self) -> Tensor | None:
-        """The weighted mean of how far their statistics moved, ``[m]``; None unless the rule ``remembers_statistics``."""
-        return None if self._moved is None else self._moved / self.weight
-
-
-class Updates:
-    """The usable updates of a round: always their ``Aggregate``; one by one only where a rule says it needs them.
-
-    Attributes:
-        round: Number of the round, from 0.
-        aggregate: Their sums.
-        v_global: The model that was broadcast, ``[d]``: a client's own is ``v_global + update.delta``.
-        spec: The model's layout.
-        key: A random 64-bit key of the server and round.
-        version: Updates that the server had taken in before these.
-        portions: Sums of as many consecutive updates as ``ServerRule.portions`` asks for; empty if it does not.
-        cached: For rules that say ``caches``: the last update ``[d]`` of a client before these, None if there was none. It
-            may be read from disk, so ask for one at a time.
-        b_global: The statistics that were broadcast, ``[m]``.
-    """
-
-    def __init__(
-        self,
-        round: int,
-        aggregate: Aggregate,
-        individual: Sequence[Update] | None = None,
-        v_global: Tensor | None = None,
-        spec: ModelSpec | None = None,
-        key: Tensor | None = None,
-        portions: Sequence[Aggregate] = (),
-        version: int = 0,
-        b_global: Tensor | None = None,
-        at_server: ServerTraining | None = None,
-        cached: Callable[[int], Tensor | None] = lambda client: None,
-    ):
-        self.version, self.b_global, self._at_server, self.cached = version, b_global, at_server, cached
-        self.round, self.aggregate, self._individual = round, aggregate, individual
-        self.v_global, self.spec, self.key, self.portions = v_global, spec, key, portions
-
-    @property
-    def at_server(self) -> ServerTraining:
-        """What the server has to learn with."""
-        assert self._at_server is not None, "these updates were made by hand"
-        return self._at_server
-
-    def __len__(self) -> int:
-        return self.aggregate.count
-
-    def __iter__(self) -> Iterator[Update]:
-        if self._individual is None:
-            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
-        return iter(self._individual)
-
-
-def finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. A sum shows any NaN or infinity, many times faster than a look at each."""
-    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+    @staticmethod
+    def of(fields: dict[str, Any], tensors: Tensors, device: torch.device | None = None) -> Update:
+        """Inverse of ``fields`` and ``tensors``, on ``device``; without tensors it is an update that is on its way."""
+        held = {name: t.to(device) for name, t in tensors.items()}
+        state, report = (
+            {n.removeprefix(k): t for n, t in held.items() if n.startswith(k)} for k in ("state/", "report/")
+        )
+        none = torch.empty(0)
+        return Update(
+            delta=held.get("delta", none),
+            buffers=held.get("buffers", none),
+            upload=nested("upload", held),
+            state=ClientState.of(state),
+            report=report,
+            start=held.get("start"),
+            b_start=held.get("b_start"),
+            last=held.get("last"),
+            **fields,
+        )

@@ -5,30 +5,59 @@ it trains: a sequence of rules), ``sync`` (which slices of the model travel in w
 the next model). Rules are pure functions of tensors: state comes in, state goes out, so every engine can run them.
 
 What passes between server and client is in ``unskew.protocol.messages``, what client rules work with in
-``unskew.protocol.context``.
+``unskew.protocol.context``, what a server's half gets in ``unskew.protocol.updates``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from unskew.data.federation import Federation
+from unskew.data.federation import ClientData
 from unskew.models.trainable import Batch, GradFn, LossFn
 from unskew.models.vector import ModelSpec
 from unskew.protocol.context import Context as Context
-from unskew.protocol.messages import Aggregate as Aggregate
-from unskew.protocol.messages import Broadcast as Broadcast
+from unskew.protocol.facts import FederationFacts, Holdings
 from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
-from unskew.protocol.messages import Update as Update
-from unskew.protocol.messages import Updates as Updates
-from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.updates import Updates as Updates
+from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace
 
 Weights = Literal["samples", "uniform"]
+
+NEEDS = {
+    "individual": "its server half reads single updates; without it sums suffice, as under secure aggregation",
+    "sent_model": "each update comes with the model that its client was sent, as update.start",
+    "sent_statistics": "it comes with the statistics that its client was sent, as update.b_start, where these are averaged "
+    "and all of the model travels; sums then tell how far statistics moved, as aggregate.moved",
+    "last_update": "it comes with the client's last update before it, as update.last",
+    "same_round": "updates that were sent out in an earlier round are discarded",
+    "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data",
+    "optimizer": "the optimizer's state stays at the client from round to round, neither averaged nor reset",
+    "mean_model": "what is evaluated is the mean of the clients' whole models, slices that did not travel included",
+    "final_training": "clients train once more from the final model, and are served by what they then have",
+}
+"""What a rule can ask of the core, by name."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of a rule's own figures that the summary of a run repeats.
+
+    Attributes:
+        name: As in the rule's ``metrics``.
+        title: What tables and curves call it.
+        diagnosis: The word in ``diagnose`` that asks for it; None: it is always there.
+    """
+
+    name: str
+    title: str
+    diagnosis: str | None = None
 
 
 class Rule:
@@ -45,14 +74,11 @@ class Rule:
     tasks_reason: ClassVar[str] = ""
     """Why no other: the end of a sentence that begins with "because"."""
 
-    makes_inputs: ClassVar[bool] = False
-    """Whether it learns or draws inputs, which then must be numbers: there is nothing between two tokens of a text."""
-
-    synchronous: ClassVar[bool] = False
-    """Whether all updates of a round must have been sent out in that round."""
+    needs: Collection[str] = ()
+    """What it asks of the core; see ``NEEDS``."""
 
     def build(self) -> Method:
-        """The method made of this part alone; a part that fills several slots fills them all."""
+        """The method made of this rule alone; a rule that fills several slots fills them all."""
         return Method(
             name=self.name,
             data=(self,) if isinstance(self, DataRule) else (),
@@ -63,64 +89,75 @@ class Rule:
         )
 
     def refuses(self, whole: Method) -> str | None:
-        """Why this part cannot be in the sum ``whole``, as a sentence, if it cannot."""
+        """Why this rule cannot be in the sum ``whole``, as a sentence, if it cannot."""
         return None
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Refuse a run that the rule does not fit, before anything is trained; ``run`` helps with what is often needed.
+
+        Returns:
+            What a user should be told before the run.
+
+        Raises:
+            ConfigError: The rule, with its options, does not fit the data, the model, the budget or the network.
+            DataError: It cannot work with such data.
+        """
+        return ()
 
 
 class DataRule(Rule):
-    """``data`` slot: changes what clients hold, once, before training."""
+    """``data`` slot: changes what clients hold, once, before training, in three steps with a message between each."""
 
-    makes: bool = False  # whether prepare takes long and makes what another run may be given
+    makes: bool = False
+    """Whether the first step takes long and makes what another run may be given."""
 
-    def prepare(self, federation: Federation, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """The new federation, and the bytes (up, down) it cost each client; it works in ``workspace``."""
-        raise NotImplementedError
+    def contribute(self, prepared: Prepared, seed: int, workspace: Workspace) -> Contributions:
+        """At the clients: what each client of ``prepared.federation`` sends to the server."""
+        return Contributions()
 
-    def check_data(self, federation: Federation) -> None:
-        """Raise a ``DataError`` for data that ``prepare`` cannot work with, before anything is made."""
+    def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+        """At the server: what each client is sent, of all that was ``sent``."""
+        return Dealt()
 
-    def local_epochs(self, epochs: int, before: Federation, after: Federation) -> int:
-        """The local epochs on the new federation, where the run asks for ``epochs``."""
-        return epochs
+    def receive(self, client: ClientData, share: Tensors) -> ClientData:
+        """At a client: its data after its share has come."""
+        return client
+
+    def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
+        """The three steps for all clients, with what they cost; works in ``workspace``."""
+        made = self.contribute(prepared, seed, workspace)
+        return prepared.received(self.name, made, self.deal(made.sent, prepared.facts, seed), self.receive)
 
 
-class ClientRule(Rule):
+class HasServerHalf(Rule):
+    """A rule at clients that may keep something at the server, too."""
+
+    def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+        """State of the rule's server half."""
+        return {}
+
+    def extras(self, state: Tensors, client: int) -> Tensors:
+        """What a client downloads beside the model."""
+        return {}
+
+    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+        """New state of the server half after the updates of a round (at least one)."""
+        return state
+
+
+class ClientRule(HasServerHalf):
     """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
-
-    tunes: ClassVar[bool] = False
-    """Whether clients train once more from the final model, and are served by what they then have."""
-    needs: ClassVar[Literal["sum", "individual"]] = "sum"
-    """Whether the server half (``collect``) reads single updates; sums work under secure aggregation."""
-
-    needs_class_counts: ClassVar[bool] = False
-    """Whether ``ctx.class_counts`` must be there."""
 
     sends_model: ClassVar[bool] = True
     """Whether clients send the model back; if not, only the rule's upload counts as traffic."""
-
-    def check(self, federation: Federation, plain_sgd: bool) -> None:
-        """Refuse what the rule cannot work with, before anything is trained.
-
-        Args:
-            federation: The data.
-            plain_sgd: Whether a local step is exactly ``v - lr * g``.
-
-        Raises:
-            ConfigError: The rule, with its options, does not fit the data or the optimizer.
-        """
-
-    def warning(self, rounds: int) -> str | None:
-        """What a user should be told before a run of so many rounds, if anything."""
-        return None
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Change the model before training (a projection head): the new model and the name of its head."""
         return module, head
 
-    @property
-    def needs_full_gradient(self) -> bool:
-        """Whether ``ctx.full_gradient`` must be computed (a pass over all of the client's data)."""
-        return False
+    def facts(self, data: Holdings) -> Tensors:
+        """What the rule needs to know of a client's data; read as ``ctx.facts``."""
+        return {}
 
     def begin(self, ctx: Context) -> Tensors:
         """What the rule carries through local training, computed before the first step."""
@@ -152,122 +189,55 @@ class ClientRule(Rule):
         """
         return upload
 
-    @property
-    def needs_exemplars(self) -> int:
-        """How many inputs of each class ``ctx.exemplars`` must hold."""
-        return 0
-
-    @property
-    def needs_label_pairs(self) -> bool:
-        """Whether ``ctx.label_pairs`` must be there."""
-        return False
-
     def personal(self, state: Tensors) -> Tensor | None:
         """The model ``[d]`` that serves a client with this state, where that is not the global one."""
         return None
 
-    def server_init(self, v: Tensor, federation: Federation) -> Tensors:
-        """State of the rule's server half."""
-        return {}
 
-    def extras(self, state: Tensors, client: int) -> Tensors:
-        """What a client downloads beside the model."""
-        return {}
-
-    def collect(self, state: Tensors, updates: Updates) -> Tensors:
-        """New state of the server half after the updates of a round."""
-        return state
-
-
-class Sync(Rule):
+class Sync(HasServerHalf):
     """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client.
 
     Normalisation statistics travel with the layer before them.
     """
 
-    synchronous: ClassVar[bool] = True
-    keeps_optimizer: ClassVar[bool] = False
-    """Whether momentum stays at the client from round to round, neither averaged nor reset."""
+    def travels(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
+        """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never).
 
-    evaluates_mean: ClassVar[bool] = False
-    """Whether what is evaluated is the mean of the clients' whole models, slices that did not travel included."""
-
-    def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
-        """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never)."""
+        ``state`` is that of the rule's server half.
+        """
         raise NotImplementedError
-
-    observes: ClassVar[bool] = False
-    """Whether ``observe`` must be told the consensus distances."""
-
-    def init(self, spec: ModelSpec) -> Tensors:
-        """What the rule keeps at the server."""
-        return {}
-
-    def now(self, state: Tensors) -> Sync:
-        """The rule as it is in the round at hand."""
-        return self
-
-    def observe(self, state: Tensors, round: int, distances: Tensor, spec: ModelSpec) -> Tensors:
-        """New state after a round, given each layer group's ``sum_k p_k ||theta_k - mean||^2`` before averaging."""
-        return state
-
-    def numbers(self, spec: ModelSpec) -> int:
-        """How many numbers each client sends for that."""
-        return 0
-
-    def too_short(self, rounds: int, spec: ModelSpec) -> str | None:
-        """What a user should be told before a run of so many rounds, if anything."""
-        return None
 
     def own(self, spec: ModelSpec) -> Slices:
         """Slices that are each client's own for good: its personal model is the global one with its values there."""
         return ()
 
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Slices of several rounds do not belong together, so updates must come in their round."""
+        run.need_no_delays(self.name)
+        return ()
+
 
 class ServerRule(Rule):
-    """``server`` slot: how the updates of a round become the next model, ``state["v"]``."""
+    """``server`` slot: how updates become the next model, ``state["v"]``."""
 
-    needs: ClassVar[Literal["sum", "individual"]] = "sum"
+    steps_without: ClassVar[Literal["updates", "clients"] | None] = None
+    """``updates``: ``step`` is also called in rounds without any; ``clients``: no client takes part at all."""
 
-    def check_server(self, federation: Federation, spec: ModelSpec) -> None:
-        """Refuse what the rule cannot work with, before anything is trained; ``methods.at_server`` helps.
+    figures: ClassVar[tuple[Figure, ...]] = ()
+    """Those of its figures that the summary of a run repeats."""
 
-        Raises:
-            ConfigError: The rule does not fit the data or the model.
-        """
+    def buffer(self) -> int | None:
+        """Updates that the core collects, over rounds if need be, before it calls ``step``; None: those of a round."""
+        return None
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """Server state before the first round; holds at least ``"v"``."""
         return {"v": v}
 
-    remembers: ClassVar[bool] = False
-    """Whether each update comes with the model that its client was sent (``update.start``)."""
-
-    caches: ClassVar[bool] = False
-    """Whether the server keeps each client's last update (``updates.cached``); such a rule needs individual updates."""
-
-    remembers_statistics: ClassVar[bool] = False
-    """Whether it comes with the statistics that its client was sent (``update.b_start``), where these are averaged.
-
-    Then sums of updates tell how far statistics moved (``aggregate.moved``). Not where only slices of the model travel.
-    """
-
-    without_updates: ClassVar[bool] = False
-    """Whether ``step`` is also called in rounds without any update; ``updates.aggregate`` is then empty."""
-
-    without_clients: ClassVar[bool] = False
-    """Whether no client takes part at all; then ``without_updates`` is true."""
-
-    def takes(self, born: int, round: int) -> bool:
-        """Whether an update that was sent out in round ``born`` counts in ``round``."""
-        return True
-
-    def portions(self, state: Tensors) -> Iterator[int]:
-        """How many consecutive updates each sum in ``updates.portions`` is of; by default there are none."""
-        return iter(())
-
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Server state after the updates of a round (at least one, unless the rule is ``without_updates``).
+        """Server state after some updates (at least one, unless the rule ``steps_without`` them).
 
         An entry ``"b"`` is the model's new statistics ``[m]`` and is taken out of the state; by default they are the
         weighted mean of the clients'.
@@ -282,6 +252,9 @@ class ServerRule(Rule):
         """The method's own figures for the round's line in ``metrics.jsonl``: numbers, or lists of them."""
         return {}
 
+    def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
+        """Pictures of what the rule did in all rounds, written into the run folder."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -294,3 +267,13 @@ class Method:
     server: ServerRule | None = None
     weights: Weights | None = None
     spelling: str = field(default="")
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All that fills a slot, each rule once."""
+        filled = [*self.data, *self.client, *filter(None, (self.sync, self.server))]
+        return tuple(rule for place, rule in enumerate(filled) if not any(rule is other for other in filled[:place]))
+
+    def needs(self, what: str) -> bool:
+        """Whether some rule needs ``what``."""
+        return any(what in rule.needs for rule in self.rules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,11 +11,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ServerRule, Tensors
-from unskew.protocol.server_training import need_own_task
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class TrainsAtServer(ServerRule):
         }
         return {name: value for name, value in asked.items() if value is not None}
 
-    def check_server(self, federation: Federation, spec: ModelSpec) -> None:
+    def check(self, run: Proposed) -> Sequence[str]:
         """Labels of the clients' classes, and one budget."""
         self.check_budget()
-        need_own_task(self.name, federation)
+        run.need_own_task(self.name)
+        return ()
 
     def check_budget(self) -> None:
         """Refuse two budgets.
@@ -62,7 +63,7 @@ class TrainsAtServer(ServerRule):
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(f"{self.name} is given both epochs and steps; give one of them.")
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """The model, and no training yet."""
         return {"v": v, "loss": torch.tensor(math.nan)}
 

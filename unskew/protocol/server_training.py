@@ -1,9 +1,10 @@
 """What a server rule has to learn with at the server: samples, a model in memory, and the clients' budget.
 
-A rule finds it in ``updates.at_server``; in ``check_server`` it says what data it needs (``need_data``, ``need_own_task``)::
+A rule finds it in ``updates.at_server``; in ``check`` it says what data it needs::
 
-    def check_server(self, federation, spec):
-        need_own_task(self.name, federation)
+    def check(self, run):
+        run.need_own_task(self.name)
+        return ()
 
     def step(self, state, updates):
         v, b, _ = updates.at_server.train(state["v"], updates.b_global, updates.key, local_epochs=1)
@@ -18,9 +19,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from unskew.data.federation import Federation, ServerData
+from unskew.data.federation import ServerData
 from unskew.data.pixels import Pixels
-from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn, LossFn, Model
 from unskew.models.vector import ModelSpec, Output
 from unskew.tasks import Task
@@ -52,7 +52,7 @@ class ServerTraining(Protocol):
         own: The clients' task.
         cohort: Clients drawn per round.
         weights: How clients count in a mean: by samples, or uniformly.
-        witness: The test set, if ``diagnose: surrogate`` asks what it would say.
+        witness: The test set, if a figure of the rule's that ``diagnose`` names asks what it would say.
         pixels: How intensities of images become the model's inputs.
     """
 
@@ -133,32 +133,3 @@ class ServerTraining(Protocol):
         Raises:
             DataError: BatchNorm meets a batch of one sample.
         """
-
-
-def need_data(name: str, federation: Federation) -> ServerData:
-    """The server's data, of whatever kind.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    if federation.server is None:
-        raise ConfigError(
-            f"{name} needs data at the server: give --server 1000 to take so many samples out of the test set, "
-            "or --server NAME for another data set."
-        )
-    return federation.server
-
-
-def need_own_task(name: str, federation: Federation) -> ServerData:
-    """The server's data, with the clients' classes.
-
-    Raises:
-        ConfigError: There are none, or they are of another task.
-    """
-    data = need_data(name, federation)
-    if not data.in_domain:
-        raise ConfigError(
-            f"{name} learns from the server's labels, which must be of the clients' classes, but the server holds another "
-            "data set; give --server 1000 to take so many samples out of the test set."
-        )
-    return data

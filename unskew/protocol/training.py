@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Buffers = Literal["average", "local", "reset"]
+"""Normalisation statistics: averaged like parameters, kept at each client, or begun anew in every round."""
+
 
 @dataclass(frozen=True)
 class Training:

@@ -1,17 +1,20 @@
-"""Where a data rule works before the first round, and whom it tells."""
+"""Before the first round: where a data rule works, and what it leaves behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from unskew.data.federation import Federation
-
-PreparedData = tuple[Federation, dict[int, tuple[int, int]]]
-"""A federation as a data rule leaves it, and the bytes up and down that this cost each client."""
+from unskew.data.federation import ClientData, Federation, joined_clients
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.messages import Tensors, bytes_of
+from unskew.protocol.training import Training
 
 
 def _quiet(*_: object) -> None:
@@ -44,3 +47,98 @@ class Workspace:
 
 
 NOWHERE = Workspace()
+
+
+def compact(y: Tensor, classes: int) -> Tensor:
+    """Labels ``[n]`` as they are sent: in the smallest integers that hold them."""
+    return y.to(torch.uint8 if classes <= 256 else torch.int16 if classes <= 1 << 15 else torch.int32)
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """What clients send before the first round.
+
+    Attributes:
+        sent: By client; counted as it lies in memory.
+        about: What a run's summary says of it.
+        digest: Changes with what is in it.
+    """
+
+    sent: dict[int, Tensors] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What the server sends before the first round.
+
+    Attributes:
+        shares: By client, what it alone is sent.
+        common: What every client is sent alike; client rules of the same name read it as ``ctx.common``.
+    """
+
+    shares: dict[int, Tensors] = field(default_factory=dict)
+    common: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What training begins with: the data as the clients then hold them, and the budget.
+
+    Attributes:
+        federation: The data.
+        training: The clients' budget.
+        common: What every client was sent alike, by rule.
+        counted: Samples per client that count in a weighted mean, ``[K]``, where others do not; None: all of them do.
+        about: What a run's summary says of what was made.
+        digest: Changes with what clients were given.
+        traffic: Bytes up and down that it cost each client.
+    """
+
+    federation: Federation
+    training: Training
+    common: dict[str, Tensors] = field(default_factory=dict)
+    counted: np.ndarray | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    traffic: tuple[tuple[int, tuple[int, int]], ...] = ()
+
+    @property
+    def facts(self) -> FederationFacts:
+        """What the server is told."""
+        return FederationFacts.of(self.federation, self.counted)
+
+    def received(
+        self, rule: str, made: Contributions, dealt: Dealt, receive: Callable[[ClientData, Tensors], ClientData]
+    ) -> Prepared:
+        """After ``made`` was sent to the server and ``dealt`` to the clients, who ``receive`` it; its bytes are counted.
+
+        Args:
+            rule: Whose messages these are, by name.
+            made: What went up.
+            dealt: What went down.
+            receive: From a client's data and its share to its new data.
+        """
+        federation, everywhere = self.federation, bytes_of(dealt.common.values())
+        if dealt.shares:
+            clients = joined_clients([receive(c, dealt.shares[c.id]) for c in federation.clients])
+            federation = replace(federation, clients=clients)
+        cost = {
+            k: (bytes_of(made.sent.get(k, {}).values()), bytes_of(dealt.shares.get(k, {}).values()) + everywhere)
+            for k in range(len(self.federation.clients))
+        }
+        return replace(
+            self,
+            federation=federation,
+            common={**self.common, rule: dealt.common} if dealt.common else self.common,
+            counted=self.federation.sizes if dealt.shares and self.counted is None else self.counted,
+            about={**self.about, **made.about},
+            digest=made.digest or self.digest,
+            traffic=(*self.traffic, *cost.items()),
+        )
+
+    def to(self, device: torch.device) -> Prepared:
+        """The same with its arrays on ``device``."""
+        common = {rule: {name: t.to(device) for name, t in held.items()} for rule, held in self.common.items()}
+        return replace(self, federation=self.federation.to(device), common=common)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ class Result:
         summary: The contents of ``summary.json``.
         vector: The final global model, ``[d]``; ``model``: the same as a module in eval mode.
         folder: The run folder, or None.
+        draw: Writes pictures of what the method did into a folder, for methods that have any.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class Result:
         model: nn.Module,
         vector: Tensor,
         folder: Path | None,
+        draw: Callable[[Path], None] = lambda folder: None,
     ):
         self.history, self.summary, self.model, self.vector, self.folder = history, summary, model, vector, folder
+        self.draw = draw
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a table, one row per round (needs pandas)."""

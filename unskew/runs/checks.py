@@ -1,83 +1,75 @@
 """Whether a method fits the data, the model, the optimizer and the network of a run, before anything is trained."""
 
 from __future__ import annotations
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
-import torch
-from torch import nn
-from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment, set_field
+
+from collections.abc import Sequence
+
+from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
-from unskew.data.normalisation import Normalisation
-from unskew.errors import ConfigError, MethodConflict
+from unskew.errors import ConfigError, MethodConflict, unknown
 from unskew.methods.fedavg import FedAvg
-from unskew.protocol.rules import Method
-from unskew.models.groups import layer_groups, split_at
-from unskew.models.catalogue import HUB, resolve_model
 from unskew.models.vector import ModelSpec
-from unskew.seeding import derive
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.rules import NEEDS, Method
 from unskew.runs.model import ModelLike, initial_spec
 
 
-AT_SERVER = ("server", "surrogate")
-"""Diagnoses that look at the server only, not at the clients of a round."""
-
-
-def check_method(config: Experiment, federation: Federation, model: ModelLike | None, chosen: Method) -> ModelSpec:
+def check_method(
+    config: Experiment, federation: Federation, model: ModelLike | None, method: Method
+) -> tuple[ModelSpec, list[str]]:
     """Refuse, before anything is trained, a method that does not fit the data, the model, the optimizer or the server.
+
+    Returns:
+        The model's layout, and what a user should be told before the run.
 
     Raises:
         ConfigError: It does not fit.
         MethodConflict: It needs single updates, which secure aggregation forbids.
     """
-    check_task(chosen, federation)
-    of_clients = [name for name in config.diagnose if name not in AT_SERVER]
+    check_task(method, federation)
+    of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if config.secure_aggregation == "required":
-        check_sums_suffice(chosen, of_clients)
-    if config.network.delay != "none":
-        check_delays(chosen, of_clients)
-    if "surrogate" in config.diagnose and (federation.server is None or federation.server.in_domain):
+        check_sums_suffice(method, of_clients)
+    spec = initial_spec(config, federation, model, method)
+    delayed = config.network.delay != "none"
+    run = Proposed(federation, spec, config.training, config.rounds, delayed, config.diagnose)
+    warnings = [text for rule in method.rules for text in rule.check(run)]
+    if delayed and of_clients:
         raise ConfigError(
-            "diagnose=surrogate compares what a method learns from another data set at the server with what the test set "
-            "would say; give --server NAME, the name of a data set."
+            f"diagnose={of_clients[0]} compares the clients of one round; it cannot be run with network.delay."
         )
-    for data_rule in chosen.data:
-        data_rule.check_data(federation)
-    for rule in chosen.client:
-        rule.check(federation, config.training.plain_sgd)
-    spec = initial_spec(config, federation, model, chosen)
     tokens = getattr(spec.module, "tokens", None)
     if isinstance(tokens, int):
         for k, client in enumerate(federation.clients):
             check_tokens(client.x, tokens, f"client {k}")
         check_tokens(federation.test[0], tokens, "the test set")
-    if chosen.sync is not None:
-        chosen.sync.travels(0, 0, None, spec)
-    if chosen.server is not None:
-        chosen.server.check_server(federation, spec)
-    return spec
+    if method.sync is not None:
+        half = method.sync.server_init(spec.flatten(), FederationFacts.of(federation))
+        method.sync.travels(half, 0, 0, None, spec)
+    return spec, warnings
 
 
-def check_task(chosen: Method, federation: Federation) -> None:
-    """Refuse a task, or a kind of input, that a part of the method cannot be trained for.
+def check_task(method: Method, federation: Federation) -> None:
+    """Refuse a task that a rule cannot be trained for, and needs that the core does not know.
 
     Raises:
-        ConfigError: There is such a part.
+        ConfigError: There is such a rule.
     """
     task = federation.task
-    for part in (*chosen.data, *chosen.client, chosen.sync, chosen.server):
-        if part is not None and task not in part.tasks:
-            reason = f", because {part.tasks_reason}" if part.tasks_reason else ""
+    for rule in method.rules:
+        if task not in rule.tasks:
+            reason = f", because {rule.tasks_reason}" if rule.tasks_reason else ""
             raise ConfigError(
-                f"{part.name} cannot be trained for the task {task!r}{reason}. It is for: {', '.join(part.tasks)}."
+                f"{rule.name} cannot be trained for the task {task!r}{reason}. It is for: {', '.join(rule.tasks)}."
             )
-        if part is not None and part.makes_inputs and federation.test[0].dtype == torch.int64:
-            raise ConfigError(f"{part.name} makes inputs of its own, and a text's tokens are no numbers to be changed.")
+        for what in rule.needs:
+            if what not in NEEDS:
+                raise ConfigError(f"{rule.name}: {unknown('need', what, NEEDS)}")
 
 
-def check_sums_suffice(chosen: Method, diagnose: Sequence[str]) -> None:
+def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
     """Refuse what cannot be had if the server sees only the weighted sum of updates.
 
     The simulator forms that sum itself; the cryptography that hides single updates on real machines is not simulated.
@@ -86,9 +78,9 @@ def check_sums_suffice(chosen: Method, diagnose: Sequence[str]) -> None:
         MethodConflict: A rule reads single updates.
         ConfigError: A diagnosis does.
     """
-    readers = [rule.name for rule in chosen.client if rule.needs == "individual"]
-    server = chosen.server or FedAvg()
-    if server.needs == "individual":
+    readers = [rule.name for rule in method.client if "individual" in rule.needs]
+    server = method.server or FedAvg()
+    if "individual" in server.needs:
         readers.append(server.name)
     if readers:
         raise MethodConflict(
@@ -97,18 +89,3 @@ def check_sums_suffice(chosen: Method, diagnose: Sequence[str]) -> None:
         )
     if diagnose:
         raise ConfigError(f"diagnose={diagnose[0]} looks at single updates, which secure_aggregation=required forbids.")
-
-
-def check_delays(chosen: Method, diagnose: Sequence[str]) -> None:
-    """Refuse what has no meaning if updates arrive in later rounds than they were sent out in.
-
-    Raises:
-        ConfigError: There is such a part.
-    """
-    late = [part.name for part in (*chosen.client, chosen.sync, chosen.server) if part is not None and part.synchronous]
-    if late:
-        raise ConfigError(f"{late[0]} needs the updates of a round in that round; it cannot be run with network.delay.")
-    if diagnose:
-        raise ConfigError(
-            f"diagnose={diagnose[0]} compares the clients of one round; it cannot be run with network.delay."
-        )

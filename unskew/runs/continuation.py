@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import Experiment
-from unskew.data.federation import ArrayClients, Federation
+from unskew.data.federation import ArrayClients
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
+from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
 from unskew.simulation import checkpoint
@@ -25,8 +26,8 @@ RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_ev
 def begin_where(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
     """Take over the model, traffic and history of the run in ``parent``, and what both methods keep.
 
-    What a client keeps under a rule that both methods have (FedCOG's previous model) stays; rules that only the new method
-    has begin as in their first round.
+    What a client keeps under a rule that both methods have stays; rules that only the new method has begin as in their first
+    round.
 
     Args:
         parent: Folder of the other run.
@@ -62,15 +63,15 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     return done
 
 
-def data_identity(federation: Federation) -> str:
+def data_identity(prepared: Prepared) -> str:
     """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
-    sizes = ""
+    federation, sizes = prepared.federation, ""
     if isinstance(federation.clients, ArrayClients):
         sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]
     server = 0 if federation.server is None else len(federation.server.y)
-    made = f", synthetic {federation.made}" if federation.made else ""
-    known = federation.fingerprint or "unknown"
-    return f"partition {known}, sizes {sizes}, test {len(federation.test[1])}, {server=}{made}"
+    synthetic = f", synthetic {prepared.digest}" if prepared.digest else ""
+    partition = federation.fingerprint or "unknown"
+    return f"partition {partition}, sizes {sizes}, test {len(federation.test[1])}, {server=}{synthetic}"
 
 
 def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:

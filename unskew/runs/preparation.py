@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.generators.synthetic_set import ABOUT, find
-from unskew.protocol.training import Training
 from unskew.errors import ConfigError
 from unskew.files import write_atomic
-from unskew.protocol.workspace import Workspace
+from unskew.protocol.workspace import Prepared, Workspace
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, warn
 
@@ -24,28 +22,13 @@ SYNTHETIC = "synthetic"
 """Folder of what was made, in a run folder or in that of several runs."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What training begins with.
-
-    Attributes:
-        federation: The data as the clients then hold them.
-        training: The budget.
-        traffic: Clients, and the bytes up and down that it cost each.
-    """
-
-    federation: Federation
-    training: Training
-    traffic: list[tuple[int, tuple[int, int]]]
-
-
-def check_given_set(config: Experiment, chosen: Method) -> None:
+def check_given_set(config: Experiment, method: Method) -> None:
     """Refuse a synthetic set that nothing would use, or that is not there.
 
     Raises:
         ConfigError: It is so.
     """
-    if config.synthetic is not None and not any(rule.makes for rule in chosen.data):
+    if config.synthetic is not None and not any(rule.makes for rule in method.data):
         raise ConfigError(
             f"synthetic={config.synthetic!r} is given, but {config.method} makes no synthetic data that it could stand for; "
             "add fedssyn, as in fedssyn+fedavg, or leave it out."
@@ -64,7 +47,7 @@ def kept_beside(folder: Path) -> Path | None:
 
 
 def prepare(
-    chosen: Method,
+    method: Method,
     federation: Federation,
     config: Experiment,
     device: torch.device,
@@ -72,7 +55,7 @@ def prepare(
     shared: Path | None,
     callbacks: Sequence[Callback],
 ) -> Prepared:
-    """Apply the data rules of ``chosen`` in order.
+    """Apply the data rules of ``method`` in order.
 
     What they make is kept in ``shared`` if there is one, else in the run folder, which then can be resumed from the start.
     """
@@ -85,13 +68,9 @@ def prepare(
     given = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
     workspace = Workspace(where, shared is not None, device, given, tell, partial(warn, callbacks))
-    training, traffic = config.training, list[tuple[int, tuple[int, int]]]()
-    for rule in chosen.data:
+    prepared = Prepared(federation, config.training)
+    for rule in method.data:
         if rule.makes and folder is not None:
             write_atomic(folder / "config.yaml", config.to_yaml().encode())
-        before = federation
-        federation, cost = rule.prepare(before, config.seed, workspace)
-        traffic += cost.items()
-        if training.local_epochs is not None:
-            training = replace(training, local_epochs=rule.local_epochs(training.local_epochs, before, federation))
-    return Prepared(federation, training, traffic)
+        prepared = rule.prepare(prepared, config.seed, workspace)
+    return prepared

@@ -111,7 +111,7 @@ def run_experiment(
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     original = load_data(config) if federation is None else federation
-    spec = check_method(config, original, model, chosen)
+    spec, warnings = check_method(config, original, model, chosen)
     check_given_set(config, chosen)
     original = as_wanted(original, spec)
     made = [] if folder is None else make_folder(folder)
@@ -120,9 +120,7 @@ def run_experiment(
         try:
             prepared = prepare(chosen, original, config, device, folder, shared, callbacks)
             everyone = [*callbacks, *trackers]
-            session = Session(
-                config, prepared.federation, spec, chosen, device, folder, everyone, prepared.training, original
-            )
+            session = Session(config, prepared, original, spec, chosen, device, folder, everyone, warnings)
             for client, (up, down) in prepared.traffic:
                 session.server.traffic.count(client, "up", up, 0)
                 session.server.traffic.count(client, "down", down, 0)

@@ -23,10 +23,11 @@ from unskew.errors import CheckpointError
 from unskew.files import write_atomic
 from unskew.methods.fedavg import FedAvg
 from unskew.protocol.rules import Method
+from unskew.protocol.workspace import Prepared
 from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback, Recorder, warn, write_summary
 from unskew.records.result import Result
-from unskew.simulation import checkpoint, personal
+from unskew.simulation import checkpoint, trouble, personal
 from unskew.simulation.server_training import ServerTrainer
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
@@ -45,56 +46,67 @@ class Session:
 
     Args:
         config: The run.
-        federation: Its data.
+        prepared: What its clients train with.
+        original: The data before the method changed them, which clients are evaluated on.
         spec: Its model.
-        chosen: Its method.
+        method: Its method.
         device: Where it trains.
         folder: The run folder, or None.
         callbacks: Its followers.
-        training: The clients' budget, where the method's data changed it.
-        original: The data before the method changed them, which clients are evaluated on.
+        warnings: What they are told before the first round.
     """
 
     def __init__(
         self,
         config: Experiment,
-        federation: Federation,
+        prepared: Prepared,
+        original: Federation,
         spec: ModelSpec,
-        chosen: Method,
+        method: Method,
         device: torch.device,
         folder: Path | None,
         callbacks: Sequence[Callback],
-        training: Training | None = None,
-        original: Federation | None = None,
+        warnings: Sequence[str] = (),
     ):
         spec = spec.to(device)
-        training, original = training or config.training, original or federation
         if device.type != "cpu":
-            moved = federation.to(device)
-            original, federation = moved if original is federation else original, moved
-        self.config, self.federation, self.spec, self.method = config, federation, spec, chosen
-        self.folder, self.callbacks = folder, callbacks
+            moved = prepared.to(device)
+            original, prepared = moved.federation if original is prepared.federation else original, moved
+        federation = prepared.federation
+        self.config, self.prepared, self.spec, self.method = config, prepared, spec, method
+        self.folder, self.callbacks, self.warnings = folder, callbacks, list(warnings)
         task = TASKS[federation.task]
-        rule = chosen.server or FedAvg()
-        auto = chosen.weights or rule.weights or "samples"
-        self.weights = auto if config.weights == "auto" else config.weights
+        rule = method.server or FedAvg()
+        auto = method.weights or rule.weights or "samples"
+        weights = auto if config.weights == "auto" else config.weights
         store, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
-        observed = "surrogate" in config.diagnose
-        bench = ServerTrainer(spec, federation, config.training, device, self.sampler.size, observed, self.weights)
+        observed = any(figure.diagnosis in config.diagnose for figure in rule.figures)
+        trainer = ServerTrainer(spec, federation, config.training, device, self.sampler.size, observed, weights)
         self.server = Server(
-            chosen, rule, spec, federation, self.weights, config.buffers, store, config.seed, bench, cache
+            method, rule, spec, prepared.facts, weights, config.buffers, store, config.seed, trainer, cache
         )
+        self.server.evaluates = self._evaluates
         delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
         delays.check(len(federation.clients))
         flying = ClientStore(None if folder is None else folder / "in-flight")
         self.network = Network(config.network.drop, config.seed, delays, flying, device)
         self.task = task
         self.evaluator = Evaluator(spec, original, task, device)
-        self.setup = Setup(spec, federation, chosen.client, task, training, config.seed, device)
+        self.setup = Setup(
+            spec,
+            federation,
+            method.client,
+            task,
+            prepared.training,
+            config.seed,
+            device,
+            config.buffers,
+            prepared.common,
+        )
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)
-        self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, self.recorder.history)
+        self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.samples: MadeInputs | None = None
         self._saved = 0
 
@@ -105,25 +117,25 @@ class Session:
         workers = min(self.config.workers or cores(), self.sampler.size)
         engine: Engine = make_engine(self.engine_name, self.setup, workers)
         if self.config.save_samples:
-            engine = self.samples = MadeInputs(engine, self.method.client, self.federation, self.config.rounds - 1)
+            engine = self.samples = MadeInputs(
+                engine, self.method.client, self.prepared.federation, self.config.rounds - 1
+            )
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:
                 diagnosis.begin()
-            texts = [rule.warning(self.config.rounds) for rule in self.method.client]
-            sync = self.method.sync
-            never = None if sync is None else sync.too_short(self.config.rounds, self.setup.spec)
-            texts += [never, self.samples.problem if self.samples else None]
+            texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
             if personal.tunes(self.method) and not self.config.eval_clients:
                 texts.append(
                     "ft trains the clients that are evaluated; with eval_clients 0 there are no personal figures."
                 )
-            for text in filter(None, texts):
+            for text in texts:
                 self._warn(text)
             rounds = range(start, self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
-            if not (self.server.moved or self.server.overflows or never):
-                self._warn(self.network.stuck(len(rounds)))
+            foretold = self.method.sync is not None and self.warnings
+            if not (self.server.moved or self.server.overflows or foretold):
+                self._warn(trouble.stuck(self.network, len(rounds)))
             self.recorder.sync()
             client_scores = self._client_scores(engine)
         except Interrupted as interruption:
@@ -133,7 +145,7 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        summary = summarise(self.config, self.setup, self.server, self.recorder, client_scores, self.engine_name)
+        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, self.engine_name)
         if self.folder is not None:
             weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
             # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
@@ -147,7 +159,8 @@ class Session:
         for callback in self.callbacks:
             callback.end(summary)
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
-        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder)
+        draw = partial(self.server.rule.draw, self.recorder.history)
+        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder, draw)
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""
@@ -160,18 +173,22 @@ class Session:
             callback.start(self.config.model_dump(mode="json"), start)
         self.recorder.start_clock()
 
+    def _evaluates(self, t: int) -> bool:
+        """Whether the model is evaluated after round ``t``."""
+        return t + 1 == self.config.rounds or (t + 1) % self.config.eval_every == 0
+
     def _finished(self, t: int, figures: dict[str, Any]) -> None:
         """After round ``t``: evaluate, record, save."""
         done, last = t + 1, t + 1 == self.config.rounds
         score = None
-        if last or done % self.config.eval_every == 0:
+        if self._evaluates(t):
             score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
             for diagnosis in self.diagnoses:
                 figures |= diagnosis.figures() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        problem = self.server.problem(done)
+        problem = trouble.left_out(self.server, done)
         if problem is not None:
             self._warn(problem)
         self.recorder.round(
@@ -203,7 +220,7 @@ class Session:
         extra = {
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
-            "data": data_identity(self.federation),
+            "data": data_identity(self.prepared),
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
         }
@@ -224,9 +241,9 @@ class Session:
         check_same(extra["config"], self.config)
         if self.config.rounds < done:
             raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
-        if extra["data"] != data_identity(self.federation):
+        if extra["data"] != data_identity(self.prepared):
             raise CheckpointError(
-                f"The data differ from those of the run ({data_identity(self.federation)} instead of {extra['data']}); "
+                f"The data differ from those of the run ({data_identity(self.prepared)} instead of {extra['data']}); "
                 "resume it with the same data and library versions."
             )
         check_frozen(extra, self.spec)
@@ -241,7 +258,7 @@ class Session:
         if self.config.start_from is None:
             return 0
         return begin_where(
-            Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.federation)
+            Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.prepared)
         )
 
     def _client_scores(self, engine: Engine) -> dict[str, Any]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.engines.base import Setup
+from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder
 from unskew.simulation.server import Server
+from unskew.tasks import TASKS
 
-MEASURED = (
-    *("begin_seconds", "train_seconds", "local_", "consensus/", "generalization/", "gradients/"),
-    *("server/", "surrogate/", "coefficients/"),
-)
-"""Figures of the last round that the summary repeats: these, and those that begin so."""
+MEASURED = ("begin_seconds", "train_seconds", "local_", "consensus/", "generalization/", "gradients/", "server/")
+"""Figures of the last round that the summary repeats: these, and those that begin so; and the method's own."""
 
 
 def summarise(
     config: Experiment,
-    setup: Setup,
+    prepared: Prepared,
     server: Server,
     recorder: Recorder,
     client_scores: dict[str, Any],
@@ -28,13 +26,14 @@ def summarise(
 
     Args:
         config: The run.
-        setup: What its clients trained with.
+        prepared: What its clients trained with.
         server: After the last round.
         recorder: Of all rounds.
         client_scores: What the models are worth to single clients.
         engine: The engine's name.
     """
-    federation, spec, task = setup.federation, setup.spec, setup.task
+    federation, spec = prepared.federation, server.spec
+    task, own = TASKS[federation.task], {figure.name for figure in server.rule.figures}
     traffic, history = server.traffic, recorder.history
     best, best_round = recorder.best()
     final = history[-1]
@@ -61,7 +60,7 @@ def summarise(
         **{f"best_{name}": recorder.best(name)[0] for name in task.figures if name.endswith("f1")},
         **{f"best_{name}": recorder.best(name, lowest=True)[0] for name in task.lower_is_better},
         **client_scores,
-        **{name: value for name, value in final.items() if name.startswith(MEASURED)},
+        **{name: value for name, value in final.items() if name.startswith(MEASURED) or name in own},
         "bytes_up": traffic.up + traffic.buffers_up,
         "bytes_down": traffic.down + traffic.buffers_down,
         "buffer_bytes_up": traffic.buffers_up,
@@ -71,10 +70,11 @@ def summarise(
         # A client that takes part in every round spends this much in all.
         "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
     }
-    if server.method.data and setup.training.local_steps is None:
-        summary["local_epochs"] = setup.training.local_epochs
-    for told in federation.told.values():
-        summary |= told
+    if traffic.reports:
+        summary["report_bytes_up"] = traffic.reports
+    if server.method.data and prepared.training.local_steps is None:
+        summary["local_epochs"] = prepared.training.local_epochs
+    summary |= prepared.about
     if config.target is not None:
         summary["target"] = config.target
         summary["rounds_to_target"] = recorder.rounds_to(config.target)

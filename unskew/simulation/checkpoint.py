@@ -20,13 +20,14 @@ from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
-from unskew.protocol.rules import Method, Tensors
-from unskew.simulation.network import Network, fields_of, without_tensors
+from unskew.protocol.messages import ClientState, Tensors, Update, bytes_of, nested
+from unskew.protocol.rules import Method
+from unskew.simulation.network import Network
 from unskew.simulation.server import Sent, Server
-from unskew.simulation.store import ClientStore, State, encode, flat, nested, size_of
+from unskew.simulation.store import ClientStore, encode
 from unskew.simulation.traffic import Traffic
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
 CLIENTS, CACHE, FLYING = "client", "cached", "flying"
@@ -36,12 +37,13 @@ CLIENTS, CACHE, FLYING = "client", "cached", "flying"
 def _chunks(store: ClientStore) -> Iterator[Tensors]:
     chunk: Tensors = {}
     size = 0
-    for client, state in store.in_memory():
-        if chunk and size + size_of(state) > CHUNK:
+    for client, tensors in store.in_memory():
+        more = bytes_of(tensors.values())
+        if chunk and size + more > CHUNK:
             yield chunk
             chunk, size = {}, 0
-        chunk |= {f"{client}/{key}": tensor for key, tensor in flat(state).items()}
-        size += size_of(state)
+        chunk |= {f"{client}/{name}": tensor for name, tensor in tensors.items()}
+        size += more
     if chunk:
         yield chunk
 
@@ -86,7 +88,8 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
                 "version": server.version,
                 "sent": {client: [sent.version, sent.born] for client, sent in server.sent.items()},
                 "traffic": asdict(server.traffic),
-                "in_flight": [fields_of(update) for update in network.pending],
+                "waiting": server.waiting.about(),
+                "in_flight": [update.fields() for update in network.pending],
                 "extra": extra,
             }
             text = json.dumps({**manifest, "files": checksums})
@@ -193,20 +196,20 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
     Raises:
         CheckpointError: It was written for another model or method, or by another version.
     """
-    state, rules, b, server.mean, plan, sent = _server_part(path, manifest, server)
+    state, rules, b, server.mean, sent, waiting = _server_part(path, manifest, server)
     # What a rule holds may grow; the configuration, options included, was compared before.
     if state.keys() != server.state.keys() or state["v"].shape != server.v.shape or b.shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
     server.state, server.b = state, b
-    server.travel.state = plan
     server.version = manifest["version"]
     server.sent = sent
     server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
+    server.waiting.restore(waiting, manifest["waiting"], b.device)
     for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
-        for client, held in _client_parts(path, kind):
-            store.put(client, held)
+        for client, tensors in _client_parts(path, kind):
+            store.put(client, tensors)
     _counters(manifest, server)
-    network.pending = [without_tensors(values) for values in manifest["in_flight"]]
+    network.pending = [Update.of(fields, {}) for fields in manifest["in_flight"]]
 
 
 def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
@@ -222,66 +225,76 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
     Raises:
         CheckpointError: It was written for another model, or by another version.
     """
-    state, rules, b, mean, plan, _ = _server_part(path, manifest, server)
+    state, rules, b, mean, _, waiting = _server_part(path, manifest, server)
     if state["v"].shape != server.v.shape or b.shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
-    same_rule = before is not None and before.server == server.method.server
-    server.state, server.b = state if same_rule else server.rule.init(state["v"], server.federation), b
-    wanted = {"buffers"} if server.mode == "local" else set()
-    if before is not None and server.method.sync is not None and before.sync is not None:
-        wanted |= {"model", "optimizer"}
+    method, known = server.method, () if before is None else (*before.client, before.sync)
+    server.state, server.b = server.rule.init(state["v"], server.facts), b
+    if before is not None and before.server == method.server:
+        server.state = state
+        server.waiting.restore(waiting, manifest["waiting"], b.device)
+        for client, tensors in _client_parts(path, CACHE):
+            server.cache.put(client, tensors)
+    shared: set[str] = set()
+    for name, half in server.halves.items():
+        fresh, old = half.server_init(state["v"], server.facts), rules.get(name, {})
+        # A rule that begins in a later round may have kept something in common rounds, with other options.
+        alike = half in method.client and name in manifest["rules"] and shapes(old) == shapes(fresh)
+        server.rules[name] = old if half in known or alike else fresh
+        shared |= {name} if half in known or alike else set()
+    parted = before is not None and method.sync is not None and before.sync is not None
+    if parted:
         server.mean = mean
-        if before.sync == server.method.sync:
-            server.travel.state = plan
-    for rule in server.method.client:
-        fresh = rule.server_init(state["v"], server.federation)
-        kept = rules.get(rule.name, {})
-        # FedCOG keeps the previous models of common rounds in which it only remembered, with another start_round.
-        same = rule in (before.client if before is not None else ())
-        alike = rule.name in manifest["rules"] and {n: t.shape for n, t in kept.items()} == {
-            n: t.shape for n, t in fresh.items()
-        }
-        server.rules[rule.name] = kept if same or alike else fresh
-        wanted |= {rule.name} if same or alike else set()
-    for client, held in _client_parts(path, CLIENTS):
-        server.store.put(client, {rule: tensors for rule, tensors in held.items() if rule in wanted})
-    if same_rule:
-        for client, held in _client_parts(path, CACHE):
-            server.cache.put(client, held)
+    for client, tensors in _client_parts(path, CLIENTS):
+        own = ClientState.of(tensors)
+        stays = ClientState(
+            {rule: held for rule, held in own.rules.items() if rule in shared},
+            own.model if parted else None,
+            own.statistics if parted or server.mode == "local" else None,
+            own.optimizer if parted else {},
+        )
+        server.store.put(client, stays.tensors())
     _counters(manifest, server)
+    if not parted:
+        server.last = {}
+
+
+def shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, State, Tensor, tuple[Tensor, Tensor] | None, Tensors, dict[int, Sent]]:
-    """Its server's part: state, the rules' halves, statistics, the clients' mean, the sync rule's state, what was sent."""
+) -> tuple[Tensors, dict[str, Tensors], Tensor, tuple[Tensor, Tensor] | None, dict[int, Sent], Tensors]:
+    """Its server's part: state, the rules' halves, statistics, the clients' mean, what was sent, and what waits."""
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"The checkpoint {path} was written by another version of unskew; resume it with that one."
         )
     device = server.b.device
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
-    state = {n.removeprefix("state/"): t for n, t in tensors.items() if n.startswith("state/")}
-    rules = nested({n.removeprefix("rules/"): t for n, t in tensors.items() if n.startswith("rules/")})
+    state, waiting = (
+        {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)} for kind in ("state/", "waiting/")
+    )
     mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
-    plan = {n.removeprefix("sync/"): t for n, t in tensors.items() if n.startswith("sync/")}
     sent = {
         int(k): Sent(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
-    return state, rules, tensors["b"], mean, plan, sent
+    return state, nested("rules", tensors), tensors["b"], mean, sent, waiting
 
 
-def _client_parts(path: Path, kind: str) -> Iterator[tuple[int, State]]:
+def _client_parts(path: Path, kind: str) -> Iterator[tuple[int, Tensors]]:
     """What each client keeps, or the server of it."""
-    clients: dict[int, State] = {}
+    clients: dict[int, Tensors] = {}
     for file in sorted(path.glob(f"{kind}s-*.safetensors")):
         for key, tensor in load(file.read_bytes()).items():
-            client, rule, name = key.split("/", 2)
-            clients.setdefault(int(client), {}).setdefault(rule, {})[name] = tensor
+            client, _, name = key.partition("/")
+            clients.setdefault(int(client), {})[name] = tensor
     yield from clients.items()
     for file in path.glob(f"{kind}-*.safetensors"):
-        yield int(file.stem.partition("-")[2]), nested(load(file.read_bytes()))
+        yield int(file.stem.partition("-")[2]), load(file.read_bytes())
 
 
 def _counters(manifest: dict[str, Any], server: Server) -> None:

@@ -34,7 +34,7 @@ def train(
     """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each."""
     with _interruptible() as stopped:
         for t in rounds:
-            cohort = [] if server.rule.without_clients else sampler.draw(t, network.in_flight)
+            cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
             casts = [server.broadcast(t, k) for k in cohort]
             gone = {k for k in cohort if network.drops(t, k)}
             for k in gone:

@@ -11,7 +11,8 @@ from unskew.data.pixels import Pixels
 from unskew.engines.base import Engine
 from unskew.files import make_folder
 from unskew.plots.pictures import images_by_class
-from unskew.protocol.rules import Broadcast, ClientRule, Tensors, Update
+from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.rules import ClientRule
 
 
 class MadeInputs:

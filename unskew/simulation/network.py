@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from unskew.protocol.rules import Update
+from unskew.protocol.messages import Update
 from unskew.seeding import numpy_generator
 from unskew.simulation.delays import Delays
-from unskew.simulation.store import ClientStore, State, flat, nested
+from unskew.simulation.store import ClientStore
 
 
 class Network:
@@ -65,23 +65,12 @@ class Network:
             if update.arrived == round:
                 arrivals.append(update)
             else:
-                self.store.put(update.client, tensors_of(update))
-                self.pending.append(without_tensors(fields_of(update)))
+                self.store.put(update.client, update.tensors())
+                self.pending.append(Update.of(update.fields(), {}))
         self.ages = [round - update.born for update in arrivals]
         arrivals.sort(key=lambda update: (update.born, update.client))
-        return (u if u.born == round else with_tensors(u, self.store.take(u.client), self.device) for u in arrivals)
-
-    def stuck(self, rounds: int) -> str:
-        """What to tell of a model that did not move in so many rounds."""
-        waiting = len(self.pending)
-        what = (
-            f"{waiting} updates were still on their way"
-            if waiting
-            else "no update was used, or those that were are zero"
-        )
         return (
-            f"The model did not change in {rounds} rounds: {what}, or the server waited for more of them (figures of the "
-            "rounds show which). Use more rounds, shorter delays or a smaller buffer."
+            u if u.born == round else Update.of(u.fields(), self.store.take(u.client), self.device) for u in arrivals
         )
 
     def figures(self) -> dict[str, Any]:
@@ -96,36 +85,3 @@ class Network:
             "staleness": mean,
             "staleness_counts": histogram,
         }
-
-
-PLAIN = ("client", "born", "examples", "weight", "metrics", "arrived")
-"""What an update has beside tensors."""
-
-
-def fields_of(update: Update) -> dict[str, Any]:
-    """What a manifest says of it."""
-    return {name: getattr(update, name) for name in PLAIN}
-
-
-def without_tensors(values: dict[str, Any]) -> Update:
-    """An update without its tensors, from its plain values."""
-    return Update(delta=torch.empty(0), buffers=torch.empty(0), upload={}, state={}, **values)
-
-
-def tensors_of(update: Update) -> State:
-    """Its tensors, in the memory of the CPU."""
-    state = {
-        "update": {"delta": update.delta, "buffers": update.buffers},
-        "upload": flat(update.upload),
-        "state": flat(update.state),
-    }
-    return {part: {name: t.cpu() for name, t in tensors.items()} for part, tensors in state.items()}
-
-
-def with_tensors(update: Update, tensors: State, device: torch.device) -> Update:
-    """A light update with its tensors again, on ``device``."""
-    parts = {part: {name: t.to(device) for name, t in held.items()} for part, held in tensors.items()}
-    upload, state = (nested(parts.get(part, {})) for part in ("upload", "state"))
-    return replace(
-        update, delta=parts["update"]["delta"], buffers=parts["update"]["buffers"], upload=upload, state=state
-    )

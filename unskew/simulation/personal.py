@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unskew.engines.base import Engine
 from unskew.models.vector import ModelSpec, mask_of
+from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ClientRule, Method
 from unskew.simulation.server import Server
 
@@ -17,7 +18,7 @@ Served = Iterator[tuple[Tensor, Tensor]]
 
 def tunes(method: Method) -> bool:
     """Whether clients train once more from the final model."""
-    return any(rule.tunes for rule in method.client)
+    return method.needs("final_training")
 
 
 def personalises(method: Method, spec: ModelSpec) -> bool:
@@ -29,18 +30,19 @@ def personalises(method: Method, spec: ModelSpec) -> bool:
 def shared(server: Server, clients: Sequence[int]) -> Served:
     """The global model with each client's own statistics, if it has any."""
     for client in clients:
-        yield server.evaluated, server.store.get(client).get("buffers", {}).get("b", server.evaluated_b)
+        own = server.store.get(client).get("statistics") if server.mode == "local" else None
+        yield server.evaluated, server.evaluated_b if own is None else own
 
 
 def kept(server: Server, clients: Sequence[int]) -> Served:
     """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
     own = mask_of(server.method.sync.own(server.spec) if server.method.sync else (), len(server.v)).to(server.v.device)
     for client, (v, b) in zip(clients, shared(server, clients), strict=True):
-        state = server.store.get(client)
-        if "model" in state:
-            v = torch.where(own, state["model"]["v"].to(v.device), v)
+        state = ClientState.of(server.store.get(client))
+        if state.model is not None:
+            v = torch.where(own, state.model.to(v.device), v)
         for rule in server.method.client:
-            mine = rule.personal(state.get(rule.name, {}))
+            mine = rule.personal(state.rules.get(rule.name, {}))
             v = v if mine is None else mine
         yield v, b
 
@@ -61,4 +63,4 @@ def tuned(server: Server, engine: Engine, round: int, at_once: int, clients: Seq
         part = clients[first : first + at_once]
         updates = engine.train([server.farewell(round, client) for client in part])
         for update, before in zip(updates, kept(server, part), strict=True):
-            yield (update.state["model"]["v"], update.buffers) if update.is_finite() else before
+            yield (update.report["v"], update.buffers) if update.is_finite() else before

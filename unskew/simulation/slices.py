@@ -1,13 +1,16 @@
-"""What crosses the network in a round: which slices of the model and of its statistics, and how many bytes."""
+"""Which slices of the model and of its statistics cross the network in a round."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from unskew.models.groups import layer_groups
+from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec, mask_of
-from unskew.protocol.rules import Slices, Sync, Tensors
+from unskew.protocol.messages import Slices, Tensors
+from unskew.protocol.rules import Sync
 
 
 def complement(slices: Slices, size: int) -> Slices:
@@ -20,7 +23,7 @@ def complement(slices: Slices, size: int) -> Slices:
     return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
 
-class SyncState:
+class Exchange:
     """The ``sync`` slot of a method at work on one model; without one, everything travels.
 
     Args:
@@ -30,71 +33,45 @@ class SyncState:
 
     def __init__(self, sync: Sync | None, spec: ModelSpec):
         self.sync, self.spec = sync, spec
-        self.keeps_optimizer = sync is not None and sync.keeps_optimizer
-        self.evaluates_mean = sync is not None and sync.evaluates_mean
-        self.observes = sync is not None and sync.observes
-        self.state: Tensors = {} if sync is None else sync.init(spec)
-        self._bound: tuple[Tensors, Sync] | None = None
-        self.numbers = 0 if sync is None else sync.numbers(spec)
-        self._groups = layer_groups(spec) if sync is not None else ()
-        self._masks: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
+        self._mask = lru_cache(maxsize=64)(self._made_mask)
 
-    def slices(self, round: int, client: int, last: int | None) -> tuple[Slices | None, Slices | None]:
-        """The slices that a client downloads and uploads; None stands for all."""
-        if self.sync is None:
-            return None, None
-        if self._bound is None or self._bound[0] is not self.state:
-            self._bound = self.state, self.sync.now(self.state)  # once per state, not once per client
-        return self._bound[1].travels(round, client, last, self.spec)
-
-    def observe(self, round: int, mean: Tensor, squares: Tensor) -> None:
-        """Tell the rule each group's consensus distance.
+    def slices(
+        self, rules: dict[str, Tensors], round: int, client: int, last: int | None
+    ) -> tuple[Slices | None, Slices | None]:
+        """The slices that a client downloads and uploads; None stands for all.
 
         Args:
-            round: Of the updates.
-            mean: Of the clients' models minus the server's, ``[d]``.
-            squares: Mean of the squares of these differences, ``[d]``.
+            rules: States of the rules' halves at the server.
+            round: Of the broadcast.
+            client: Who.
+            last: The round in which it last took part, or None.
         """
-        assert self.sync is not None
-        spread = (squares - mean.square()).clamp_min(0)
-        distances = torch.stack([torch.stack([spread[s].sum() for s in g.slices]).sum() for g in self._groups])
-        self.state = self.sync.observe(self.state, round, distances, self.spec)
+        if self.sync is None:
+            return None, None
+        return self.sync.travels(rules[self.sync.name], round, client, last, self.spec)
 
-    def masks(self, slices: Slices, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Which parameters, and which statistics, are in ``slices``: boolean ``[d]`` and ``[m]``."""
-        key = tuple((piece.start, piece.stop) for piece in slices)
-        if key not in self._masks:
-            v = mask_of(slices, self.spec.size)
-            b = mask_of((), sum(self.spec.buffer_sizes))
-            for group in self._groups:
-                if all(bool(v[piece].all()) for piece in group.slices):
-                    for piece in group.buffers:
-                        b[piece] = True
-            self._masks[key] = v.to(like.device), b.to(like.device)
-        return self._masks[key]
+    def _made_mask(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+        return mask_of([slice(*pair) for pair in edges], self.spec.size).to(device)
 
     def statistics(self, slices: Slices | None, b: Tensor) -> int:
         """Bytes of the statistics that travel with the slices."""
-        count = len(b) if slices is None else int(self.masks(slices, b)[1].sum())
+        count = len(b) if slices is None else int(statistics_mask(self.spec, slices).sum())
         return count * b.element_size()
 
-    def start(self, down: Slices | None, b: Tensor, kept: Tensor | None) -> Tensor:
-        """The statistics with which a client begins: the server's, but for those that stayed with it."""
-        if down is None or kept is None:
-            return b
-        return torch.where(self.masks(down, b)[1], b, kept.to(b.device))
-
-    def chosen(self, slices: Slices | None, new: Tensor, old: Tensor) -> Tensor:
+    def picked(self, slices: Slices | None, new: Tensor, old: Tensor) -> Tensor:
         """``new`` on the slices of the vector, ``old`` elsewhere."""
-        return new if slices is None else torch.where(self.masks(slices, new)[0], new, old)
+        if slices is None:
+            return new
+        edges = tuple((piece.start, piece.stop) for piece in slices)
+        return torch.where(self._mask(edges, new.device), new, old)
 
-    def merged(self, up: Slices | None, new: Tensor, old: Tensor) -> Tensor:
+    def picked_statistics(self, slices: Slices | None, new: Tensor, old: Tensor) -> Tensor:
         """The server's next statistics: those that were sent, else the last ones."""
-        return new if up is None else torch.where(self.masks(up, new)[1], new, old)
+        return new if slices is None else torch.where(statistics_mask(self.spec, slices).to(new.device), new, old)
 
     def only_sent(self, up: Slices | None, new: Tensors, old: Tensors) -> Tensors:
         """A server rule's next state; what it holds per parameter stays as it was where nothing was sent."""
         if up is None:
             return new
         same = {name: old[name] for name in new if name in old and new[name].shape == (self.spec.size,)}
-        return {name: self.chosen(up, t, same[name]) if name in same else t for name, t in new.items()}
+        return {name: self.picked(up, t, same[name]) if name in same else t for name, t in new.items()}

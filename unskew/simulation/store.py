@@ -1,4 +1,4 @@
-"""What is kept per client between rounds: what stays there, such as states of rules, and updates on their way.
+"""Tensors that are kept per client between rounds: what stays there, and updates on their way.
 
 A client is absent until it first writes something: "never took part" is None, not zeros. Entries beyond ``limit`` bytes of
 memory are moved to files, one per client, oldest first; such a file is never changed, only replaced, so a checkpoint can
@@ -15,29 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save
 
 from unskew.files import writing
-from unskew.protocol.rules import Tensors
-
-State = dict[str, Tensors]
-_SEPARATOR = "/"
-
-
-def flat(state: State) -> Tensors:
-    """``{rule: {name: tensor}}`` as ``{"rule/name": tensor}``."""
-    return {f"{rule}{_SEPARATOR}{name}": t.contiguous() for rule, ts in state.items() for name, t in ts.items()}
-
-
-def nested(tensors: Tensors) -> State:
-    """Inverse of ``flat``."""
-    state: State = {}
-    for key, tensor in tensors.items():
-        rule, _, name = key.partition(_SEPARATOR)
-        state.setdefault(rule, {})[name] = tensor
-    return state
-
-
-def size_of(state: State) -> int:
-    """Bytes of a state."""
-    return sum(t.numel() * t.element_size() for ts in state.values() for t in ts.values())
+from unskew.protocol.messages import Tensors, bytes_of
 
 
 def encode(tensors: Tensors) -> bytes:
@@ -52,7 +30,7 @@ def encode(tensors: Tensors) -> bytes:
 
 
 class ClientStore:
-    """State per client.
+    """Tensors per client, by name.
 
     Args:
         folder: Where entries go that do not fit in memory; None keeps everything in memory.
@@ -61,7 +39,7 @@ class ClientStore:
 
     def __init__(self, folder: Path | None = None, limit: int = 4 << 30):
         self.folder, self.limit = folder, limit
-        self._memory: dict[int, State] = {}
+        self._memory: dict[int, Tensors] = {}
         self._disk: set[int] = set()
         self._bytes = 0
         self.close()  # files of a session that was killed belong to nobody: what counts is in the checkpoint
@@ -79,31 +57,31 @@ class ClientStore:
         """Of all entries, files included."""
         return self._bytes + sum(path.stat().st_size for _, path in self.on_disk())
 
-    def get(self, client: int) -> State:
+    def get(self, client: int) -> Tensors:
         """What the client kept; empty if it never wrote."""
         if client in self._disk:
-            return nested(load_file(self._path(client)))
+            return load_file(self._path(client))
         return self._memory.get(client, {})
 
-    def put(self, client: int, state: State) -> None:
-        """Replace what the client keeps. Its tensors must not be views of memory that will be written again."""
-        if not state:
+    def put(self, client: int, tensors: Tensors) -> None:
+        """Replace what the client keeps. They must not be views of memory that will be written again."""
+        if not tensors:
             return
         self._forget(client)
-        self._memory[client] = state
-        self._bytes += size_of(state)
+        self._memory[client] = tensors
+        self._bytes += bytes_of(tensors.values())
         while self.folder is not None and self._bytes > self.limit and len(self._memory) > 1:
             self._spill(next(iter(self._memory)))
 
-    def take(self, client: int) -> State:
+    def take(self, client: int) -> Tensors:
         """What the client kept, which is forgotten."""
-        state = self.get(client)
+        tensors = self.get(client)
         if client in self._disk:
             self._path(client).unlink()
         self._forget(client)
-        return state
+        return tensors
 
-    def in_memory(self) -> Iterator[tuple[int, State]]:
+    def in_memory(self) -> Iterator[tuple[int, Tensors]]:
         """Entries that lie in memory."""
         yield from self._memory.items()
 
@@ -119,7 +97,7 @@ class ClientStore:
     def _forget(self, client: int) -> None:
         old = self._memory.pop(client, None)
         if old is not None:
-            self._bytes -= size_of(old)
+            self._bytes -= bytes_of(old.values())
         self._disk.discard(client)
 
     def _spill(self, client: int) -> None:
@@ -127,7 +105,7 @@ class ClientStore:
         fresh = path.with_suffix(".new")
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(encode(flat(self._memory[client])))
+            fresh.write_bytes(encode(self._memory[client]))
             os.replace(fresh, path)
         self._forget(client)
         self._disk.add(client)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from unskew.protocol.rules import Slices, Tensors
+from unskew.protocol.messages import Slices, Tensors, bytes_of
 
 
 @dataclass
 class Traffic:
-    """Bytes that crossed the network; parameters with the rules' extras, and normalisation statistics apart."""
+    """Bytes that crossed the network.
+
+    Attributes:
+        up, down: Parameters with the rules' extras.
+        buffers_up, buffers_down: Normalisation statistics.
+        reports: Models that were sent to be measured; they are no part of a method.
+        clients: All but reports, up and down, by client.
+    """
 
     up: int = 0
     down: int = 0
     buffers_up: int = 0
     buffers_down: int = 0
+    reports: int = 0
     clients: dict[int, list[int]] = field(default_factory=dict)
 
     def count(self, client: int, direction: Literal["up", "down"], tensors: int, buffers: int) -> None:
@@ -32,11 +39,6 @@ class Traffic:
             self.down += tensors
             self.buffers_down += buffers
             both[1] += tensors + buffers
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of some tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def sliced(slices: Slices | None, v: Tensor) -> int:

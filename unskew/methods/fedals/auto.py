@@ -13,111 +13,123 @@ with periods rounded up to whole numbers between 1 and ``longest``.
 Rounds come in epochs of ``longest``. In an epoch ``r_l`` is measured whenever layer ``l`` is averaged, as its consensus
 distance ``sum_k p_k ||theta_k^l - mean^l||^2`` divided by the rounds since it was averaged before; at its end all layers are
 averaged and the periods are set anew. The first epoch has the periods of plain FedALS. A server gets the distances from sums,
-as ``sum_k p_k ||theta_k^l - theta^l||^2 - ||mean^l - theta^l||^2`` with the last averaged ``theta``: one number per layer and
-client, which is counted as traffic.
+as ``sum_k p_k ||theta_k^l - theta^l||^2 - ||mean^l - theta^l||^2`` with the last averaged ``theta``: each client uploads its
+term of the first, one number per layer, and of the second the server has the mean.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from unskew.models.groups import layer_groups, slices_of
 from unskew.models.vector import ModelSpec
-from unskew.protocol.rules import Slices, Sync, Tensors
+from unskew.protocol.context import Context
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.rules import ClientRule, Slices, Sync, Tensors, Updates
 
-if TYPE_CHECKING:
-    from unskew.methods.fedals.fedals import FedALS
+
+class HasPeriods(Protocol):
+    """Plain FedALS, as far as this rule looks at it."""
+
+    def periods_of(self, spec: ModelSpec) -> list[int]:
+        """Rounds between two averages of each layer group."""
 
 
 @dataclass(frozen=True)
-class AutoPeriods(Sync):
+class AutoPeriods(ClientRule, Sync):
     """Periods that follow the measured drift.
 
     Attributes:
-        first: Plain FedALS, whose periods the first epoch has.
+        first: Gives the periods of the first epoch.
         budget: Share of the parameters that travel per round on the average, relative to all of them.
         longest: Rounds of an epoch, and the longest period.
-        periods, begun, synced: Of the epoch at hand; filled by ``now``.
     """
 
     name: ClassVar[str] = "fedals"
     summary: ClassVar[str] = "averages each layer as often as its clients' drift asks for"
     paper: ClassVar[str] = "after Gholami and Seferoglu 2024, arXiv:2404.11754"
-    keeps_optimizer: ClassVar[bool] = True
-    evaluates_mean: ClassVar[bool] = True
-    observes: ClassVar[bool] = True
+    needs = ("optimizer", "mean_model")
 
-    first: FedALS
+    first: HasPeriods
     budget: float
     longest: int
-    periods: tuple[int, ...] = ()
-    begun: int = 0
-    synced: tuple[int, ...] = ()
 
-    def init(self, spec: ModelSpec) -> Tensors:
-        """No layer has been averaged, nothing is measured."""
-        groups = len(layer_groups(spec))
-        first = [min(p, self.longest) for p in self.first.periods_of(spec)]
-        return {
-            "periods": torch.tensor(first, dtype=torch.float64),
-            "begun": torch.tensor(0.0, dtype=torch.float64),
-            "synced": torch.full((groups,), -1.0, dtype=torch.float64),
-            "growth": torch.zeros(groups, dtype=torch.float64),
-            "count": torch.zeros(groups, dtype=torch.float64),
-        }
+    def check(self, run: Proposed) -> Sequence[str]:
+        """A run in which the periods are never set anew is told."""
+        super().check(run)
+        self.first.periods_of(run.spec)
+        if run.rounds > self.longest:
+            return ()
+        return [
+            f"fedals:auto measures for longest={self.longest} rounds before it first sets periods, and the run has "
+            f"{run.rounds}: it keeps those of plain fedals. Take more rounds or a smaller longest."
+        ]
 
-    def now(self, state: Tensors) -> Sync:
-        """The rule with the periods of the epoch at hand."""
-        periods, synced = (tuple(int(n) for n in state[name]) for name in ("periods", "synced"))
-        return replace(self, periods=periods, begun=int(state["begun"]), synced=synced)
+    # ---- at a client ----------------------------------------------------------------------------------------------------
 
-    def due(self, round: int) -> list[bool]:
-        """Which layers are averaged after ``round``."""
-        age = round - self.begun + 1
-        # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
-        return [age % p == 0 or age >= self.longest for p in self.periods]
+    def begin(self, ctx: Context) -> Tensors:
+        """What drift is measured from: each layer as it was last averaged."""
+        return {"start": ctx.last_received()}
 
-    def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """Upload ``w_k ||theta_k^l - theta^l||^2`` of each layer, ``[G]``; 0 for layers that are not averaged now."""
+        squares = ctx.sent_since(carry["start"], v).square()
+        ctx.upload["drift"] = ctx.weight * by_layer(ctx.spec, squares)
+
+    # ---- at the server --------------------------------------------------------------------------------------------------
+
+    def travels(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
-        if not self.periods:
-            return self.now(self.init(spec)).travels(round, client, last, spec)
-        missed = [last is None or at >= last for at in self.synced]
-        return slices_of(spec, tuple(missed)), slices_of(spec, tuple(self.due(round)))
+        state = state or self.beginning(spec)
+        missed = [last is None or at >= last for at in state["synced"].tolist()]
+        return slices_of(spec, tuple(missed)), slices_of(spec, tuple(self.due(state, round)))
 
-    def too_short(self, rounds: int, spec: ModelSpec) -> str | None:
-        """Whether the periods are never set anew."""
-        if rounds > self.longest:
-            return None
-        return (
-            f"fedals:auto measures for longest={self.longest} rounds before it first sets periods, and the run has {rounds}: "
-            "it keeps those of plain fedals. Take more rounds or a smaller longest."
-        )
-
-    def numbers(self, spec: ModelSpec) -> int:
-        """One per layer."""
-        return len(layer_groups(spec))
-
-    def observe(self, state: Tensors, round: int, distances: Tensor, spec: ModelSpec) -> Tensors:
+    def collect(self, state: Tensors, updates: Updates) -> Tensors:
         """Note the drift of what was averaged; at the end of an epoch, set the periods anew."""
-        rule = self.now(state)
-        assert isinstance(rule, AutoPeriods)
-        due = torch.tensor(rule.due(round))
+        spec, round, mean = updates.spec, updates.round, updates.aggregate
+        state = dict(state or self.beginning(spec))
+        due = torch.tensor(self.due(state, round))
+        spread = mean.upload[self.name]["drift"] / mean.weight - by_layer(spec, mean.delta.square())
         elapsed = (round - state["synced"]).clamp_min(1)
-        state = dict(state)
-        state["growth"] = state["growth"] + torch.where(due, distances.cpu().to(torch.float64) / elapsed, 0.0)
+        state["growth"] = state["growth"] + torch.where(due, spread.clamp_min(0).cpu().to(torch.float64) / elapsed, 0.0)
         state["count"] = state["count"] + due
         state["synced"] = torch.where(due, float(round), state["synced"])
-        if round - rule.begun + 1 >= self.longest:
+        if round - int(state["begun"]) + 1 >= self.longest:
             rates = state["growth"] / state["count"].clamp_min(1)
             sizes = torch.tensor([group.size for group in layer_groups(spec)], dtype=torch.float64)
             state["periods"] = best_periods(sizes, rates, self.budget, self.longest)
             state["begun"] = torch.tensor(float(round + 1), dtype=torch.float64)
             state["growth"], state["count"] = torch.zeros_like(rates), torch.zeros_like(rates)
         return state
+
+    def beginning(self, spec: ModelSpec) -> Tensors:
+        """No layer has been averaged."""
+        groups = len(layer_groups(spec))
+        return {
+            "periods": torch.tensor([min(p, self.longest) for p in self.first.periods_of(spec)], dtype=torch.float64),
+            "begun": torch.tensor(0.0, dtype=torch.float64),
+            "synced": torch.full((groups,), -1.0, dtype=torch.float64),
+            "growth": torch.zeros(groups, dtype=torch.float64),
+            "count": torch.zeros(groups, dtype=torch.float64),
+        }
+
+    def due(self, state: Tensors, round: int) -> list[bool]:
+        """Which layers are averaged after ``round``."""
+        age = round - int(state["begun"]) + 1
+        # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
+        return [age % p == 0 or age >= self.longest for p in state["periods"].tolist()]
+
+
+def by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
+    """Sums ``[G]`` of ``values [d]`` over each layer group."""
+    return torch.stack([torch.stack([values[s].sum() for s in group.slices]).sum() for group in layer_groups(spec)])
 
 
 def best_periods(sizes: Tensor, rates: Tensor, budget: float, longest: int) -> Tensor:

@@ -20,7 +20,7 @@ With a part of the clients per round (not in the paper) one that missed an avera
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
@@ -32,7 +32,8 @@ from unskew.errors import ConfigError
 from unskew.methods.fedals.auto import AutoPeriods
 from unskew.models.groups import layer_groups, slices_of, split_at
 from unskew.models.vector import ModelSpec
-from unskew.protocol.rules import Method, Slices, Sync
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.rules import Method, Slices, Sync, Tensors
 
 
 def _pairs(value: Any) -> Any:
@@ -67,8 +68,7 @@ class FedALS(Sync):
     name: ClassVar[str] = "fedals"
     summary: ClassVar[str] = "averages the body of the model less often than its head"
     paper: ClassVar[str] = "Gholami and Seferoglu 2024, arXiv:2404.11754"
-    keeps_optimizer: ClassVar[bool] = True
-    evaluates_mean: ClassVar[bool] = True
+    needs = ("optimizer", "mean_model")
 
     alpha: Period = 10
     split: Annotated[int, Field(ge=-1)] = -1
@@ -93,27 +93,30 @@ class FedALS(Sync):
                 f"fedals:budget={self.budget} is less than averaging everything once in longest={self.longest} rounds; "
                 "raise one of the two."
             )
-        plain = FedALS(self.alpha, self.split, self.periods)
-        return Method(name=self.name, sync=AutoPeriods(plain, self.budget, self.longest))
+        auto = AutoPeriods(FedALS(self.alpha, self.split, self.periods), self.budget, self.longest)
+        return Method(name=self.name, client=(auto,), sync=auto)
 
-    def travels(self, round: int, client: int, last: int | None, spec: ModelSpec) -> tuple[Slices, Slices]:
+    def travels(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
         periods = _periods(self, spec)
         missed = tuple(last is None or last // p < round // p for p in periods)
         due = tuple((round + 1) % p == 0 for p in periods)
         return slices_of(spec, missed), slices_of(spec, due)
 
-    def too_short(self, rounds: int, spec: ModelSpec) -> str | None:
-        """Whether some layers are not averaged in so many rounds."""
-        periods = _periods(self, spec)
-        late = [group.name for group, p in zip(layer_groups(spec), periods, strict=True) if p > rounds]
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Layers that are never averaged are told."""
+        super().check(run)
+        periods = _periods(self, run.spec)
+        late = [group.name for group, p in zip(layer_groups(run.spec), periods, strict=True) if p > run.rounds]
         if not late:
-            return None
+            return ()
         names = ", ".join(late[:3]) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
-        return (
-            f"The run has {rounds} rounds, so fedals never averages {names}: {max(periods)} rounds lie between two averages. "
-            "Take more rounds or a smaller alpha."
-        )
+        return [
+            f"The run has {run.rounds} rounds, so fedals never averages {names}: {max(periods)} rounds lie between two "
+            "averages. Take more rounds or a smaller alpha."
+        ]
 
     def periods_of(self, spec: ModelSpec) -> list[int]:
         """Rounds between two averages of each layer group, in order of depth.

@@ -24,6 +24,7 @@ The synthetic pass leaves the normalisation statistics alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -31,12 +32,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
 from unskew.generators.learned import decoder
 from unskew.generators.learned.inversion import Maker, augmented, learn, statistics_distance
 from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.facts import Holdings
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 from unskew.seeding import fold, normal
 from unskew.tasks import Task
@@ -74,10 +76,8 @@ class FedCOG(ClientRule):
     name: ClassVar[str] = "fedcog"
     summary: ClassVar[str] = "distils from data that only the global model knows"
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2312.05966"
-    needs_class_counts: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "it learns inputs for given labels"
-    makes_inputs: ClassVar[bool] = True
 
     n: Annotated[int, Field(ge=1)] = 256
     g_steps: Annotated[int, Field(ge=0)] = 100
@@ -109,8 +109,10 @@ class FedCOG(ClientRule):
                 "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
             )
 
-    def check(self, federation: Federation, plain_sgd: bool) -> None:
+    def check(self, run: Proposed) -> Sequence[str]:
         """Labels must be classes of the data; a network and augmentation need images, further labels several ones."""
+        federation = run.federation
+        run.need_numbers(self.name)
         if self.source == "noise" and (self.generator == "network" or self.augment):
             raise ConfigError(
                 "fedcog:source=noise learns nothing, so generator=network and augment=true have no effect."
@@ -127,28 +129,28 @@ class FedCOG(ClientRule):
                 "leave the option out."
             )
 
-    @property
-    def needs_label_pairs(self) -> bool:
-        """Only for the rates of co-occurrence."""
-        return self.cooccurrence
+        if run.rounds > self.start_round:
+            return ()
+        return [
+            f"fedcog begins in round {self.start_round}, but the run has {run.rounds}: set fedcog:start_round or rounds."
+        ]
 
-    def warning(self, rounds: int) -> str | None:
-        """Without a round of generation the method is its host."""
-        if rounds > self.start_round:
-            return None
-        return f"fedcog begins in round {self.start_round}, but the run has {rounds}: set fedcog:start_round or rounds."
+    def facts(self, data: Holdings) -> Tensors:
+        """The client's samples of each label ``[C]``, and of each pair of labels ``[C, C]`` for rates of co-occurrence."""
+        counts = {"counts": data.class_counts()}
+        return {**counts, "pairs": data.label_pairs()} if self.cooccurrence else counts
 
     def begin(self, ctx: Context) -> Tensors:
         """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
         if ctx.round < self.start_round:
             return {}
-        assert ctx.class_counts is not None
-        y = self.labelled(ctx, self.targets(ctx.class_counts))
+        counts = ctx.facts["counts"]
+        y = self.labelled(ctx, self.targets(counts))
         x, z = self.synthesise(ctx, y, ctx.key)
         if self.double:
             second = self.synthesise(ctx, y, fold(ctx.key, 7))
             x, z, y = torch.cat([x, second[0]]), torch.cat([z, second[1]]), torch.cat([y, y])
-        w_real, w_kd = self.weights_of(ctx.class_counts)
+        w_real, w_kd = self.weights_of(counts)
         return {"x": x, "z": z, "y": y, "w_real": w_real, "w_kd": w_kd}
 
     def targets(self, counts: Tensor) -> Tensor:
@@ -162,11 +164,11 @@ class FedCOG(ClientRule):
 
     def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
         """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
-        assert ctx.class_counts is not None
-        y = ctx.task.targets(primary, len(ctx.class_counts))
-        if ctx.label_pairs is None:
+        counts = ctx.facts["counts"]
+        y = ctx.task.targets(primary, len(counts))
+        if not self.cooccurrence:
             return y
-        further = cooccurring(fold(ctx.key, 8), primary, ctx.label_pairs, ctx.class_counts)
+        further = cooccurring(fold(ctx.key, 8), primary, ctx.facts["pairs"], counts)
         return torch.maximum(y, further.to(y.dtype))
 
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,9 @@ mean of the clients' changes, and the search reads them in eval mode; the paper 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -33,7 +35,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.methods.feddle.search import (
     Directions,
@@ -45,9 +46,9 @@ from unskew.methods.feddle.search import (
     surrogate,
     train_head,
 )
-from unskew.models.vector import ModelSpec
-from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.server_training import need_data
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.rules import Figure, Method, ServerRule, Tensors, Updates, Weights
 from unskew.seeding import fold
 
 Whole = Annotated[int, Field(ge=1)]
@@ -96,10 +97,15 @@ class Feddle(ServerRule):
     name: ClassVar[str] = "feddle"
     summary: ClassVar[str] = "searches with data at the server how far to go along each update"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
-    needs: ClassVar[Literal["sum", "individual"]] = "individual"
+    needs = ("individual", "sent_statistics")
     weights: ClassVar[Weights | None] = "uniform"
-    remembers_statistics: ClassVar[bool] = True
-    without_updates: ClassVar[bool] = True
+    steps_without = "updates"
+    figures = (
+        Figure("coefficients/positive", "positive coefficients"),
+        Figure("coefficients/negative", "negative coefficients"),
+        Figure("coefficients/moved", "distance of a coefficient from the fallback's"),
+        Figure("surrogate/cosine", "cosine of the surrogate's gradient and the true one", diagnosis="surrogate"),
+    )
 
     atlas: Whole | None = None
     trigger: Literal["round", "buffer"] = "round"
@@ -127,9 +133,14 @@ class Feddle(ServerRule):
             "are sent in most rounds, so the parts of an anchor would not belong together; leave one of them out."
         )
 
-    def check_server(self, federation: Federation, spec: ModelSpec) -> None:
+    def check(self, run: Proposed) -> Sequence[str]:
         """Data at the server, an atlas that holds a buffer, and vectors as features if the head is exchanged."""
-        data = need_data(self.name, federation)
+        data, spec = run.need_server_data(self.name), run.spec
+        if "surrogate" in run.diagnose and data.in_domain:
+            raise ConfigError(
+                "diagnose=surrogate compares what a method learns from another data set at the server with what the test "
+                "set would say; give --server NAME, the name of a data set."
+            )
         if self.trigger == "buffer" and self.atlas is not None and self.atlas < self.buffer_size:
             raise ConfigError(
                 f"feddle:atlas={self.atlas} is smaller than buffer_size={self.buffer_size}; the atlas must hold a buffer."
@@ -144,8 +155,13 @@ class Feddle(ServerRule):
                 f"feddle puts a linear head of its own on the features, but the head {spec.head_name!r} takes inputs of "
                 f"shape {spec.feature_shape}; name another head, or give the server data of the clients' task."
             )
+        return ()
 
-    def init(self, v: Tensor, federation: Federation) -> Tensors:
+    def buffer(self) -> int | None:
+        """With ``trigger=buffer`` the core collects updates."""
+        return self.buffer_size if self.trigger == "buffer" else None
+
+    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """An empty atlas."""
         nothing = v.new_zeros(0)
         return {
@@ -153,39 +169,32 @@ class Feddle(ServerRule):
             "anchors": v.new_zeros(0, len(v)).to(torch.bfloat16 if self.half else v.dtype),
             "numbers": torch.zeros(0, 6, dtype=torch.float64),
             "head": nothing,
-            "b_moved": nothing,
-            "b_weight": torch.zeros((), dtype=torch.float64),
+            "round": torch.tensor(-1),
             "found": torch.zeros(0, 2, dtype=torch.float64),
             "cosine": nothing,
         }
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Take in the arrivals, and search; without any, only what was found before is no longer reported."""
-        most = self.atlas or max(2 * updates.at_server.cohort, self.buffer_size if self.trigger == "buffer" else 1)
+        """Take in the arrivals, and search; what the searches of a round found is told together."""
+        if int(state["round"]) != updates.round:
+            state = {**state, "found": state["found"][:0], "cosine": state["cosine"][:0]}
+            state["round"] = torch.tensor(updates.round)
         if not len(updates):
-            return {**state, "found": state["found"][:0], "cosine": state["cosine"][:0]}
-        assert updates.b_global is not None
+            return state
+        most = self.atlas or max(2 * updates.at_server.cohort, self.buffer() or 1)
         atlas = unpacked(state)
-        fresh = sum(anchor.c is None for anchor in atlas)
-        now = {**state, "b": updates.b_global, "found": state["found"][:0], "cosine": state["cosine"][:0]}
-        for number, update in enumerate(updates):
-            share = (1 + updates.round - update.born) ** -self.a
+        now = {**state, "b": updates.b_global}
+        for update in updates:
+            share = (1 + update.arrived - update.born) ** -self.a
             a = update.delta.to(state["anchors"].dtype)
             atlas.append(Anchor(a, update.weight, share, update.client, update.born, None))
             self.evict(atlas, most)
-            fresh += 1
-            if update.b_start is not None:
-                moved = (update.buffers - update.b_start) * update.weight
-                now["b_moved"] = moved + now["b_moved"] if float(now["b_weight"]) else moved
-                now["b_weight"] = now["b_weight"] + update.weight
-            full = self.trigger == "buffer" and fresh == self.buffer_size
-            if full or (self.trigger == "round" and number == len(updates) - 1):
-                now, fresh = self.search(now, atlas, updates, number), 0
-                self.evict(atlas, most)
+        now = self.search(now, atlas, updates)
+        self.evict(atlas, most)
         anchors = torch.stack([anchor.a for anchor in atlas])
         rows = [[r.weight, r.share, r.client, r.born, r.c or 0.0, float(r.c is None)] for r in atlas]
         now |= {"anchors": anchors, "numbers": torch.tensor(rows, dtype=torch.float64)}
-        if any(update.b_start is None for update in updates):
+        if updates.aggregate.moved is None:
             del now["b"]  # statistics that do not travel, or begin anew in every round, have no changes to add up
         return now
 
@@ -198,20 +207,19 @@ class Feddle(ServerRule):
             goes = seen[0] if self.eviction == "fifo" else min(seen, key=lambda anchor: abs(anchor.c or 0.0))
             del atlas[next(i for i, anchor in enumerate(atlas) if anchor is goes)]
 
-    def search(self, state: Tensors, atlas: list[Anchor], updates: Updates, number: int) -> Tensors:
-        """Find the coefficients, write them into the atlas, and step; ``number`` tells apart the searches of a round."""
+    def search(self, state: Tensors, atlas: list[Anchor], updates: Updates) -> Tensors:
+        """Find the coefficients, write them into the atlas, and step."""
         at, v = updates.at_server, state["v"]
         assert at.data is not None
-        assert updates.key is not None
-        b = updates.aggregate.buffers
-        if float(state["b_weight"]):
-            b = state["b"] + state["b_moved"] / float(state["b_weight"])
+        moved = updates.aggregate.moved
+        b = updates.aggregate.buffers if moved is None else state["b"] + moved
         A = torch.stack([anchor.a for anchor in atlas])
         lengths = norms(A, v.dtype)
         scale, r = scales(lengths) if self.normalise else (torch.ones_like(lengths), None)
         directions = Directions(A, scale)
         c0 = self.fallback(atlas, lengths, r)
-        own, key = at.data.in_domain, fold(updates.key, number)
+        key = fold(updates.key, updates.arrivals - 1)  # tells apart the searches of a round
+        own = at.data.in_domain
         epochs = (20 if own else 1) if self.epochs is None else self.epochs
         lam = (0.0 if own else 0.01) if self.lam is None else self.lam
         size, head, seen = self.batch or (64 if own else 256), state["head"], state["cosine"]
@@ -238,8 +246,6 @@ class Feddle(ServerRule):
             **state,
             "v": directions.at(v, c),
             "b": b,
-            "b_moved": state["b_moved"][:0],
-            "b_weight": torch.zeros_like(state["b_weight"]),
             "head": head,
             "cosine": seen,
             "found": torch.cat([state["found"], torch.stack([c0, c], dim=1).to(state["found"])]),
@@ -269,6 +275,17 @@ class Feddle(ServerRule):
         if len(state["cosine"]):
             found["surrogate/cosine"] = float(state["cosine"][0])
         return found
+
+    def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
+        """How many coefficients were positive and negative in every round (Figure 7), as ``coefficients.png``."""
+        from unskew.plots.curves import sign_histogram
+
+        rows = [row for row in history if "coefficients/positive" in row]
+        if rows:
+            rounds, above, below = (
+                [row[name] for row in rows] for name in ("round", "coefficients/positive", "coefficients/negative")
+            )
+            sign_histogram(rounds, above, below, folder / "coefficients.png")
 
 
 def unpacked(state: Tensors) -> list[Anchor]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -33,16 +33,19 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.data.federation import Federation
+from unskew.data.federation import ClientData, Federation, cat_inputs, take
 from unskew.errors import ConfigError, DataError
 from unskew.generators import synthetic_set as synthetic
 from unskew.generators.catalogue import factory, imported, spelled
 from unskew.generators.client_images import Recipe, make_set
 from unskew.generators.synthetic_set import SyntheticSet
 from unskew.generators.trained.privacy import Positive, Privacy
-from unskew.methods.fedssyn.shares import check_fits, mean_size, one_client, with_shares
+from unskew.methods.fedssyn.ablations import mean_size, one_client, own_images
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.messages import Tensors
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import DataRule, Method, Weights
-from unskew.protocol.workspace import NOWHERE, PreparedData, Workspace
+from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace, compact
 from unskew.seeding import generator
 
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
@@ -124,43 +127,63 @@ class Fedssyn(DataRule):
         """Whether anything is made."""
         return self.data not in ("real", "central_real")
 
-    def check_data(self, federation: Federation) -> None:
+    def check(self, run: Proposed) -> Sequence[str]:
         """Refuse data that are no 8-bit images, and more refusals than clients."""
-        x = federation.test[0]
+        x, total = run.federation.test[0], len(run.federation.clients)
         if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] not in (1, 3):
             raise DataError(
                 "fedssyn shares 8-bit images, grey or in colour, but an input here is "
                 f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}; give uint8 images."
             )
-        total = len(federation.clients)
         if self.makes and len(refusing(self.refuse, total)) == total:
             raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
+        return ()
 
-    def prepare(self, federation: Federation, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """Make the images, or take those that are given, and deal them out."""
-        self.check_data(federation)
-        total = len(federation.clients)
-        pixels = int(np.prod(federation.shape))
-        size = pixels + max(1, ((federation.classes - 1).bit_length() + 7) // 8)
-        real = [len(client.y) for client in federation.clients]
-        if self.data == "real":
-            return federation, {}
-        if self.data == "central_real":
-            return one_client(federation, None), {k: (n * size, 0) for k, n in enumerate(real)}
+    def contribute(self, prepared: Prepared, seed: int, workspace: Workspace) -> Contributions:
+        """Every client makes its images, or takes those that are given."""
+        federation = prepared.federation
+        if not self.makes:
+            real = {c.id: {"x": c.x, "y": compact(c.y, federation.classes)} for c in federation.clients}
+            return Contributions(real if self.data == "central_real" else {})
         made = self.made(federation, seed, workspace)
         if not len(made.y):
             raise DataError("fedssyn: the clients keep all of their images back, so there is nothing to share out.")
-        federation = replace(federation, told={**federation.told, self.name: figures(made.about)})
-        sent = np.bincount(made.source.numpy(), minlength=total)
-        if self.data == "central_synthetic":
-            return one_client(federation, made), {k: (int(n) * size, 0) for k, n in enumerate(sent)}
-        if self.data == "local":
-            order, counts, cost = torch.arange(len(made.y)), sent, {}
+        y = compact(made.y, federation.classes)
+        own = {k: (made.source == k).nonzero().flatten() for k in made.makers}
+        sent = {k: {"x": take(made.x, rows), "y": y[rows]} for k, rows in own.items()}
+        return Contributions(sent, figures(made.about), made.digest)
+
+    def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+        """The server permutes all images uniformly and deals them out in equal parts (within one image)."""
+        x, y = (
+            cat_inputs([images["x"] for images in sent.values()]),
+            torch.cat([images["y"] for images in sent.values()]),
+        )
+        order = torch.randperm(len(y), generator=generator(seed, "synthetic shuffle"))
+        parts = torch.tensor_split(order, facts.clients)  # the first ones get one image more
+        return Dealt({k: {"x": take(x, part), "y": y[part]} for k, part in enumerate(parts)})
+
+    def receive(self, client: ClientData, share: Tensors) -> ClientData:
+        """The client trains on its own images and on its share."""
+        y = torch.cat([client.y, share["y"].to(client.y.dtype)])
+        return replace(client, x=cat_inputs([client.x, share["x"]]), y=y)
+
+    def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
+        """The three steps, or an ablation; then the local epochs that keep the steps as many."""
+        if self.data == "real":
+            return prepared
+        if self.data == "shuffled":
+            after = super().prepare(prepared, seed, workspace)
         else:
-            order = torch.randperm(len(made.y), generator=generator(seed, "synthetic shuffle"))
-            counts = np.full(total, len(made.y) // total) + (np.arange(total) < len(made.y) % total)
-            cost = {k: (int(sent[k]) * size, int(counts[k]) * size) for k in range(total)}
-        return with_shares(federation, made, order, counts), cost
+            made = self.contribute(prepared, seed, workspace)
+            after = (own_images if self.data == "local" else one_client)(prepared, made, self)
+        epochs = prepared.training.local_epochs
+        if epochs is None or not self.match_steps or self.data not in ("shuffled", "local"):
+            return after
+        real = mean_size(prepared.federation) * len(prepared.federation.clients)
+        more = int(after.federation.sizes.sum() - prepared.federation.sizes.sum())
+        matched = max(1, epochs * real // (real + more))
+        return replace(after, training=replace(after.training, local_epochs=matched))
 
     def made(self, federation: Federation, seed: int, workspace: Workspace) -> SyntheticSet:
         """The images of all clients, before they are shuffled."""
@@ -221,12 +244,17 @@ class Fedssyn(DataRule):
                     f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
                 )
 
-    def local_epochs(self, epochs: int, before: Federation, after: Federation) -> int:
-        """``max(1, floor(E n / (n + n~)))``, so that local steps stay as many."""
-        if not self.match_steps or self.data not in ("shuffled", "local"):
-            return epochs
-        real = mean_size(before) * len(before.clients)
-        return max(1, epochs * real // (real + int(after.sizes.sum() - before.sizes.sum())))
+
+def check_fits(made: SyntheticSet, federation: Federation) -> None:
+    """Refuse a given set that was made for other data.
+
+    Raises:
+        ConfigError: Classes, shape or clients differ.
+    """
+    here = {"classes": federation.classes, "shape": list(federation.shape), "clients": len(federation.clients)}
+    for name, value in here.items():
+        if made.about.get(name) != value:
+            raise ConfigError(f"The synthetic set has {name} {made.about.get(name)}, but the data here {value}.")
 
 
 def figures(about: dict[str, Any]) -> dict[str, object]:

@@ -1,0 +1,184 @@
+"""What a client trains with, the same for every engine: where it starts, and what its rules are given."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.data.pixels import Pixels
+from unskew.engines import optimizers
+from unskew.engines.base import Setup
+from unskew.engines.batches import Normaliser, Plan
+from unskew.models.groups import statistics_mask
+from unskew.models.trainable import Model
+from unskew.models.vector import mask_of
+from unskew.protocol.context import Context
+from unskew.protocol.facts import Holdings
+from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
+from unskew.protocol.rules import ClientRule
+from unskew.seeding import derive
+
+REMEMBERED = 128
+"""Clients whose facts are kept at a time."""
+
+
+def freezes(rules: tuple[ClientRule, ...]) -> bool:
+    """Whether some rule lets only a part of the parameters move in some steps."""
+    return any(type(rule).moves is not ClientRule.moves for rule in rules)
+
+
+def client_key(seed: int, cast: Broadcast) -> Tensor:
+    """The random key of a client in a round."""
+    return torch.tensor(derive(seed, "key", cast.round, cast.client))
+
+
+def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
+    """The same tensors on ``device``, by name in order, as stacking needs it; on the CPU they are not copied."""
+    # What comes from a checkpoint is in another order than what a rule has written since.
+    return {
+        rule: {name: t.to(device) for name, t in sorted(tensors.items())} for rule, tensors in sorted(nested.items())
+    }
+
+
+class ClientInputs:
+    """Makes what the clients of a run train with."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        federation, spec = setup.federation, setup.spec
+        self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
+        self.common = on_device(setup.common, setup.device)
+        self.fixed: dict[str, Any] = {
+            "spec": spec,
+            "task": setup.task,
+            "lr": setup.training.lr,
+            "plain_sgd": setup.training.plain_sgd and not freezes(setup.rules),
+            "pixels": Pixels.of(federation),
+        }
+        self.facts = lru_cache(maxsize=REMEMBERED)(self._facts)
+
+    def _facts(self, client: int) -> dict[str, Tensors]:
+        """What each rule wants to know of a client's data."""
+        like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
+        data = Holdings.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
+        return {rule.name: rule.facts(data) for rule in self.setup.rules}
+
+    def starting_model(self, cast: Broadcast) -> Tensor:
+        """Where local training starts: the broadcast, but for slices that stayed at the client."""
+        own = cast.state.model
+        if cast.down is None or own is None:
+            return cast.v.to(self.setup.device)
+        return torch.where(mask_of(cast.down, len(own)).to(cast.v.device), cast.v, own.to(cast.v.device)).to(
+            self.setup.device
+        )
+
+    def starting_statistics(self, cast: Broadcast) -> Tensor:
+        """The statistics that it starts with: those sent, but for what stayed at the client."""
+        b, own = cast.b, cast.state.statistics
+        if own is not None and self.setup.buffers == "local":
+            b = own
+        elif own is not None and self.setup.buffers == "average" and cast.down is not None:
+            b = torch.where(statistics_mask(self.setup.spec, cast.down).to(b.device), b, own.to(b.device))
+        return b.to(self.setup.device)
+
+    def moments(self, cast: Broadcast, v: Tensor) -> Tensors:
+        """The optimizer's state at the first step: fresh, or what stayed at the client."""
+        if cast.keeps and cast.state.optimizer:
+            return {name: tensor.to(v.device).clone() for name, tensor in cast.state.optimizer.items()}
+        return optimizers.init(self.setup.training, v, freezes(self.setup.rules) or cast.keeps)
+
+    def of(self, cast: Broadcast, plan: Plan, full_gradient: Tensor | None) -> dict[str, Any]:
+        """What differs between clients: the tensors of their contexts; ``state``, ``download`` and ``facts`` are by rule."""
+        device = self.setup.device
+        v = self.starting_model(cast)
+        epoch = len(self.setup.training.cuts(self.setup.federation.clients[cast.client].examples))
+
+        def scalar(value: float) -> Tensor:
+            return torch.tensor(float(value), dtype=v.dtype, device=device)
+
+        def mask(slices: Slices | None) -> Tensor | None:
+            return None if slices is None else mask_of(slices, len(v)).to(device)
+
+        return {
+            "v_global": v,
+            "b_global": self.starting_statistics(cast),
+            "key": client_key(self.setup.seed, cast).to(device),
+            "steps": scalar(len(plan.batches)),
+            "epoch_steps": scalar(epoch),
+            "weight": scalar(cast.weight),
+            "full_gradient": full_gradient,
+            "sent": mask(cast.up),
+            "received": mask(cast.down),
+            "state": on_device(cast.state.rules, device),
+            "download": on_device(cast.download, device),
+            "facts": self.facts(cast.client),
+        }
+
+    def contexts(self, given: dict[str, Any], model: Model, round: int) -> list[Context]:
+        """One context per rule: its own state, download, upload, facts and common tensors, all else shared."""
+        shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts")}
+        return [
+            Context(
+                round=round,
+                model=model,
+                state=dict(given["state"].get(rule.name, {})),
+                download=given["download"].get(rule.name, {}),
+                upload={},
+                facts=given["facts"][rule.name],
+                common=self.common.get(rule.name, {}),
+                **shared,
+                **self.fixed,
+            )
+            for rule in self.setup.rules
+        ]
+
+
+def finished(
+    setup: Setup,
+    cast: Broadcast,
+    v_start: Tensor,
+    v: Tensor,
+    b: Tensor,
+    written: list[tuple[Tensors, Tensors]],
+    metrics: dict[str, float],
+    made: Tensors,
+    moments: Tensors,
+) -> Update:
+    """Pack what a client sends (``written``: per rule, its state and its upload) and what stays with it."""
+    rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
+    upload = {r.name: r.packed(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
+    parted = cast.up is not None
+    delta = v - v_start
+    if cast.up is not None:
+        delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
+    state = ClientState(
+        rules, v if parted else None, b if parted or setup.buffers == "local" else None, moments if cast.keeps else {}
+    )
+    return Update(
+        client=cast.client,
+        born=cast.round,
+        examples=setup.federation.clients[cast.client].examples,
+        weight=cast.weight,
+        delta=delta,
+        buffers=b,
+        upload=upload,
+        state=state,
+        metrics=metrics,
+        report={"v": v} if cast.report else {},
+        made=made,
+    )
+
+
+def as_dict(record: Broadcast | Update) -> dict[str, Any]:
+    """The fields of a record, uncopied; a client's state as flat tensors."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {**values, "state": record.state.tensors()}
+
+
+def from_dict(record: type[Broadcast] | type[Update], values: dict[str, Any]) -> Any:
+    """Inverse of ``as_dict``."""
+    return record(**{**values, "state": ClientState.of(values["state"])})

@@ -1,0 +1,43 @@
+"""What the paper compares shuffling with: each client keeps its own images, or one place holds everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from unskew.data.federation import ArrayClients, Federation, cat_inputs
+from unskew.protocol.messages import bytes_of
+from unskew.protocol.rules import DataRule
+from unskew.protocol.workspace import Contributions, Dealt, Prepared
+
+
+def mean_size(federation: Federation) -> int:
+    """Samples per client, held-out ones included: the paper's 50000/N."""
+    clients = federation.clients
+    total = len(clients.y) if isinstance(clients, ArrayClients) else sum(len(c.y) + len(c.y_test) for c in clients)
+    return max(1, total // len(clients))
+
+
+def own_images(prepared: Prepared, made: Contributions, rule: DataRule) -> Prepared:
+    """Every client trains on the images that it made itself; nothing is sent."""
+    nothing = {"x": prepared.federation.clients[0].x[:0], "y": prepared.federation.clients[0].y[:0]}
+    shares = {k: made.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
+    after = prepared.received(rule.name, replace(made, sent={}), Dealt(shares), rule.receive)
+    return replace(after, traffic=prepared.traffic)
+
+
+def one_client(prepared: Prepared, made: Contributions, rule: DataRule) -> Prepared:
+    """A single client with all that was sent, which is all real, or all synthetic, samples."""
+    x = cat_inputs([sent["x"] for sent in made.sent.values()])
+    y = torch.cat([sent["y"] for sent in made.sent.values()]).to(torch.int64)
+    clients = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))
+    cost = ((k, (bytes_of(made.sent.get(k, {}).values()), 0)) for k in range(len(prepared.federation.clients)))
+    return replace(
+        prepared,
+        federation=replace(prepared.federation, clients=clients),
+        about={**prepared.about, **made.about},
+        digest=made.digest or prepared.digest,
+        traffic=(*prepared.traffic, *cost),
+    )

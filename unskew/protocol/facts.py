@@ -1,0 +1,110 @@
+"""What a server knows of its clients, and what a client knows of its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.federation import ClientData, Federation, take
+from unskew.data.normalisation import Normalisation
+from unskew.seeding import generator
+from unskew.tasks import TASKS, Task
+
+
+@dataclass(frozen=True)
+class FederationFacts:
+    """What a server is told of a federation; it never looks at a client's samples.
+
+    Attributes:
+        clients: Number of clients ``K``.
+        shape: Shape of one input.
+        classes: Number of classes, of labels or of tokens.
+        task: The task's name.
+        dtype: The type that inputs are stored in.
+        normalisation: How inputs are standardised; None leaves them alone.
+        size: From a client's number to its samples that count in a weighted mean: the real ones it trains on.
+        class_counts: All clients' samples per class to train on, ``[K, C]``; it may take long.
+    """
+
+    clients: int
+    shape: tuple[int, ...]
+    classes: int
+    task: str
+    dtype: torch.dtype
+    normalisation: Normalisation | None
+    size: Callable[[int], int]
+    class_counts: Callable[[], np.ndarray]
+
+    @staticmethod
+    def of(federation: Federation, counted: np.ndarray | None = None) -> FederationFacts:
+        """Those of a federation; ``counted [K]`` is given where clients train on more than what counts."""
+
+        def size(client: int) -> int:
+            return federation.clients[client].examples if counted is None else int(counted[client])
+
+        return FederationFacts(
+            len(federation.clients),
+            federation.shape,
+            federation.classes,
+            federation.task,
+            federation.test[0].dtype,
+            federation.normalisation,
+            size,
+            federation.class_counts,
+        )
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """One client's data, as a rule may look at them once for all rounds.
+
+    Attributes:
+        client: The samples as they are stored.
+        classes: Number of classes or labels ``C``.
+        task: The clients' task.
+        inputs: From stored samples to inputs of the model: normalised, on the device, in the model's precision.
+        normalisation: What it does.
+        like: An empty tensor of the model's precision, on the device.
+        seed: Of the run.
+    """
+
+    client: ClientData
+    classes: int
+    task: Task
+    inputs: Callable[[Tensor], Tensor]
+    normalisation: Normalisation | None
+    like: Tensor
+    seed: int
+
+    @staticmethod
+    def of(
+        federation: Federation, client: int, inputs: Callable[[Tensor], Tensor], like: Tensor, seed: int
+    ) -> Holdings:
+        """Those of one client."""
+        task, classes = TASKS[federation.task], federation.classes
+        return Holdings(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
+
+    def class_counts(self) -> Tensor:
+        """The client's samples per class (per label, where a sample may have several), ``[C]``."""
+        return self.task.counts(self.client.y, self.classes).to(self.like.dtype).to(self.like.device)
+
+    def label_pairs(self) -> Tensor:
+        """The client's samples that have both of two labels, ``[C, C]``."""
+        return self.task.pairs(self.client.y, self.classes).to(self.like.dtype).to(self.like.device)
+
+    def exemplars(self, count: int) -> Tensor:
+        """Random inputs of each class, ``[C, count, ...]``, in turn if there are fewer, and zero if there are none."""
+        x, y = self.client.x, self.client.y.cpu()
+        order = torch.randperm(len(y), generator=generator(self.seed, "exemplars", 0, self.client.id))
+        drawn = []
+        for c in range(self.classes):
+            rows = order[y[order] == c]
+            if len(rows):
+                drawn.append(self.inputs(take(x, rows.repeat(-(-count // len(rows)))[:count].to(x.device))))
+            else:
+                drawn.append(self.inputs(x[:1]).new_zeros(count, *x.shape[1:]))
+        return torch.stack(drawn)

@@ -1,0 +1,64 @@
+"""A run before it begins, as rules look at it to refuse what does not fit them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unskew.data.federation import Federation, ServerData
+from unskew.errors import ConfigError
+from unskew.models.vector import ModelSpec
+from unskew.protocol.training import Training
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What is about to be run; its methods raise a ``ConfigError`` for what a rule cannot do without.
+
+    Attributes:
+        federation: The data.
+        spec: The model's layout.
+        training: The clients' budget.
+        rounds: Number of rounds.
+        delayed: Whether updates may arrive in later rounds than they were sent out in.
+        diagnose: What else is to be measured.
+    """
+
+    federation: Federation
+    spec: ModelSpec
+    training: Training
+    rounds: int
+    delayed: bool = False
+    diagnose: tuple[str, ...] = ()
+
+    def need_no_delays(self, name: str) -> None:
+        """All updates of a round must have been sent out in that round."""
+        if self.delayed:
+            raise ConfigError(
+                f"{name} needs the updates of a round in that round; it cannot be run with network.delay."
+            )
+
+    def need_numbers(self, name: str) -> None:
+        """For rules that learn or draw inputs: there is nothing between two tokens of a text."""
+        if self.federation.test[0].dtype == torch.int64:
+            raise ConfigError(f"{name} makes inputs of its own, and a text's tokens are no numbers to be changed.")
+
+    def need_server_data(self, name: str) -> ServerData:
+        """The server's data, of whatever kind."""
+        if self.federation.server is None:
+            raise ConfigError(
+                f"{name} needs data at the server: give --server 1000 to take so many samples out of the test set, "
+                "or --server NAME for another data set."
+            )
+        return self.federation.server
+
+    def need_own_task(self, name: str) -> ServerData:
+        """The server's data, with the clients' classes."""
+        data = self.need_server_data(name)
+        if not data.in_domain:
+            raise ConfigError(
+                f"{name} learns from the server's labels, which must be of the clients' classes, but the server holds "
+                "another data set; give --server 1000 to take so many samples out of the test set."
+            )
+        return data

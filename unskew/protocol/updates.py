@@ -1,0 +1,126 @@
+"""What a rule's half at the server gets of a round's updates: their sums, and single ones where it needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.models.vector import ModelSpec
+from unskew.protocol.messages import Tensors, Update, flat, nested
+from unskew.protocol.server_training import ServerTraining
+
+
+class Aggregate:
+    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
+
+    Updates are added in the order given, so the result does not depend on who finished first.
+
+    Args:
+        single: Rules whose uploads are read one by one and not added up.
+    """
+
+    def __init__(self, single: frozenset[str] = frozenset()) -> None:
+        self.single = single
+        self.count, self.weight, self.examples = 0, 0.0, 0
+        self._delta: Tensor | None = None
+        self._buffers: Tensor | None = None
+        self._moved: Tensor | None = None
+        self.upload: dict[str, Tensors] = {}
+
+    def add(self, update: Update) -> None:
+        """Add one client's update."""
+        self.count += 1
+        self.weight += update.weight
+        self.examples += update.examples
+        if self._delta is None or self._buffers is None:
+            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
+        else:
+            self._delta.add_(update.delta, alpha=update.weight)
+            self._buffers.add_(update.buffers, alpha=update.weight)
+        if update.b_start is not None:
+            moved = (update.buffers - update.b_start) * update.weight
+            self._moved = moved if self._moved is None else self._moved + moved
+        for rule, tensors in update.upload.items():
+            if rule in self.single:
+                continue
+            sums = self.upload.setdefault(rule, {})
+            for name, tensor in tensors.items():
+                sums[name] = sums[name] + tensor if name in sums else tensor.clone()
+
+    @property
+    def delta(self) -> Tensor:
+        """The weighted mean of the updates, ``[d]``."""
+        assert self._delta is not None, "an aggregate of no update has no mean"
+        return self._delta / self.weight
+
+    @property
+    def buffers(self) -> Tensor:
+        """The weighted mean of the clients' statistics, ``[m]``."""
+        assert self._buffers is not None, "an aggregate of no update has no mean"
+        return self._buffers / self.weight
+
+    @property
+    def moved(self) -> Tensor | None:
+        """The weighted mean of how far their statistics moved, ``[m]``; None unless a rule needs ``sent_statistics``."""
+        return None if self._moved is None else self._moved / self.weight
+
+    def tensors(self) -> Tensors:
+        """Its sums, by name."""
+        sums = {"delta": self._delta, "buffers": self._buffers, "moved": self._moved}
+        return {**{name: t for name, t in sums.items() if t is not None}, **flat("upload", self.upload)}
+
+    def restore(self, tensors: Tensors, count: int, weight: float, examples: int) -> None:
+        """Put back what ``tensors`` gave, and the three counts."""
+        self.count, self.weight, self.examples = count, weight, examples
+        self._delta, self._buffers, self._moved = (tensors.get(name) for name in ("delta", "buffers", "moved"))
+        self.upload = nested("upload", tensors)
+
+
+class Updates:
+    """Usable updates: always their ``Aggregate``; one by one only where a rule says it needs them.
+
+    A client rule's ``collect`` gets those of a round, a server rule's ``step`` those that it waits for.
+
+    Attributes:
+        round: Number of the round, from 0.
+        aggregate: Their sums.
+        v_global: The model that was broadcast, ``[d]``: without delays a client's own is ``v_global + update.delta``.
+        b_global: The statistics that were broadcast, ``[m]``.
+        spec: The model's layout.
+        key: A random 64-bit key of the server and round.
+        version: Updates that the server had taken in before these.
+        arrivals: Updates of the round that had arrived when these were complete.
+    """
+
+    def __init__(
+        self,
+        round: int,
+        aggregate: Aggregate,
+        individual: Sequence[Update] | None,
+        v_global: Tensor,
+        b_global: Tensor,
+        spec: ModelSpec,
+        key: Tensor,
+        at_server: ServerTraining | None = None,
+        version: int = 0,
+        arrivals: int = 0,
+    ):
+        self.round, self.aggregate, self._individual = round, aggregate, individual
+        self.v_global, self.b_global, self.spec, self.key = v_global, b_global, spec, key
+        self._at_server, self.version, self.arrivals = at_server, version, arrivals
+
+    @property
+    def at_server(self) -> ServerTraining:
+        """What the server has to learn with."""
+        assert self._at_server is not None, "these updates were made by hand"
+        return self._at_server
+
+    def __len__(self) -> int:
+        return self.aggregate.count
+
+    def __iter__(self) -> Iterator[Update]:
+        if self._individual is None:
+            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
+        return iter(self._individual)

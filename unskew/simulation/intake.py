@@ -1,0 +1,137 @@
+"""The updates of a round as they come in: their sums, single ones where a rule reads them, and what waits for more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.protocol.messages import ClientState, Tensors, Update
+from unskew.protocol.rules import Method, ServerRule
+from unskew.protocol.updates import Aggregate
+
+FIGURES = ("loss", "begin_seconds", "train_seconds")
+"""Figures of updates of which a round shows the mean."""
+
+
+@dataclass
+class Gathered:
+    """Updates that a rule gets at once.
+
+    Attributes:
+        aggregate: Their sums.
+        individual: They themselves, or None where no rule reads single ones.
+        arrivals: Updates of the round that had arrived with the last of them.
+    """
+
+    aggregate: Aggregate
+    individual: list[Update] | None
+    arrivals: int = 0
+
+    def add(self, update: Update) -> None:
+        """One more."""
+        self.aggregate.add(update)
+        if self.individual is not None:
+            self.individual.append(update)
+
+    def copy(self) -> Gathered:
+        """The same, to which updates can be added without changing this one."""
+        fresh = Aggregate(self.aggregate.single)
+        sums = {name: t.clone() for name, t in self.aggregate.tensors().items()}
+        fresh.restore(sums, self.aggregate.count, self.aggregate.weight, self.aggregate.examples)
+        return Gathered(fresh, None if self.individual is None else list(self.individual))
+
+    def tensors(self) -> Tensors:
+        """All tensors, by name."""
+        single = {
+            f"{number}/{name}": t
+            for number, update in enumerate(self.individual or ())
+            for name, t in update.tensors().items()
+        }
+        return {**{f"sums/{name}": t for name, t in self.aggregate.tensors().items()}, **single}
+
+    def about(self) -> dict[str, Any]:
+        """What there is beside tensors; JSON."""
+        sums = self.aggregate
+        single = [update.fields() for update in self.individual or ()]
+        return {"count": sums.count, "weight": sums.weight, "examples": sums.examples, "updates": single}
+
+    def restore(self, tensors: Tensors, about: dict[str, Any], device: torch.device) -> None:
+        """Put back what ``tensors`` and ``about`` gave."""
+        parts: dict[str, Tensors] = {}
+        for name, t in tensors.items():
+            place, _, rest = name.partition("/")
+            parts.setdefault(place, {})[rest] = t
+        self.aggregate.restore(parts.get("sums", {}), about["count"], about["weight"], about["examples"])
+        if self.individual is not None:
+            self.individual[:] = [
+                Update.of(fields, parts[str(number)], device) for number, fields in enumerate(about["updates"])
+            ]
+
+
+@dataclass
+class Intake:
+    """Takes in the usable updates of a round, in order.
+
+    Attributes:
+        method, rule: Whose they are; ``rule`` is its server rule.
+        meter: Entered while updates are added up.
+        waiting: Updates of earlier rounds for which the server rule waits.
+        whole: All of the round.
+        complete: For the server rule: the whole round, or each full buffer.
+        models: Weighted sum of the clients' whole models ``[d]``, where they were reported.
+        taken: The updates with what stays at clients, but without what was sent.
+    """
+
+    method: Method
+    rule: ServerRule
+    meter: Callable[[], AbstractContextManager[None]]
+    waiting: Gathered
+    whole: Gathered = field(init=False)
+    complete: list[Gathered] = field(default_factory=list)
+    models: Tensor | None = None
+    taken: list[Update] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
+
+    def __post_init__(self) -> None:
+        single = any("individual" in rule.needs for rule in (self.rule, *self.method.client))
+        self.whole = Gathered(Aggregate(singles(self.method)), [] if single else None)
+        self.waiting = self.waiting.copy()
+
+    def add(self, update: Update) -> None:
+        """Take one in."""
+        with self.meter():
+            self.whole.add(update)
+            if self.rule.buffer() is not None:
+                self.waiting.add(replace(update, state=ClientState()))
+        self.whole.arrivals = len(self.taken) + 1
+        if self.waiting.aggregate.count == self.rule.buffer():
+            self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
+            self.waiting = empty(self.method, self.rule)
+        if "v" in update.report:
+            mine = update.report["v"] * update.weight
+            self.models = mine if self.models is None else self.models.add_(mine)
+        self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
+        # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
+        none = torch.empty(0)
+        self.taken.append(replace(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
+
+    def for_rule(self) -> list[Gathered]:
+        """What the server rule steps with, in turn."""
+        if self.rule.buffer() is None and self.taken:
+            return [self.whole]
+        return self.complete or ([empty(self.method, self.rule)] if self.rule.steps_without else [])
+
+
+def singles(method: Method) -> frozenset[str]:
+    """Client rules whose uploads are read one by one and not added up."""
+    return frozenset(rule.name for rule in method.client if "individual" in rule.needs)
+
+
+def empty(method: Method, rule: ServerRule) -> Gathered:
+    """No update yet."""
+    return Gathered(Aggregate(singles(method)), [] if "individual" in rule.needs else None)

@@ -1,0 +1,36 @@
+"""What a user is told of a run that does not go well."""
+
+from __future__ import annotations
+
+from unskew.simulation.network import Network
+from unskew.simulation.server import Server
+
+
+def left_out(server: Server, done: int) -> str | None:
+    """What to tell of the last round, ``done`` in all, if it is the first one with numbers that are not finite."""
+    if server.overflowed and server.overflows == 1:
+        return (
+            f"Round {done}: what the server makes of finite numbers is not finite, so the model stays as it was and the "
+            "round's updates are left out. Later ones are only counted (updates_skipped); smaller rates and steps of the "
+            "server, or of the clients, may help."
+        )
+    if server.left_out and server.skipped == len(server.left_out):
+        names = [str(client) for client in server.left_out]
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        return (
+            f"Round {done}: the updates of clients {shown} are not finite and are left out. "
+            "Later ones are only counted (updates_skipped); a smaller learning rate may help."
+        )
+    return None
+
+
+def stuck(network: Network, rounds: int) -> str:
+    """What to tell of a model that did not move in so many rounds."""
+    waiting = len(network.pending)
+    what = (
+        f"{waiting} updates were still on their way" if waiting else "no update was used, or those that were are zero"
+    )
+    return (
+        f"The model did not change in {rounds} rounds: {what}, or the server waited for more of them (figures of the "
+        "rounds show which). Use more rounds, shorter delays or a smaller buffer."
+    )
