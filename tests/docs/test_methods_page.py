@@ -1,14 +1,16 @@
 """Every method is on its pages as the code has it: tables, sections, options, costs, and what it is refused with."""
 
+import inspect
 import re
 
 import pytest
 from conftest import QUICK
-from support.pages import DOCS, ROOT, section, table
+from support.pages import DOCS, ROOT, first_names, section, table
 
 import unskew
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.catalogue import CATALOGUE, describe, method, rule_class
+from unskew.protocol import rules
 
 METHODS = (DOCS / "methods.md").read_text()
 CONCEPTS = (DOCS / "concepts.md").read_text()
@@ -38,6 +40,18 @@ def test_methods_that_refuse_a_task_are_named(title, task):
     sentence = re.search(r"Refused are (.*?)[.;]", section((DOCS / "data.md").read_text(), title))[1]
     refusing = [name for name in CATALOGUE if task not in rule_class(name).tasks]
     assert re.findall("`(.*?)`", sentence) == refusing
+
+
+def test_the_hooks_of_the_protocol_are_described_and_no_others():
+    classes = (rules.Rule, rules.DataRule, rules.HasServerHalf, rules.ClientRule, rules.Sync, rules.ServerRule)
+    hooks = {name for cls in classes for name, kind in vars(cls).items() if name[0] != "_" and callable(kind)}
+    writing = section(METHODS, "Write one")
+    listed = [re.match(r"`(\w+)\((.*)\)`", row[1]).groups() for row in table(writing)]
+    assert {name for name, _ in listed} == hooks
+    for name, parameters in listed:
+        kind = next(vars(cls)[name] for cls in reversed(classes) if name in vars(cls))
+        assert parameters.split(", ") == list(inspect.signature(kind).parameters)[1:] or not parameters, name
+    assert first_names(writing.split("tuple of words:")[1]) == list(rules.NEEDS)
 
 
 def part_of(name, label):
