@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: demo test check bench docs format clean
+TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
+
+.PHONY: demo test test-all test-slow check bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -14,14 +16,20 @@ BIN = .venv/bin
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
 
-test: .venv/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n auto
+test: .venv/installed  ## every method and every promise, in about three minutes on two cores
+	$(TEST) -m "not slow"
+
+test-all: .venv/installed  ## the whole test suite, before a release
+	$(TEST)
+
+test-slow: .venv/installed  ## what `make test` leaves out: full products, random kills, runs of tables and examples
+	$(TEST) -m slow
 
 check: .venv/installed  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto
+	$(TEST) -m "not slow"
 
 format: .venv/installed
 	$(BIN)/ruff format .

@@ -213,12 +213,12 @@ class TunedLoop:
             self.processes.append(process)
 
     def _groups(self, t: int) -> list[list[int]]:
-        chosen = draw_cohort(self.clients, self.cohort, self.seed, t)
+        cohort = draw_cohort(self.clients, self.cohort, self.seed, t)
         if self.together == 1:
-            return [[c] for c in chosen]
+            return [[c] for c in cohort]
         workers = self.WORKERS if self.mode == "processes" else 1
         each = -(-self.cohort // (self.together * workers))  # groups for each worker
-        return [g for i in range(each * workers) if (g := chosen[i :: each * workers])]
+        return [g for i in range(each * workers) if (g := cohort[i :: each * workers])]
 
     def _work(self, pipe: Connection, total: torch.Tensor) -> None:
         """A worker: for each round number received, train groups until none is left, then answer."""

@@ -28,16 +28,18 @@ class Timed(UnskewLoop):
     """A loop whose last round tells what its clients spent."""
 
     def seconds(self, t: int) -> tuple[float, float]:
-        found = list(self.engine.train([self.server.broadcast(t, k) for k in self.sampler.draw(t, frozenset())]))
-        for update in found:
+        updates = list(self.engine.train([self.server.broadcast(t, k) for k in self.sampler.draw(t, frozenset())]))
+        for update in updates:
             self.server.store.put(update.client, update.state)
-        begin, train = (statistics.fmean(u.metrics[name] for u in found) for name in ("begin_seconds", "train_seconds"))
+        begin, train = (
+            statistics.fmean(u.metrics[name] for u in updates) for name in ("begin_seconds", "train_seconds")
+        )
         return begin, train
 
 
 def cost(fed: Any, n: int, engine: str, cohort: int, steps: int) -> tuple[float, float]:
     """Seconds of generation and of training per client, in the second round (the first has no previous model)."""
-    loop = Timed(fed, cohort, steps, 64, 0.01, 1, engine, chosen=f"fedcog:start_round=1,n={n}")
+    loop = Timed(fed, cohort, steps, 64, 0.01, 1, engine, spelling=f"fedcog:start_round=1,n={n}")
     try:
         loop.seconds(0)
         return loop.seconds(1)
@@ -67,8 +69,8 @@ def main() -> None:
         )
     print(f"local training, {STEPS} steps of 64: {training:.2f} s; paper {PAPER_TRAINING} s")
     if args.json:
-        found = {"machine": machine(), "training": training, "steps": STEPS, "rows": rows}
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        figures = {"machine": machine(), "training": training, "steps": STEPS, "rows": rows}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ SETTINGS = {
 }
 
 
-def measurements(found: dict[str, Any]) -> str:
+def measurements(figures: dict[str, Any]) -> str:
     """The section of the page on engines."""
-    m = found["machine"]
+    m = figures["machine"]
     text = [
         f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "
-        f"{found['images']} images, by `make bench`: medians, the loops measured in turn, each in a process of its own. "
+        f"{figures['images']} images, by `make bench`: medians, the loops measured in turn, each in a process of its own. "
         "Evaluation is not part of a round here. FedAvg with CNN-A:",
         "",
     ]
-    loops = list(dict.fromkeys(row["loop"] for row in found["speed"]))
-    by = {(row["setting"], row["loop"]): row for row in found["speed"]}
+    loops = list(dict.fromkeys(row["loop"] for row in figures["speed"]))
+    by = {(row["setting"], row["loop"]): row for row in figures["speed"]}
     rows = [
         [loop] + [f"{by[s, loop]['rounds_per_s']:.2f} ({by[s, loop]['of_tuned']:.2f})" for s in SETTINGS]
         for loop in loops
@@ -49,7 +49,7 @@ def measurements(found: dict[str, Any]) -> str:
                     f"{r['seconds']:.3f}",
                     f"{r['mb']:.0f} ({r['growth_mb']:+.0f})",
                 ]
-                for r in found["clients"]
+                for r in figures["clients"]
             ],
         ),
         "",
@@ -60,7 +60,7 @@ def measurements(found: dict[str, Any]) -> str:
         "",
         markdown(
             ["work", "`inline`", "`processes`", "`vectorized`"],
-            [[r["case"], *(f"{r[e]:.2f}" for e in ("inline", "processes", "vectorized"))] for r in found["engines"]],
+            [[r["case"], *(f"{r[e]:.2f}" for e in ("inline", "processes", "vectorized"))] for r in figures["engines"]],
         ),
         "",
         "`processes` is the fastest or close to it in all cases but the last: for a large model with little work per client "
@@ -73,9 +73,9 @@ def measurements(found: dict[str, Any]) -> str:
 
 def main() -> None:
     page = ROOT / "docs" / "engines.md"
-    found = json.loads((ROOT / "results" / "speed-cpu.json").read_text())
+    figures = json.loads((ROOT / "results" / "speed-cpu.json").read_text())
     before = page.read_text().split("<!-- measurements -->")[0]
-    page.write_text(before + "<!-- measurements -->\n\n" + measurements(found))
+    page.write_text(before + "<!-- measurements -->\n\n" + measurements(figures))
     print(f"wrote {page}")
 
 

@@ -57,10 +57,10 @@ class UnskewLoop:
         seed: int,
         engine: str = "processes",
         model: str = "cnn",
-        chosen: str = "fedavg",
+        spelling: str = "fedavg",
     ):
         torch.manual_seed(seed)
-        what = method(chosen)
+        what = method(spelling)
         keep_freed_memory()  # as the command line does
         spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
@@ -140,13 +140,13 @@ def _resident() -> float:
     return total / 1024
 
 
-def _registered(x: np.ndarray, y: np.ndarray, clients: int, chosen: str, rounds: int, pipe: Any) -> None:
+def _registered(x: np.ndarray, y: np.ndarray, clients: int, spelling: str, rounds: int, pipe: Any) -> None:
     images, labels = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)
     fed = Federation(
         Registered(images, labels, clients), test=(images[:100], labels[:100]), classes=10,
         normalisation=Normalisation(MEAN, STD, 1 / 255),
     )  # fmt: skip
-    loop = UnskewLoop(fed, cohort=10, steps=8, batch=64, lr=0.05, seed=1, chosen=chosen)
+    loop = UnskewLoop(fed, cohort=10, steps=8, batch=64, lr=0.05, seed=1, spelling=spelling)
     loop.round(0)
     before, seconds = _resident(), []
     for t in range(1, rounds + 1):
@@ -161,18 +161,18 @@ def _registered(x: np.ndarray, y: np.ndarray, clients: int, chosen: str, rounds:
 def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
     """Time and memory per round at the same cohort of 10, for more and more registered clients."""
     rows = []
-    for chosen in ("fedavg", "scaffold"):
+    for spelling in ("fedavg", "scaffold"):
         for count in (100, 10_000, 1_000_000):
             fork = mp.get_context("fork")
             here, there = fork.Pipe()
-            process = fork.Process(target=_registered, args=(x, y, count, chosen, rounds, there))
+            process = fork.Process(target=_registered, args=(x, y, count, spelling, rounds, there))
             process.start()
             seconds, before, after = here.recv()
             process.join()
             rows.append(
-                {"method": chosen, "clients": count, "seconds": seconds, "mb": after, "growth_mb": after - before}
+                {"method": spelling, "clients": count, "seconds": seconds, "mb": after, "growth_mb": after - before}
             )
-            print(f"{chosen:<9} {count:>9,} clients  {seconds:6.3f} s/round  {after:6.0f} MB after {rounds} rounds "
+            print(f"{spelling:<9} {count:>9,} clients  {seconds:6.3f} s/round  {after:6.0f} MB after {rounds} rounds "
                   f"({after - before:+.0f} MB)", flush=True)  # fmt: skip
     return rows
 
@@ -220,17 +220,17 @@ def main() -> None:
     path = args.data or (str(CIFAR) if CIFAR.exists() else None)
     x, y = load_images(path)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, images: {'CIFAR-10' if path else 'random'}", flush=True)
-    found: dict[str, Any] = {"machine": machine(), "images": "CIFAR-10" if path else "random"}
+    figures: dict[str, Any] = {"machine": machine(), "images": "CIFAR-10" if path else "random"}
     if args.only in (None, "speed"):
-        found["speed"] = speed(x, y, args.repetitions, args.rounds)
+        figures["speed"] = speed(x, y, args.repetitions, args.rounds)
     if args.only in (None, "clients"):
-        found["clients"] = clients(x, y, 20)
+        figures["clients"] = clients(x, y, 20)
     if args.only in (None, "engines"):
-        found["engines"] = engines(x, y, min(5, args.repetitions))
+        figures["engines"] = engines(x, y, min(5, args.repetitions))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(f"largest process: {peak:.0f} MB")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,71 +1,19 @@
-import numpy as np
+import os
+
 import pytest
 import torch
-
-from unskew import Federation, ServerRule
+from support.running import blank
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Two threads on a shared machine only get in each other's way; engines with processes use one anyway."""
-    torch.set_num_threads(1)
+def threads():
+    """One thread, as two on a shared machine get in each other's way; ``UNSKEW_TEST_THREADS`` asks for another number."""
+    torch.set_num_threads(int(os.environ.get("UNSKEW_TEST_THREADS", "1")))
 
 
-QUICK = {
-    "dense": "dense:epochs=2,g_steps=2,batch=8",
-    "feddm": "feddm:images=2,server_epochs=2,image_lr=0.1",
-    "fedssyn": "fedssyn:generator=vae-small,epochs=1",
-}
-"""Methods whose papers' defaults are too much work for a test of every method."""
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests that run the command line and do not look at its figures."""
+    from matplotlib.figure import Figure
 
-
-def blobs(sizes, classes=3, shape=(2, 6, 6), seed=0, skew=True, server=True):
-    """A federation of small images whose class shows in their mean; client sizes as given, classes skewed.
-
-    There are some at the server, too, for the methods that need them.
-    """
-    draws = np.random.default_rng(seed)
-
-    def sample(n, allowed):
-        y = draws.choice(allowed, size=n)
-        x = draws.normal(size=(n, *shape)) + y[:, None, None, None] * 0.5
-        return x.astype(np.float32), y
-
-    clients = []
-    for k, n in enumerate(sizes):
-        allowed = [k % classes, (k + 1) % classes] if skew else list(range(classes))
-        clients.append(sample(n, allowed))
-    test = sample(60, list(range(classes)))
-    held = sample(13, list(range(classes))) if server else None
-    return Federation.from_arrays(clients, test=test, server=held, classes=classes, holdout=0.0)
-
-
-class SmallBatchNorm(torch.nn.Module):
-    """A convolution with BatchNorm and dropout: statistics and random masks must agree on every engine."""
-
-    def __init__(self, classes=3, channels=2, dropout=0.2):
-        super().__init__()
-        # No bias: before BatchNorm its true gradient is zero, and Adam would divide rounding errors by each other.
-        self.conv = torch.nn.Conv2d(channels, 4, 3, bias=False)
-        self.norm = torch.nn.BatchNorm2d(4)
-        self.drop = torch.nn.Dropout(dropout)
-        self.fc = torch.nn.Linear(4 * 4, classes)
-
-    def forward(self, x):
-        x = torch.relu(self.norm(self.conv(x)))
-        x = torch.nn.functional.max_pool2d(x, 2).flatten(1)
-        return self.fc(self.drop(x))
-
-
-class Spy(ServerRule):
-    """FedAvg that shows the local models and their weights to the test."""
-
-    name, summary, paper = "spy", "shows", "none"
-    needs = "individual"
-
-    def __init__(self):
-        self.seen = []
-
-    def step(self, state, updates):
-        self.seen = [(state["v"] + u.delta, u.weight) for u in updates]
-        return {"v": state["v"] + updates.aggregate.delta}
+    monkeypatch.setattr(Figure, "savefig", blank)

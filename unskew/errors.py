@@ -30,13 +30,13 @@ class EngineError(UnskewError):
     """An engine cannot run here, or one of its workers died."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """A sentence for an unknown name, with the nearest known ones.
+def unknown(kind: str, name: str, existing: Iterable[str]) -> str:
+    """A sentence for an unknown name, with the nearest existing ones.
 
     >>> unknown("method", "fedavgg", ["fedavg", "fedprox"])
     "There is no method 'fedavgg'. Did you mean 'fedavg'? Known: fedavg, fedprox."
     """
-    names = sorted(known)
+    names = sorted(existing)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."

@@ -86,18 +86,18 @@ def occupied(folder: Path) -> bool:
 
 def make_folder(folder: Path) -> list[Path]:
     """Make a folder with its parents; gives those that were not there, innermost first."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    return made
+    return missing
 
 
-def unmake_folder(folder: Path, made: list[Path]) -> None:
-    """Undo ``make_folder``: empty the folder, remove what was made and is empty."""
+def unmake_folder(folder: Path, added: list[Path]) -> None:
+    """Undo ``make_folder``: empty the folder, and remove the folders it ``added`` that are empty then."""
     shutil.rmtree(folder, ignore_errors=True)
-    if folder not in made:
+    if folder not in added:
         folder.mkdir(exist_ok=True)
-    for path in made[1:]:
+    for path in added[1:]:
         with contextlib.suppress(OSError):
             path.rmdir()
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.federations import SmallBatchNorm, blobs
 from support.running import TINY, call, metrics, summary
+from support.tolerance import FEW, assert_close
 
 import unskew
 from unskew.cli.tables import summary_table
@@ -20,6 +21,8 @@ from unskew.config.reading import experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.network import Network
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(autouse=True)
@@ -458,7 +461,7 @@ def test_poisoned_client_is_left_out(tmp_path, monkeypatch, engine, where, value
     monkeypatch.setattr(Network, "drops", lambda self, t, client: client == 2)
     without = train(Poison(0, where, value), engine=engine)
     if engine == "vectorized":  # other clients beside one can change the last bit there
-        torch.testing.assert_close(poisoned.vector, without.vector, rtol=1e-5, atol=1e-6)
+        assert_close(poisoned.vector, without.vector, FEW)
     else:
         assert torch.equal(poisoned.vector, without.vector)
     assert not torch.equal(poisoned.vector, train(lr=1e-30).vector)

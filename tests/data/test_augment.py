@@ -1,20 +1,8 @@
 import pytest
 import torch
+from support.augment import one_by_one
 
 from unskew.data.augment import crop_and_flip, draw_crop_and_flip
-
-
-def one_by_one(x, offsets, flips, padding):
-    """The oracle: each image padded, cropped and mirrored on its own."""
-    out = torch.zeros_like(x)
-    height, width = x.shape[2:]
-    for i in range(len(x)):
-        padded = torch.zeros(x.shape[1], height + 2 * padding, width + 2 * padding, dtype=x.dtype)
-        padded[:, padding : padding + height, padding : padding + width] = x[i]
-        top, left = offsets[i].tolist()
-        image = padded[:, top : top + height, left : left + width]
-        out[i] = image.flip(-1) if flips[i] else image
-    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

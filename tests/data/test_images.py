@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SmallBatchNorm, Spy, blobs
+from support.federations import SmallBatchNorm, Spy, blobs
+from support.tolerance import TRAINING, assert_close, near, tolerance
 from torch import nn
 
 import unskew
@@ -45,7 +46,7 @@ def test_the_ensemble_is_the_mean_of_logits():
     x = torch.randn(5, *SHAPE, generator=draws, dtype=torch.float64)
     W = [(v[: 3 * 72].view(3, 72).numpy(), v[3 * 72 :].numpy()) for v in vs]
     expected = np.mean([x.flatten(1).numpy() @ w.T + c for w, c in W], 0)
-    np.testing.assert_allclose(ensemble(spec, [(v, v[:0]) for v in vs], x).numpy(), expected, rtol=1e-12)
+    assert_close(ensemble(spec, [(v, v[:0]) for v in vs], x).numpy(), expected)
 
 
 def test_the_generators_loss_in_closed_form():
@@ -62,7 +63,7 @@ def test_the_generators_loss_in_closed_form():
     for weight in (0.0, 0.5):
         rule = Dense(lambda_adv=weight, lambda_bn=3.0)
         loss = rule.generator_loss(spec, [(v, v[:0]) for v in vs[:2]], (vs[2], vs[2][:0]), x, y)
-        assert float(loss) == pytest.approx(ce - weight * kl, rel=1e-10)  # no BatchNorm: its term is zero
+        assert float(loss) == near(ce - weight * kl, TRAINING)  # no BatchNorm: its term is zero
 
 
 def test_the_term_of_batch_statistics_is_the_mean_over_clients():
@@ -84,7 +85,7 @@ def test_the_term_of_batch_statistics_is_the_mean_over_clients():
     def loss(weight):
         return float(Dense(lambda_bn=weight, lambda_adv=0.0).generator_loss(spec, models, models[0], x, y))
 
-    assert loss(1.0) - loss(0.0) == pytest.approx(np.mean(distances), rel=1e-10)
+    assert loss(1.0) - loss(0.0) == near(np.mean(distances), TRAINING)
 
 
 def test_the_student_matches_the_ensemble_at_temperature_t():
@@ -92,8 +93,8 @@ def test_the_student_matches_the_ensemble_at_temperature_t():
     teacher, student = (torch.randn(6, 4, generator=draws, dtype=torch.float64) for _ in range(2))
     p, q = softmax(teacher.numpy() / 3), softmax(student.numpy() / 3)
     expected = 9 * (p * np.log(p / q)).sum(1).mean()
-    assert float(Dense(t=3.0).distillation(student, teacher)) == pytest.approx(expected, rel=1e-12)
-    assert float(divergence(teacher, teacher).abs().max()) < 1e-12
+    assert float(Dense(t=3.0).distillation(student, teacher)) == near(expected)
+    assert float(divergence(teacher, teacher).abs().max()) < tolerance()
 
 
 def test_generation_lowers_its_loss_and_gives_images():
@@ -171,12 +172,12 @@ def test_the_matching_loss_is_numpys():
     for r, o in zip(real, ours, strict=True):
         for c in (0, 1):
             expected += np.square(r[y.numpy() == c].mean(0) - o[2 * c : 2 * c + 2].mean(0)).sum()
-    assert float(rule.distance(Ctx(spec), v, x, y, made, present)) == pytest.approx(expected, rel=1e-10)
+    assert float(rule.distance(Ctx(spec), v, x, y, made, present)) == near(expected, TRAINING)
     only = rule.distance(
         Ctx(spec), v, x[y == 0], y[y == 0], made, present
     )  # a class that is not in the batch counts nothing
     absent = rule.distance(Ctx(spec), v, x, y, made, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
-    assert float(only) == pytest.approx(float(absent), rel=1e-12)
+    assert float(only) == near(float(absent))
 
 
 def test_perturbations_are_cut_at_the_radius():

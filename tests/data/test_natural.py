@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.running import call
+from support.tolerance import FEW, assert_close
 
 from unskew.data.load import load_federation
 from unskew.data.partition.make import make_partition
@@ -240,7 +241,7 @@ def test_leaf_with_features_and_labels_in_words(tmp_path):
     leaf(tmp_path, "test", {"a": (x[:1], ["yes"])})
     source = load_source(f"leaf:{tmp_path}")
     assert source.class_names == ("no", "yes")
-    np.testing.assert_allclose(source.train.x.numpy(), np.array(x), rtol=1e-6)
+    assert_close(source.train.x.numpy(), np.array(x), FEW)
     assert source.train.columns["user"].tolist() == ["a"] * 3 + ["b"] * 3
 
 

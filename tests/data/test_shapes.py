@@ -1,12 +1,22 @@
 """Drawn images of textured shapes."""
 
 import numpy as np
+import pytest
 import torch
+from support.tolerance import MAGNIFIED, assert_close
 
 import unskew
 from unskew.data.sources.shapes import SIDE, clouds, draw, shapes, within
 
 
+def test_images_are_decided_by_the_generator():
+    first, again, other = (draw(np.arange(200) % 20, np.random.default_rng(seed)) for seed in (0, 0, 1))
+    assert first.shape == (200, 3, SIDE, SIDE)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.slow
 def test_the_images_are_always_the_same_and_the_classes_balanced():
     source, again = shapes(), shapes()
     assert source.train.x.shape == (10_000, 3, SIDE, SIDE)
@@ -34,7 +44,7 @@ def test_shapes_have_their_areas():
 
 def test_clouds_fall_with_the_frequency_as_said():
     fields = clouds(2000, 1, 1.5, np.random.default_rng(1))[:, 0]
-    np.testing.assert_allclose(fields.mean((1, 2)), 0, atol=1e-9)
+    assert_close(fields.mean((1, 2)), 0, MAGNIFIED)
     np.testing.assert_allclose(fields.std((1, 2)), 1)
     power = (abs(np.fft.fft2(fields)) ** 2).mean(0)
     np.testing.assert_allclose(power[0, 1] / power[0, 4], 4**3, rtol=0.15)
@@ -47,6 +57,7 @@ def test_a_texture_changes_the_shape_and_not_the_background():
     assert roughness[1] < roughness[2]  # checks have more edges than stripes
 
 
+@pytest.mark.slow
 def test_they_serve_a_server_of_another_task():
     settings = {"clients": 4, "partition": "iid", "rounds": 2, "model": "cnn", "local_steps": 1}
     run = unskew.run(data="digits", image_size=16, server="shapes", method="feddle:epochs=1,max_steps=2", **settings)

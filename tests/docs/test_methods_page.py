@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from conftest import QUICK
+from support.federations import QUICK
 from support.pages import DOCS, ROOT, first_names, section, table
 
 import unskew

@@ -6,8 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm
 from sklearn.metrics import precision_recall_fscore_support
+from support.evaluation import shown
+from support.fedcog import context
+from support.federations import SmallBatchNorm
+from support.multilabel import federation, sample
+from support.slow import slow_but
+from support.tolerance import FEW, TRAINING, assert_close, assert_engines_agree, near
 from torch import nn
 
 import unskew
@@ -30,23 +35,6 @@ def sigmoid(z):
     return 1 / (1 + np.exp(-z))
 
 
-def sample(n, draws, shares=(0.6, 0.3, 0.1)):
-    """Images of which each label brightens another part."""
-    y = (draws.random((n, 3)) < shares).astype(np.uint8)
-    x = draws.normal(size=(n, 2, 6, 6))
-    x[:, 0, :3] += y[:, 0, None, None]
-    x[:, 1, :3] += y[:, 1, None, None]
-    x[:, 1, 3:] += y[:, 2, None, None]
-    return x.astype(np.float32), y
-
-
-def federation(sizes=(5, 23, 8, 17, 31, 12), holdout=0.0, seed=0):
-    draws = np.random.default_rng(seed)
-    clients = [sample(n, draws, np.roll((0.7, 0.3, 0.1), k)) for k, n in enumerate(sizes)]
-    test, server = sample(60, draws), sample(11, draws)
-    return unskew.Federation.from_arrays(clients, test=test, server=server, task="multilabel", holdout=holdout)
-
-
 def train(method, engine="inline", fed=None, **options):
     torch.manual_seed(0)
     given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "precision": "fp64", **options}
@@ -67,10 +55,10 @@ def test_one_step_is_the_gradient_of_the_binary_cross_entropy():
     x = x.astype(np.float32).astype(np.float64)
     error = (sigmoid(x @ W.T + b) - y) / y.size  # mean over samples and labels
     expected = np.concatenate([(W - 0.5 * error.T @ x).ravel(), b - 0.5 * error.sum(0)])
-    np.testing.assert_allclose(run.vector.numpy(), expected, rtol=0, atol=1e-12)
+    assert_close(run.vector.numpy(), expected, TRAINING)
     p = sigmoid(x @ expected[:12].reshape(3, 4).T + expected[12:])
-    assert run.summary["loss"] == pytest.approx(-(y * np.log(p) + (1 - y) * np.log(1 - p)).mean(), abs=1e-12)
-    assert run.summary["accuracy"] == pytest.approx(((p > 0.5) == y).mean(), abs=1e-12)
+    assert run.summary["loss"] == near(-(y * np.log(p) + (1 - y) * np.log(1 - p)).mean())
+    assert run.summary["accuracy"] == near(((p > 0.5) == y).mean())
 
 
 def test_divergence_and_disagreement_are_means_over_labels_of_those_of_bernoulli_variables():
@@ -85,8 +73,8 @@ def test_divergence_and_disagreement_are_means_over_labels_of_those_of_bernoulli
 
         js = 0.5 * kl(p, m) + 0.5 * kl(q, m)
         a, b = torch.tensor(a), torch.tensor(b)
-        assert float(TASK.divergence(a, b, t)) == pytest.approx(kl(p, q), abs=1e-12)
-        assert float(TASK.disagreement(a, b, t)) == pytest.approx(1 - js, abs=1e-12)
+        assert float(TASK.divergence(a, b, t)) == near(kl(p, q))
+        assert float(TASK.disagreement(a, b, t)) == near(1 - js)
         assert float(TASK.divergence(a, a, t)) == 0.0
         assert float(TASK.disagreement(a, a, t)) == 1.0
 
@@ -99,9 +87,9 @@ def test_one_label_is_two_classes():
     one_of_two = Classification()
     for name in ("divergence", "disagreement"):
         ours, theirs = (getattr(task, name)(*pair) for task, pair in ((TASK, (a, b)), (one_of_two, (two, other))))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
-    torch.testing.assert_close(TASK.loss(a, y), one_of_two.loss(two, 1 - y[:, 0]), rtol=0, atol=1e-14)
-    torch.testing.assert_close(TASK.probabilities(a)[:, 0], one_of_two.probabilities(two)[:, 0], rtol=0, atol=1e-14)
+        assert_close(ours, theirs)
+    assert_close(TASK.loss(a, y), one_of_two.loss(two, 1 - y[:, 0]))
+    assert_close(TASK.probabilities(a)[:, 0], one_of_two.probabilities(two)[:, 0])
     assert torch.equal(TASK.correct(a, y), one_of_two.correct(two, 1 - y[:, 0]))
 
 
@@ -115,7 +103,7 @@ def test_certain_models_have_finite_divergences_and_gradients(task, dtype):
             assert bool(torch.isfinite(g).all())
             assert math.isfinite(float(value))
     opposite = task.disagreement(far, far.roll(1, 0)) if task.name == "classification" else task.disagreement(far, -far)
-    assert float(opposite) == pytest.approx(1 - math.log(2), abs=1e-6)
+    assert float(opposite) == near(1 - math.log(2), FEW, dtype=dtype)
 
 
 def test_counts_pairs_and_targets():
@@ -165,9 +153,9 @@ def test_figures_equal_those_of_scikit_learn(n):
     for letter, average in (("c", "macro"), ("o", "micro")):
         expected = precision_recall_fscore_support(y, predicted, average=average, zero_division=0)
         names = [f"{letter}_{name}" for name in ("precision", "recall", "f1")]
-        assert [found.figures[name] for name in names] == pytest.approx(expected[:3], abs=1e-12)
+        assert [found.figures[name] for name in names] == near(expected[:3])
     assert set(found.figures) == set(TASK.figures)
-    assert found.accuracy == pytest.approx((predicted == y).mean(), abs=1e-12)
+    assert found.accuracy == near((predicted == y).mean())
 
 
 def test_nothing_predicted_and_nothing_there_is_zero():
@@ -191,14 +179,6 @@ def test_clients_are_measured_on_what_they_hold_out_or_not_at_all():
         assert none.measured_on == "nothing, because no client holds out any samples"
 
 
-def text_of(table):
-    from rich.console import Console
-
-    console = Console(record=True, width=200)
-    console.print(table)
-    return console.export_text()
-
-
 def test_figures_stand_in_rows_summary_and_tables(tmp_path):
     fed = federation(holdout=0.2)
     result = train("fedavg", fed=fed, rounds=4, eval_every=2, out=tmp_path / "run")
@@ -209,12 +189,12 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
         assert 0 < summary[name] <= 1
     assert summary["best_o_f1"] == max(rows[1]["o_f1"], rows[3]["o_f1"])
     assert summary["best_c_f1"] == max(rows[1]["c_f1"], rows[3]["c_f1"])
-    text = text_of(summary_table(summary))
+    text = shown(summary_table(summary))
     assert f"C-F1 {100 * summary['c_f1']:.1f}%, O-F1 {100 * summary['o_f1']:.1f}%" in text
     both = compare(fed, methods=["fedavg", "ditto"], seeds=2, model="logistic", rounds=1, engine="inline")
     row = both.rows()[0]
     assert row["o_f1"] == pytest.approx(np.mean([s["o_f1"] for s in both.summaries["fedavg"]]))
-    text = text_of(comparison_table(both.rows()))
+    text = shown(comparison_table(both.rows()))
     assert "O-F1" in text
     assert f"{100 * row['o_f1']:.1f} ± {100 * row['o_f1_std']:.1f}" in text
 
@@ -222,7 +202,7 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
 def test_one_class_per_sample_has_no_such_figures():
     result = unskew.run(model="logistic", rounds=1, clients=3, engine="inline")
     assert not {*TASK.figures, "best_o_f1"} & {*result.history[0], *result.summary}
-    assert "F1" not in text_of(summary_table(result.summary))
+    assert "F1" not in shown(summary_table(result.summary))
 
 
 def test_a_partition_shows_samples_not_labels():
@@ -230,29 +210,41 @@ def test_a_partition_shows_samples_not_labels():
     counts = fed.class_counts()
     expected = [c.y.numpy().sum(0).tolist() for c in fed.clients]
     assert counts.tolist() == expected
-    lines = text_of(partition_table(counts, ["a", "b", "c"], sizes=fed.sizes)).splitlines()
+    lines = shown(partition_table(counts, ["a", "b", "c"], sizes=fed.sizes)).splitlines()
     assert [line.split()[1:4:2] for line in lines if line.startswith("│")] == [["0", "4"], ["1", "3"]]
 
 
 # ---- methods ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*CATALOGUE, FEDCOG, f"{FEDCOG},cooccurrence=true,double=true+scaffold"])
-def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(method):
-    parts = [rule_class(name.split(":")[0]) for name in method.split("+")]
-    refusing = next((part for part in parts if "multilabel" not in part.tasks), None)
-    if refusing is not None:
-        with pytest.raises(ConfigError, match=f"{refusing.name} cannot be trained for the task 'multilabel', because "):
-            train(method)
-        return
-    reference = train(method)
-    assert torch.isfinite(reference.vector).all()
-    for engine in ("processes", "vectorized"):
-        other = train(method, engine)
-        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
-        for mine, theirs in zip(reference.history, other.history, strict=True):
-            assert mine["o_f1"] == pytest.approx(theirs["o_f1"], abs=1e-12)
-            assert mine["train_loss"] == pytest.approx(theirs["train_loss"], abs=1e-10)
+FITTING = [name for name in CATALOGUE if "multilabel" in rule_class(name).tasks]
+BOTH = f"{FEDCOG},cooccurrence=true,double=true+scaffold"
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in FITTING])
+def test_a_method_for_another_task_refuses(name):
+    rule = rule_class(name)
+    with pytest.raises(ConfigError, match=f"{rule.name} cannot be trained for the task 'multilabel', because "):
+        train(name)
+
+
+def assert_same_on(engine, method):
+    reference, other = train(method), train(method, engine)
+    assert_engines_agree(other.vector, reference.vector)
+    for mine, theirs in zip(reference.history, other.history, strict=True):
+        assert mine["o_f1"] == near(theirs["o_f1"])
+        assert mine["train_loss"] == near(theirs["train_loss"], TRAINING)
+
+
+@pytest.mark.parametrize("method", slow_but(["feddle", "feddf", FEDCOG, BOTH], [*FITTING, FEDCOG, BOTH]))
+def test_the_vectorized_engine_gives_the_same_vector(method):
+    """By default the methods that ask the task for something: a loss, a divergence, labels, predictions."""
+    assert_same_on("vectorized", method)
+
+
+@pytest.mark.parametrize("method", slow_but(["scaffold"], [*FITTING, FEDCOG, BOTH]))
+def test_processes_give_the_same_vector(method):
+    assert_same_on("processes", method)
 
 
 def test_refusals_name_the_part_and_come_before_any_training(tmp_path):
@@ -286,8 +278,6 @@ def test_labels_learned_together_beat_chance():
 
 
 def fedcog_context(rule, pairs, key=11):
-    from test_fedcog import context
-
     torch.manual_seed(0)
     spec = unskew.ModelSpec(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), (2, 6, 6), 3, dtype=torch.float64)
     pairs = torch.tensor(pairs, dtype=torch.float64)
@@ -328,11 +318,11 @@ def test_synthesis_and_supervision_follow_the_labels():
     q, y = sigmoid(logits), made["y"].numpy()
     hard = FedCOG(n=30, supervision="hard", lambda_kd=1.0).loss(lambda v, batch: v.sum() * 0, ctx, made | {"w_kd": 1.0})
     expected = -(y * np.log(q) + (1 - y) * np.log(1 - q)).mean()
-    assert float(hard(v, batch)) == pytest.approx(expected, abs=1e-10)
+    assert float(hard(v, batch)) == near(expected, TRAINING)
     p, q = sigmoid(made["z"].numpy() / 2), sigmoid(logits / 2)
     expected = 4 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).mean()
     soft = FedCOG(n=30, t=2.0).loss(lambda v, batch: v.sum() * 0, ctx, made | {"w_kd": 1.0})
-    assert float(soft(v, batch)) == pytest.approx(expected, abs=1e-10)
+    assert float(soft(v, batch)) == near(expected, TRAINING)
 
 
 def test_the_authors_divergence_for_bernoulli_variables():
@@ -342,7 +332,7 @@ def test_the_authors_divergence_for_bernoulli_variables():
     p, q, m = (np.clip(d, 0.01, 0.99) for d in (p[0], q[0], (p[0] + q[0]) / 2))
     js = 0.5 * ((m * np.log(m / q)).sum(0).mean() + (m * np.log(m / p)).sum(0).mean())
     found = float(rule.disagreement(TASK, torch.tensor(a), torch.tensor(b)))
-    assert found == pytest.approx(1 - np.clip(js, 0, 1), abs=1e-12)
+    assert found == near(1 - np.clip(js, 0, 1))
 
 
 def test_a_client_without_any_label_trains_as_usual():

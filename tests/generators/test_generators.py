@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.slow import slow_but
+from support.tolerance import FEW, FORMULA, MAGNIFIED, assert_close, near
 
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.generators.catalogue import GENERATORS, factory
@@ -16,6 +18,8 @@ from unskew.generators.trained.diffusion import Diffusion, betas, spaced
 from unskew.generators.trained.privacy import Privacy
 from unskew.generators.trained.training import Average, Trained
 from unskew.generators.trained.vae import VAE, VAEGenerator, kl, negative_bound
+
+pytestmark = pytest.mark.xdist_group("diffusers")
 
 TINY = {
     "ddpm": "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2",
@@ -39,18 +43,18 @@ def test_noise_schedules_are_the_closed_forms():
     s = np.arange(steps + 1) / steps
     abar = np.cos((s + 0.008) / 1.008 * math.pi / 2) ** 2
     cosine = np.minimum(1 - abar[1:] / abar[:-1], 0.999)
-    np.testing.assert_allclose(betas("cosine", steps).numpy(), cosine, rtol=1e-12)
-    np.testing.assert_allclose(betas("linear", 1000).numpy(), np.linspace(1e-4, 0.02, 1000), rtol=1e-12)
-    np.testing.assert_allclose(Diffusion("cosine", steps).abar.numpy(), np.cumprod(1 - cosine), rtol=1e-12)
+    assert_close(betas("cosine", steps).numpy(), cosine)
+    assert_close(betas("linear", 1000).numpy(), np.linspace(1e-4, 0.02, 1000))
+    assert_close(Diffusion("cosine", steps).abar.numpy(), np.cumprod(1 - cosine))
     # Up to the cap the product is the formula again; at the start almost nothing is noise, at the end almost all.
-    np.testing.assert_allclose(Diffusion("cosine", steps).abar.numpy()[:-1], abar[1:-1] / abar[0], rtol=1e-9)
+    assert_close(Diffusion("cosine", steps).abar.numpy()[:-1], abar[1:-1] / abar[0], MAGNIFIED)
 
 
 def test_schedule_and_samplers_agree_with_diffusers():
     diffusers = pytest.importorskip("diffusers")
-    steps, made = 40, Diffusion("cosine", 40)
+    steps, diffusion = 40, Diffusion("cosine", 40)
     theirs = diffusers.DDPMScheduler(steps, beta_schedule="squaredcos_cap_v2", clip_sample=True)
-    torch.testing.assert_close(theirs.alphas_cumprod.double(), made.abar, rtol=1e-4, atol=1e-7)
+    assert_close(theirs.alphas_cumprod.double(), diffusion.abar, FORMULA, dtype=torch.float32)
     start = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
 
     def predict(x, t):
@@ -61,8 +65,8 @@ def test_schedule_and_samplers_agree_with_diffusers():
     x, draws = start, torch.Generator().manual_seed(1)
     for t in theirs.timesteps:
         x = theirs.step(predict(x, t.repeat(3)), t, x, generator=draws).prev_sample
-    mine = made.sample(predict, start, steps, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(mine, x, rtol=1e-3, atol=1e-4)
+    mine = diffusion.sample(predict, start, steps, generator=torch.Generator().manual_seed(1))
+    assert_close(mine, x, FORMULA)
     ddim = diffusers.DDIMScheduler(
         steps, beta_schedule="squaredcos_cap_v2", clip_sample=True, set_alpha_to_one=True, timestep_spacing="linspace"
     )
@@ -71,12 +75,12 @@ def test_schedule_and_samplers_agree_with_diffusers():
     x, times = start, spaced(steps, 14)
     for t in reversed(times):
         # diffusers takes the step before as t - steps//14, which is not the one it makes next; so its step is done by hand.
-        abar = float(made.abar[t])
-        before = float(made.abar[times[times.index(t) - 1]]) if t != times[0] else 1.0
+        abar = float(diffusion.abar[t])
+        before = float(diffusion.abar[times[times.index(t) - 1]]) if t != times[0] else 1.0
         eps = predict(x, torch.full((3,), t))
         x0 = ((x - math.sqrt(1 - abar) * eps) / math.sqrt(abar)).clamp(-1, 1)
         x = math.sqrt(before) * x0 + math.sqrt(1 - before) * (x - math.sqrt(abar) * x0) / math.sqrt(1 - abar)
-    torch.testing.assert_close(made.sample(predict, start, 14, "ddim"), x, rtol=1e-5, atol=1e-6)
+    assert_close(diffusion.sample(predict, start, 14, "ddim"), x, FEW)
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [("ancestral", 200), ("ancestral", 100), ("ddim", 200)])
@@ -106,22 +110,22 @@ def test_respacing_keeps_the_ends_and_the_cumulative_products():
     once = diffusion.sample(lambda x, t: 0.1 * x, x, 1, "ddim")
     abar = float(diffusion.abar[-1])
     expected = ((x - math.sqrt(1 - abar) * 0.1 * x) / math.sqrt(abar)).clamp(-1, 1)
-    torch.testing.assert_close(once, expected, rtol=1e-5, atol=1e-6)
+    assert_close(once, expected, FEW)
 
 
 def test_the_loss_of_a_diffusion_model_is_the_squared_error_of_the_noise():
-    made = factory(TINY["ddpm"])(Job((1, 8, 8), 3, 0))
+    model = factory(TINY["ddpm"])(Job((1, 8, 8), 3, 0))
     x, y = torch.rand(5, 1, 8, 8) * 2 - 1, torch.tensor([0, 1, 2, 0, 1])
     torch.manual_seed(3)
-    loss = made.loss(x, y)
+    loss = model.loss(x, y)
     torch.manual_seed(3)
     t, eps = torch.randint(0, 20, (5,)), torch.randn(5, 1, 8, 8)
     abar = np.cumprod(1 - betas("cosine", 20).numpy())[t.numpy()][:, None, None, None]
     noised = np.sqrt(abar) * x.numpy() + np.sqrt(1 - abar) * eps.numpy()
-    predicted = made.net(torch.from_numpy(noised).float(), t, y).detach().numpy()
-    assert float(loss.detach()) == pytest.approx(float(np.mean((predicted - eps.numpy()) ** 2)), rel=1e-5)
+    predicted = model.net(torch.from_numpy(noised).float(), t, y).detach().numpy()
+    assert float(loss.detach()) == near(float(np.mean((predicted - eps.numpy()) ** 2)), FEW, dtype=torch.float32)
     # A network that always says zero has the expected loss 1.
-    zero = [float(made.loss(x, y, net=lambda x, t, y: torch.zeros_like(x)).detach()) for _ in range(100)]
+    zero = [float(model.loss(x, y, net=lambda x, t, y: torch.zeros_like(x)).detach()) for _ in range(100)]
     assert np.mean(zero) == pytest.approx(1, abs=0.05)
 
 
@@ -147,7 +151,7 @@ def test_the_average_follows_its_recursion():
         average.update(step)
         decay = min(0.6, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
-        assert average.module.weight.item() == pytest.approx(expected, rel=1e-6)
+        assert average.module.weight.item() == near(expected, FEW, dtype=torch.float32)
 
 
 def test_the_bound_of_the_vae_is_its_closed_form():
@@ -158,7 +162,7 @@ def test_the_bound_of_the_vae_is_its_closed_form():
     reconstruction = -(x * np.log(p) + (1 - x) * np.log(1 - p)).sum(1)
     divergence = 0.5 * (mu**2 + np.exp(logvar) - 1 - logvar).sum(1)
     tensors = [torch.from_numpy(a) for a in (logits, x, mu, logvar)]
-    np.testing.assert_allclose(kl(tensors[2], tensors[3]).numpy(), divergence, rtol=1e-10)
+    assert_close(kl(tensors[2], tensors[3]).numpy(), divergence, MAGNIFIED)
     gauss = torch.distributions.Normal(tensors[2], (tensors[3] / 2).exp())
     theirs = torch.distributions.kl_divergence(gauss, torch.distributions.Normal(0.0, 1.0)).sum(1)
     torch.testing.assert_close(kl(tensors[2], tensors[3]), theirs)
@@ -167,33 +171,36 @@ def test_the_bound_of_the_vae_is_its_closed_form():
 
 def test_the_vae_samples_around_the_mean_code_of_each_class():
     x, y = images(30)
-    made = factory(TINY["vae"])(Job((1, 8, 8), 5, 0))
-    made.fit(x, y)
+    model = factory(TINY["vae"])(Job((1, 8, 8), 5, 0))
+    model.fit(x, y)
     with torch.no_grad():
-        codes = made.net.encode(x.float() / 255)[0]
+        codes = model.net.encode(x.float() / 255)[0]
     for c in range(3):
-        torch.testing.assert_close(made.means[c], codes[y == c].mean(0), rtol=1e-4, atol=1e-5)
-    assert made.means[3:].abs().sum() == 0
+        assert_close(model.means[c], codes[y == c].mean(0), FEW)
+    assert model.means[3:].abs().sum() == 0
     full = VAEGenerator(VAE(), Job((1, 64, 64), 3, 0))
     convolutions = [m for m in full.net.encoder if isinstance(m, torch.nn.Conv2d)]
     assert [(c.out_channels, c.kernel_size, c.stride) for c in convolutions] == [(32, (4, 4), (2, 2))] * 4
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 6, 6), (1, 5, 9)])
-@pytest.mark.parametrize("kind", TINY)
+FITS = [(kind, shape) for kind in TINY for shape in ((1, 8, 8), (3, 6, 6), (1, 5, 9))]
+SMALL = [(kind, (1, 5, 9)) for kind in TINY]
+
+
+@pytest.mark.parametrize(("kind", "shape"), slow_but(SMALL, FITS))
 def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     x, y = images(shape=shape)
     wanted, state = torch.tensor([2, 0, 1, 1]), torch.get_rng_state()
-    made = []
+    samples = []
     for seed in (0, 0, 1):
         g = factory(TINY[kind])(Job(shape, 3, seed))
         g.fit(x, y)
-        made.append(g.sample(wanted))
+        samples.append(g.sample(wanted))
         torch.rand(3)
-    assert made[0].shape == (4, *shape)
-    assert made[0].dtype == torch.uint8
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
+    assert samples[0].shape == (4, *shape)
+    assert samples[0].dtype == torch.uint8
+    assert torch.equal(samples[0], samples[1])
+    assert not torch.equal(samples[0], samples[2])
     torch.set_rng_state(state)
     before = torch.rand(1)
     torch.set_rng_state(state)
@@ -201,7 +208,7 @@ def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     assert torch.equal(torch.rand(1), before), "the global generator is left as it was"
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", slow_but(["vae", "ddpm"], list(TINY)))
 def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SECONDS", 0.0)
     x, y = images()
@@ -228,7 +235,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
         factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
 
 
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", slow_but([False], [False, True]))
 def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tmp_path, monkeypatch):
     """What is sampled after fewer epochs is what a checkpoint of that epoch would give, with privacy at a given noise."""
     if private:
@@ -236,15 +243,15 @@ def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tm
     privacy = Privacy(noise_multiplier=1.0) if private else None
     monkeypatch.setattr(training, "SECONDS", 0.0)
     x, y = images()
-    spec, wanted, kept = TINY["ddpm"].replace("epochs=2;", ""), torch.tensor([0, 1, 2]), []
+    spec, wanted, checkpoints = TINY["ddpm"].replace("epochs=2;", ""), torch.tensor([0, 1, 2]), []
 
     def keep(figures):
         # The checkpoint of the epoch before lies there when an epoch is reported.
         if figures["epoch"] == 3:
-            kept.append((tmp_path / training.STATE).read_bytes())
+            checkpoints.append((tmp_path / training.STATE).read_bytes())
 
     factory(spec, 5)(Job((1, 8, 8), 3, 7, folder=tmp_path, report=keep, privacy=privacy)).fit(x, y)
-    (tmp_path / training.STATE).write_bytes(kept[0])
+    (tmp_path / training.STATE).write_bytes(checkpoints[0])
     early, short = (factory(spec, 2)(Job((1, 8, 8), 3, 7, folder=f, privacy=privacy)) for f in (tmp_path, None))
     early.fit(x, y)  # nothing is left to do
     short.fit(x, y)
@@ -257,9 +264,9 @@ def test_generators_learn_what_classes_look_like():
     y = torch.arange(64) % 2
     x = (torch.rand(64, 1, 8, 8) * 60 + 160 * y[:, None, None, None]).to(torch.uint8)
     for spec in ("vae-small;epochs=60", "gan-small;epochs=60"):
-        made = factory(spec)(Job((1, 8, 8), 2, 0))
-        made.fit(x, y)
-        level = made.sample(torch.tensor([0] * 10 + [1] * 10)).float().mean((1, 2, 3))
+        model = factory(spec)(Job((1, 8, 8), 2, 0))
+        model.fit(x, y)
+        level = model.sample(torch.tensor([0] * 10 + [1] * 10)).float().mean((1, 2, 3))
         assert level[10:].mean() > level[:10].mean() + 60, spec
 
 
@@ -276,6 +283,8 @@ def test_a_loss_that_is_not_finite_is_said():
         ("ddpm;widht=8", "no option of the generator ddpm 'widht'"),
         ("ddpm;width=9", "multiple of 8"),
         ("ddpm;fast", "is not an option"),
+        ("ddpm;steps=9;steps=8", "gives steps twice"),
+        ("ddpm;attention=8/x", "ddpm;attention=8/x is not valid"),
         ("no.such:thing", "cannot be imported"),
         ("unskew.errors:__name__", "not a function"),
     ],
@@ -293,16 +302,16 @@ def test_the_defaults_are_the_papers():
     assert factory("vae").beta == 4
     assert {name.removesuffix("-small") for name in GENERATORS} == set(TINY)
     assert replace(factory("ddpm-small"), epochs=3) == factory("ddpm-small", 3)
-    assert as_pixels(torch.full((1, 1, 1, 1), 2.0)).item() == 255
+    assert as_pixels(torch.full((1, 1, 1, 1), 2.0), (1, 1, 1)).item() == 255
 
 
 @pytest.mark.parametrize("asked", [4, 50])
 def test_sampling_tells_how_far_it_is(asked):
     seen = []
     spec = TINY["ddpm"].replace("sampling_steps=4", f"sampling_steps={asked}").replace("epochs=2", "epochs=1")
-    made = factory(spec)(Job((1, 8, 8), 3, 0, sampled=seen.append))
-    made.fit(*images())
+    model = factory(spec)(Job((1, 8, 8), 3, 0, sampled=seen.append))
+    model.fit(*images())
     assert seen == []
-    made.sample(torch.tensor([0, 1, 2]))
+    model.sample(torch.tensor([0, 1, 2]))
     steps = min(asked, 20)
     assert seen == pytest.approx([(i + 1) / steps for i in range(steps)])

@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.tolerance import FEW, FORMULA, TRAINING, assert_close, near
 
 import unskew
 from unskew.errors import ConfigError
 from unskew.generators.catalogue import factory
 from unskew.generators.job import Job
 from unskew.generators.trained.privacy import Privacy, PrivateSteps, epsilon_after, noise_for, without_batchnorm
+
+pytestmark = pytest.mark.xdist_group("diffusers")
 
 pytest.importorskip("opacus")
 TINY = "ddpm-small;steps=20;sampling_steps=3;width=8;batch=4;multipliers=1/2;blocks=1;attention=8/4"
@@ -26,8 +29,8 @@ def private_of(module, examples=8, epochs=2, batch=4, lr=1.0, **options):
 
 def test_gradients_per_sample_are_those_of_a_loop_also_behind_attention():
     """Attention hands strided images to the next convolution, for which opacus alone returns zeros."""
-    made = factory(TINY)(Job((1, 8, 8), 3, 0))
-    net = made.net
+    model = factory(TINY)(Job((1, 8, 8), 3, 0))
+    net = model.net
     x, t, y = torch.randn(3, 1, 8, 8), torch.tensor([3, 9, 15]), torch.tensor([0, 2, 1])
     goal = torch.randn(3, 1, 8, 8)
     loop = []
@@ -38,7 +41,7 @@ def test_gradients_per_sample_are_those_of_a_loop_also_behind_attention():
     (private.module(x, t, y) - goal).square().mean().backward()
     for k, (name, p) in enumerate(net.named_parameters()):
         expected = torch.stack([g[k] for g in loop])
-        torch.testing.assert_close(p.grad_sample, expected, rtol=1e-3, atol=1e-6, msg=name)
+        assert_close(p.grad_sample, expected, FEW, msg=name)
         assert expected.abs().sum() > 0 or "bias" in name, name
     private.close()
     assert not any(hasattr(p, "grad_sample") and p.grad_sample is not None for p in net.parameters())
@@ -60,13 +63,13 @@ def test_a_step_is_the_clipped_sum_plus_noise_over_the_expected_batch():
 
     noise = step([])
     assert np.abs(noise).min() > 0, "an empty batch adds noise"
-    chosen = list(range(0, 150, 2)) + list(range(1, 60, 2))
+    rows = list(range(0, 150, 2)) + list(range(1, 60, 2))
     gradients = 2 * (x @ torch.full((3, 1), 0.5) - y) * x
     norms = gradients.norm(dim=1, keepdim=True)
     assert (norms > 0.7).any()
     assert (norms < 0.7).any()
-    clipped = (gradients * (0.7 / (norms + 1e-6)).clamp(max=1))[chosen].sum(0).numpy()
-    np.testing.assert_allclose(step(chosen) - noise, clipped, rtol=1e-4, atol=1e-4)
+    clipped = (gradients * (0.7 / (norms + 1e-6)).clamp(max=1))[rows].sum(0).numpy()
+    assert_close(step(rows) - noise, clipped, FORMULA)
 
 
 def test_noise_has_its_deviation_and_another_one_in_every_step():
@@ -88,7 +91,7 @@ def test_epsilon_is_that_of_the_accountant_run_step_by_step_and_below_the_closed
     account = RDPAccountant()
     for _ in range(40):
         account.step(noise_multiplier=2.0, sample_rate=0.1)
-    assert epsilon_after(40, 2.0, 0.1, 1e-5, "rdp") == pytest.approx(account.get_epsilon(delta=1e-5), rel=1e-9)
+    assert epsilon_after(40, 2.0, 0.1, 1e-5, "rdp") == near(account.get_epsilon(delta=1e-5), TRAINING)
     # Without subsampling: Renyi divergence T alpha / (2 sigma^2), turned into epsilon (Mironov 2017): a bound, not far.
     steps, sigma, log = 50, 8.0, math.log(1e5)
     bound = steps / (2 * sigma**2) + math.sqrt(2 * steps * log) / sigma
@@ -133,17 +136,17 @@ def test_a_private_diffusion_model_reports_its_epsilon_and_stops_in_time(tmp_pat
     x, y = torch.randint(0, 255, (12, 1, 8, 8), dtype=torch.uint8), torch.arange(12) % 3
     seen = []
     privacy = Privacy(noise_multiplier=1.0, epsilon=6.0)
-    made = factory(TINY, 40)(Job((1, 8, 8), 3, 0, privacy=privacy, report=seen.append))
-    made.fit(x, y)
+    model = factory(TINY, 40)(Job((1, 8, 8), 3, 0, privacy=privacy, report=seen.append))
+    model.fit(x, y)
     spent = [row["epsilon"] for row in seen]
     assert spent == sorted(spent)
-    assert spent[-1] == made.epsilon <= 6.0
+    assert spent[-1] == model.epsilon <= 6.0
     assert 1 < len(seen) < 40
     assert all("loss" not in row for row in seen), "the loss would tell of the samples"
-    assert made.sample(torch.tensor([0, 1])).shape == (2, 1, 8, 8)
+    assert model.sample(torch.tensor([0, 1])).shape == (2, 1, 8, 8)
     again = factory(TINY, 40)(Job((1, 8, 8), 3, 0, privacy=privacy))
     again.fit(x, y)
-    assert torch.equal(again.sample(torch.tensor([0, 1])), made.sample(torch.tensor([0, 1])))
+    assert torch.equal(again.sample(torch.tensor([0, 1])), model.sample(torch.tensor([0, 1])))
 
 
 def test_batchnorm_is_replaced_aloud():

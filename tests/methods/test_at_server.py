@@ -7,8 +7,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs, with_server
 from support.running import Stop, StopAfter, call
+from support.tolerance import MAGNIFIED, TRAINING, assert_close
 
 import unskew
 from unskew.data.federation import Federation
@@ -66,23 +67,11 @@ class Tuned(Center):
         return {"v": v, "stale": torch.ones(0)}
 
 
-def federation(n=16, in_domain=True, seed=5):
-    fed = blobs([9, 14, 11, 8])
-    draws = np.random.default_rng(seed)
-    x, y = fed.clients[0].x, fed.clients[0].y
-    picks = draws.integers(0, len(x), n)
-    pairs = [(c.x.numpy(), c.y.numpy()) for c in fed.clients]
-    labels = y[picks].numpy() if in_domain else draws.integers(0, 7, n)
-    server = (x[picks].numpy(), labels)
-    test = (fed.test[0].numpy(), fed.test[1].numpy())
-    return Federation.from_arrays(pairs, test, server, server_in_domain=in_domain, classes=3, holdout=0)
-
-
 def train(rule, fed=None, model=None, rounds=3, **options):
     torch.manual_seed(0)
     SEEN.clear()
     given = {"lr": 0.05, "batch_size": 100, "local_epochs": 1, "precision": "fp64", "engine": "inline", **options}
-    return unskew.run(fed or federation(), model=model or SmallBatchNorm(), method=rule, rounds=rounds, **given)
+    return unskew.run(fed or with_server(), model=model or SmallBatchNorm(), method=rule, rounds=rounds, **given)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -91,7 +80,7 @@ def test_training_at_the_server_is_that_of_torch(optimizer):
     torch.manual_seed(0)
     module = SmallBatchNorm(dropout=0.0).double().train()
     result = train(Center(epochs=4, optimizer=optimizer), model=copy.deepcopy(module), rounds=1)
-    fed = federation()
+    fed = with_server()
     steps = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](module.parameters(), lr=0.05)
     losses = []
     for _ in range(4):
@@ -101,11 +90,11 @@ def test_training_at_the_server_is_that_of_torch(optimizer):
         steps.step()
         losses.append(loss.item())
     for (name, mine), (_, theirs) in zip(result.model.named_parameters(), module.named_parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10, msg=name)
+        assert_close(mine, theirs, MAGNIFIED, msg=name)
     buffers = dict(result.model.named_buffers())
     for name, theirs in module.named_buffers():
         if theirs.is_floating_point():
-            torch.testing.assert_close(buffers[name], theirs, rtol=0, atol=1e-10, msg=name)
+            assert_close(buffers[name], theirs, MAGNIFIED, msg=name)
     assert SEEN[0][3] == pytest.approx(np.mean(losses))
 
 
@@ -119,7 +108,7 @@ def test_no_client_takes_part_and_nothing_crosses_the_network():
 
 def test_soft_targets_of_one_class_are_labels():
     hard, soft = train(Center()), train(Center(soft=True))
-    torch.testing.assert_close(hard.vector, soft.vector, rtol=0, atol=1e-12)
+    assert_close(hard.vector, soft.vector, TRAINING)
 
 
 def test_after_the_clients_and_resumed_bit_for_bit(tmp_path):
@@ -132,7 +121,9 @@ def test_after_the_clients_and_resumed_bit_for_bit(tmp_path):
             **options,
         )  # fmt: skip
     torch.manual_seed(0)
-    rest = unskew.resume(tmp_path / "a", federation=federation(), model=SmallBatchNorm(), method=Tuned(optimizer="sgd"))
+    rest = unskew.resume(
+        tmp_path / "a", federation=with_server(), model=SmallBatchNorm(), method=Tuned(optimizer="sgd")
+    )
     assert torch.equal(rest.vector, whole.vector)
     assert rest.history[-1]["accuracy"] == whole.history[-1]["accuracy"]
 
@@ -148,12 +139,12 @@ def test_without_data_of_its_task_a_rule_is_refused_before_anything_is_trained(r
     with pytest.raises(ConfigError, match="needs data at the server: give --server 1000"):
         train(rule, blobs([9, 8], server=False))
     with pytest.raises(ConfigError, match="another data set"):
-        train(rule, federation(in_domain=False))
+        train(rule, with_server(in_domain=False))
     assert not SEEN
 
 
 def test_data_of_another_task_has_classes_of_its_own():
-    fed = federation(in_domain=False)
+    fed = with_server(in_domain=False)
     assert need_data("x", fed).classes == 7
     assert fed.classes == 3
     clients = [(c.x, c.y) for c in fed.clients]
@@ -166,7 +157,7 @@ def test_data_of_another_task_has_classes_of_its_own():
 def test_a_batch_of_one_sample_is_a_sentence():
     layers = torch.nn.Flatten(), torch.nn.Linear(72, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
     with pytest.raises(DataError, match="server trains on a batch of one sample"):
-        train(Center(), federation(n=5), torch.nn.Sequential(*layers), batch_size=4)
+        train(Center(), with_server(n=5), torch.nn.Sequential(*layers), batch_size=4)
 
 
 def test_the_command_line_takes_samples_for_the_server(capsys, tmp_path):
@@ -186,7 +177,7 @@ def test_the_bench_learns_in_eval_mode_without_moving_statistics():
     from unskew.simulation.server_training import ServerTrainer
 
     torch.manual_seed(0)
-    fed = federation()
+    fed = with_server()
     spec = ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, dtype=torch.float64)
     bench = ServerTrainer(spec, fed, Training(batch_size=4, local_epochs=1), torch.device("cpu"))
     v, b = spec.flatten(), spec.flatten_buffers() + 0.3

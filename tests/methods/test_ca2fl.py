@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, call
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
@@ -63,7 +64,7 @@ def test_a_run_with_delays_is_the_papers_algorithm(monkeypatch):
         oracle.arrive(client, delta)
     assert len(seen) > 20
     assert len({client for client, _ in seen}) == len(SIZES)
-    np.testing.assert_allclose(result.vector.numpy(), oracle.v, atol=1e-12)
+    assert_close(result.vector.numpy(), oracle.v, TRAINING)
     last = result.history[-1]
     assert last["ca2fl_waiting"] == len(oracle.buffer)
     assert last["ca2fl_cache_bytes"] == oracle.cache.size * 8
@@ -83,14 +84,14 @@ def test_a_client_that_arrives_twice_in_one_buffer_is_calibrated_by_its_own_firs
             arrivals.append(Update(client, 0, 5, 1.0, torch.tensor(delta), torch.zeros(0), {}, {}, {}))
         state = rule.step(state, Updates(round, Aggregate(), arrivals, cached=cache.get))
         cache |= {u.client: u.delta for u in arrivals}
-        np.testing.assert_allclose(state["v"].numpy(), oracle.v, atol=1e-12)
-        np.testing.assert_allclose(state["h"].numpy(), oracle.h, atol=1e-12)
+        assert_close(state["v"].numpy(), oracle.v, TRAINING)
+        assert_close(state["h"].numpy(), oracle.h, TRAINING)
 
 
 def test_with_empty_caches_the_first_step_is_fedbuffs_and_the_second_is_not():
     """Both see the same updates until FedBuff has moved once; with a buffer of a cohort that is after the first round."""
     pair = [train(f"{name}:buffer_size=3", "none", rounds=1) for name in ("ca2fl", "fedbuff")]
-    torch.testing.assert_close(pair[0].vector, pair[1].vector, rtol=0, atol=1e-14)
+    assert_close(pair[0].vector, pair[1].vector, TRAINING)
     pair = [train(f"{name}:buffer_size=3", "none", rounds=2) for name in ("ca2fl", "fedbuff")]
     assert not torch.allclose(pair[0].vector, pair[1].vector)
 
@@ -112,7 +113,7 @@ def test_clients_that_repeat_their_update_move_the_model_by_the_mean_of_all():
     for pair in ((0, 1), (0, 2), (3, 1)):
         before = state["v"]
         state = arrive(state, *pair)
-        np.testing.assert_allclose((state["v"] - before).numpy(), deltas.mean(0), atol=1e-12)
+        assert_close((state["v"] - before).numpy(), deltas.mean(0), TRAINING)
 
 
 @pytest.mark.parametrize("limit", [4 << 30, 1500], ids=["memory", "disk"])

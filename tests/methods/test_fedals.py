@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from conftest import blobs
+from support.federations import blobs
+from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
 from torch import nn
 
 import unskew
@@ -85,13 +86,13 @@ def test_it_is_the_plain_loop_with_momentum_kept_and_statistics_with_their_layer
     for rounds in (5, 6):  # the body was last averaged two rounds ago, or just now
         mine = run("fedals:alpha=3", rounds=rounds, **options).model.state_dict()
         for name, value in by_hand(3, rounds, **options).items():
-            torch.testing.assert_close(mine[name].double(), value, rtol=0, atol=1e-10)
+            assert_close(mine[name].double(), value, MAGNIFIED)
 
 
 def test_adam_goes_on_with_its_moments_and_its_number_of_steps():
     mine = run("fedals:alpha=2", rounds=5, lr=0.01, optimizer="adam").model.state_dict()
     for name, value in by_hand(2, 5, lr=0.01, optimizer="adam").items():
-        torch.testing.assert_close(mine[name].double(), value, rtol=0, atol=1e-9)
+        assert_close(mine[name].double(), value, MAGNIFIED)
 
 
 @pytest.mark.parametrize("engine", ["processes", "vectorized"])
@@ -100,7 +101,7 @@ def test_adam_goes_on_with_its_moments_and_its_number_of_steps():
 )
 def test_engines_agree_with_momentum_and_partial_participation(chosen, engine):
     options = {"momentum": 0.9, "participation": 0.7, "batch_size": 7}
-    torch.testing.assert_close(run(chosen, engine, **options).vector, run(chosen, **options).vector, rtol=0, atol=1e-10)
+    assert_engines_agree(run(chosen, engine, **options).vector, run(chosen, **options).vector)
 
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
@@ -110,10 +111,10 @@ def test_alpha_1_or_no_body_is_fedavg_and_all_body_is_fedavg_with_a_longer_round
     one, none = run("fedals:alpha=1", engine, momentum=momentum), run("fedals:split=0", engine, momentum=momentum)
     assert torch.equal(one.vector, none.vector)
     if not momentum:
-        torch.testing.assert_close(one.vector, run("fedavg", engine).vector, rtol=0, atol=1e-12)
+        assert_close(one.vector, run("fedavg", engine).vector, TRAINING)
     whole = run("fedals:alpha=3,split=2", engine, rounds=6, momentum=momentum)
     longer = run("fedals:alpha=1", engine, rounds=2, local_steps=9, momentum=momentum)
-    torch.testing.assert_close(whole.vector, longer.vector, rtol=0, atol=1e-12)
+    assert_close(whole.vector, longer.vector, TRAINING)
 
 
 def test_zero_variates_change_nothing_and_variates_take_effect_with_their_part():
@@ -123,7 +124,7 @@ def test_zero_variates_change_nothing_and_variates_take_effect_with_their_part()
             unskew.run(blobs([9]), model=Net, method=m, rounds=5, lr=0.1, precision="fp64", engine="inline", seed=3)
             for m in ("fedals:alpha=2", f"fedals:alpha=2+{chosen}")
         ]
-        torch.testing.assert_close(alone[0].vector, alone[1].vector, rtol=0, atol=1e-12)
+        assert_close(alone[0].vector, alone[1].vector, TRAINING)
 
 
 def scaffold_by_hand(alpha, rounds, tau=3, lr=0.1):
@@ -161,7 +162,7 @@ def scaffold_by_hand(alpha, rounds, tau=3, lr=0.1):
 @pytest.mark.parametrize("variate", ["auto", "difference", "mean"])
 def test_scaffold_has_variates_per_part_and_period(variate):
     mine = run(f"fedals:alpha=2+scaffold:variate={variate}", rounds=5).vector
-    torch.testing.assert_close(mine, scaffold_by_hand(2, 5), rtol=0, atol=1e-10)
+    assert_close(mine, scaffold_by_hand(2, 5), MAGNIFIED)
 
 
 def test_a_server_rule_moves_only_what_was_sent():
@@ -269,7 +270,7 @@ def test_the_consensus_distance_of_each_layer_is_that_before_averaging():
             ]
         )
         expected = (values - values.mean(0)).square().sum(1).mean()
-        assert result.history[0][name] == pytest.approx(float(expected), rel=1e-10)
+        assert result.history[0][name] == near(float(expected), TRAINING)
     assert result.summary["consensus/head"] == result.history[0]["consensus/head"]
 
 
@@ -322,8 +323,8 @@ def test_the_drift_that_auto_sees_is_the_consensus_distance():
     watched = Watched(chosen.sync.first, chosen.sync.budget, chosen.sync.longest)
     result = run(dataclasses.replace(chosen, sync=watched), rounds=2, diagnose="consensus", weights="uniform")
     for row, (body, head) in zip(result.history, seen, strict=True):
-        assert body == pytest.approx(row["consensus/first"], rel=1e-9)
-        assert head == pytest.approx(row["consensus/head"], rel=1e-9)
+        assert body == near(row["consensus/first"], TRAINING)
+        assert head == near(row["consensus/head"], TRAINING)
 
 
 def test_a_budget_below_one_average_an_epoch_is_refused():

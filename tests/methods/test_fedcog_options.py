@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from test_augment import one_by_one
-from test_fedcog import context, other_vector, small_net, train
+from support.augment import one_by_one
+from support.fedcog import context, other_vector, small_net, train
+from support.tolerance import MAGNIFIED, assert_close
 from torch import nn
 
 import unskew
@@ -59,7 +60,7 @@ def test_the_network_equals_modules_and_fits_every_size(shape):
     vector = decoder.start(torch.tensor(5), 6, shape, F64) * 3
     images = decoder.decode(vector, 6, shape)
     assert images.shape == (6, *shape)
-    torch.testing.assert_close(images, oracle(vector, 6, shape)(), rtol=0, atol=1e-12)
+    assert_close(images, oracle(vector, 6, shape)())
     assert bool((images > 0).all() and (images < 1).all())
     assert images.std() > 0.01
 
@@ -84,7 +85,7 @@ def test_the_network_can_be_mapped_over_clients():
 
     keys = torch.tensor([4, 9])
     mapped = torch.func.vmap(made)(keys)
-    torch.testing.assert_close(mapped, torch.stack([made(key) for key in keys]), rtol=0, atol=1e-13)
+    assert_close(mapped, torch.stack([made(key) for key in keys]))
     assert not torch.allclose(mapped[0], mapped[1])
 
 
@@ -107,8 +108,8 @@ def test_synthesis_with_a_network_equals_a_loop_of_torch(spec):
         adam.zero_grad()
         loss.backward()
         adam.step()
-    torch.testing.assert_close(made["x"], kept[0], rtol=0, atol=1e-8)
-    torch.testing.assert_close(made["z"], kept[1], rtol=0, atol=1e-8)
+    assert_close(made["x"], kept[0], MAGNIFIED)
+    assert_close(made["z"], kept[1], MAGNIFIED)
 
 
 def test_augmentation_equals_a_loop_over_images_in_a_black_frame():
@@ -117,12 +118,12 @@ def test_augmentation_equals_a_loop_over_images_in_a_black_frame():
     offsets, flips = keyed_crop_and_flip(key, 20, 4)
     expected = one_by_one(x - black, offsets, flips, 4) + black
     frame = black.expand(1, 2, 6, 5)
-    torch.testing.assert_close(augmented(x, key, frame), expected, rtol=0, atol=1e-14)
+    assert_close(augmented(x, key, frame), expected)
     # Each visible pixel passes its gradient on, to where it came from.
     g = torch.func.grad(lambda x: (augmented(x, key, frame) ** 2).sum() / 2)(x)
     seen = torch.func.grad(lambda x: augmented(x, key, frame).sum())(x)
     assert set(seen.unique().tolist()) == {0.0, 1.0}
-    torch.testing.assert_close(g, seen * x, rtol=0, atol=1e-12)
+    assert_close(g, seen * x)
 
 
 def test_keyed_draws_are_uniform_and_belong_to_the_key():
@@ -140,7 +141,7 @@ def test_augmented_synthesis_keeps_whole_images_with_their_own_logits(spec, gene
     rule = FedCOG(n=12, g_steps=6, augment=True, generator=generator, lambda_dis=1.0)
     made = rule.begin(context(rule, spec, previous=other_vector(spec)))
     teacher = spec.forward(spec.flatten(), spec.flatten_buffers(), made["x"]).logits
-    torch.testing.assert_close(made["z"], teacher, rtol=0, atol=1e-12)
+    assert_close(made["z"], teacher)
     plain = FedCOG(n=12, g_steps=6, generator=generator, lambda_dis=1.0)
     assert not torch.allclose(plain.begin(context(plain, spec, previous=other_vector(spec)))["x"], made["x"])
 
@@ -223,6 +224,7 @@ def test_variants_change_the_numbers():
         "labels=explicit,explicit=2;1",
         "generator=network,augment=true",
     ]
-    vectors = [train(f"{base},{option}").vector for option in options]
+    short = {"rounds": 2, "eval_clients": 0, "local_epochs": 1}
+    vectors = [train(f"{base},{option}", **short).vector for option in options]
     for place, one in enumerate(vectors):
         assert not any(torch.equal(one, other) for other in vectors[:place]), options[place]

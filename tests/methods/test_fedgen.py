@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
+from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
 
 import unskew
@@ -49,7 +50,7 @@ def test_the_generator_equals_numpy_and_starts_as_linear_layers_do():
     G = LatentGenerator(classes=4, noise=3, hidden=50, features=6)
     assert G.size == 50 * 7 + 50 + 6 * 50 + 6
     g, y, eps = G.init(torch.tensor(1)).double(), torch.tensor([0, 3, 1]), torch.randn(3, 3, dtype=torch.float64)
-    np.testing.assert_allclose(G(g, y, eps), generated(g.numpy(), y.numpy(), eps.numpy(), 4, 50, 6), atol=1e-12)
+    assert_close(G(g, y, eps), generated(g.numpy(), y.numpy(), eps.numpy(), 4, 50, 6))
     for piece, inputs in zip(torch.split(g, G.sizes), (7, 7, 50, 50), strict=True):
         assert float(piece.abs().max()) <= inputs**-0.5
     assert float(torch.split(g, G.sizes)[0].std()) == pytest.approx((3 * 7) ** -0.5, rel=0.1)
@@ -58,7 +59,7 @@ def test_the_generator_equals_numpy_and_starts_as_linear_layers_do():
 def test_diversity_equals_the_formula():
     eps, z = np.random.default_rng(0).normal(size=(2, 5, 4))
     pairs = [np.mean((eps[i] - eps[j]) ** 2) * np.mean(np.abs(z[i] - z[j])) for i in range(5) for j in range(5)]
-    assert float(diversity(torch.tensor(eps), torch.tensor(z))) == pytest.approx(np.exp(-np.mean(pairs)), abs=1e-12)
+    assert float(diversity(torch.tensor(eps), torch.tensor(z))) == near(np.exp(-np.mean(pairs)))
     assert float(diversity(torch.tensor(eps), torch.ones(5, 4))) == 1.0
 
 
@@ -89,7 +90,7 @@ def test_what_the_generator_minimises_equals_numpy(spec):
     value += 0.7 * float(diversity(torch.tensor(eps), torch.tensor(z)))
     rule = FedGen(beta_s=0.3, eta_div=0.7)
     given = (torch.tensor(t) for t in (z, y, eps, heads, student, alpha))
-    assert float(rule.server_objective(spec, *given)) == pytest.approx(value, abs=1e-10)
+    assert float(rule.server_objective(spec, *given)) == near(value, TRAINING)
 
 
 def context(spec, rule, g, counts, round=0):
@@ -125,7 +126,7 @@ def test_the_clients_loss_equals_numpy(spec, labels):
     expected = -np.mean(np.log(softmax(own)[np.arange(4), batch.y.numpy()]))
     expected -= 0.81 * 3 * np.mean(np.log(softmax(made)[np.arange(6), y]))
     expected += 0.81 * 2 * np.mean((teacher * np.log(teacher / softmax(own))).sum(1))
-    assert float(found) == pytest.approx(expected, abs=1e-10)
+    assert float(found) == near(expected, TRAINING)
 
 
 def test_the_teacher_has_no_gradient_and_the_student_comes_nearer(spec):
@@ -145,7 +146,7 @@ def test_the_teacher_has_no_gradient_and_the_student_comes_nearer(spec):
     zero = rule.loss(lambda u, batch: 0 * u.sum(), ctx, rule.begin(ctx))
     (found,) = torch.autograd.grad(zero(v, batch), v)
     (expected,) = torch.autograd.grad(distance(v), v)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert_close(found, expected)
     assert distance(v.detach() - 0.1 * found) < distance(v.detach())
 
 
@@ -196,7 +197,7 @@ def test_the_generator_is_trained_by_adam_whose_moments_last(spec):
             student = spec.head_of(spec.flatten())
             rule.server_objective(spec, G(leaf, y, eps), y, eps, heads, student, alpha).backward()
             optimizer.step()
-        torch.testing.assert_close(state["g"], leaf.detach(), rtol=0, atol=1e-10)
+        assert_close(state["g"], leaf.detach(), MAGNIFIED)
     assert float(state["t"]) == 12
 
 

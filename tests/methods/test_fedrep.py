@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.federations import SmallBatchNorm, blobs
 from support.quadratic import Quadratics, problem
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import MethodConflict
@@ -68,9 +69,9 @@ def test_fedrep_equals_numpy(spelling, head_steps, mu, engine):
     start = run.server.v.numpy().copy()
     found = run.rounds(5)
     body, heads = oracle(A, b, 5, run.sampler.draw, head_steps, start, mu)
-    np.testing.assert_allclose(found[-1][: HIDDEN * 3], body, atol=1e-12)
+    assert_close(found[-1][: HIDDEN * 3], body, TRAINING)
     for k, head in heads.items():
-        np.testing.assert_allclose(run.server.store.get(k)["model"]["v"][HIDDEN * 3 :], head, atol=1e-12)
+        assert_close(run.server.store.get(k)["model"]["v"][HIDDEN * 3 :], head, TRAINING)
     assert {k for k in range(4) if run.server.store.get(k)} == set(heads)
 
 

@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm
+from support.colours import Colours
+from support.federations import SmallBatchNorm
 from support.running import call
+from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew import Federation
@@ -27,32 +28,13 @@ from unskew.generators.client_images import note, subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn, refusing
 from unskew.protocol.workspace import Workspace
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SIZES = [12, 20, 8, 15]
 SHAPE = (3, 6, 6)
 
 
-class Colours:
-    """A generator of one's own: noise whose first pixel tells the client's seed, the second the class."""
-
-    fitted: ClassVar = []
-
-    def __init__(self, job, level=9):
-        self.job, self.level = job, int(level)
-
-    def fit(self, images, labels):
-        assert images.dtype == torch.uint8
-        assert images.shape[1:] == self.job.shape
-        Colours.fitted.append((images, labels))
-        self.job.report({"epoch": 1, "epochs": 1, "loss": 0.0})
-
-    def sample(self, labels):
-        draws = torch.Generator().manual_seed(self.job.seed % 1000)
-        x = torch.randint(0, 255, (len(labels), *self.job.shape), generator=draws, dtype=torch.uint8)
-        x[:, 0, 0, 0], x[:, 0, 0, 1] = self.job.seed % 251, labels.to(torch.uint8) * self.level
-        return x
-
-
-MINE = "generator=test_fedssyn:Colours"
+MINE = "generator=support.colours:Colours"
 
 
 def pictures(sizes=SIZES, classes=3, seed=0, holdout=0.0):
@@ -86,7 +68,7 @@ def synthetic_part(before, after, k):
 
 def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     fed = pictures(holdout=0.25)
-    rule = Fedssyn(n_syn=7, generator="test_fedssyn:Colours")
+    rule = Fedssyn(n_syn=7, generator="support.colours:Colours")
     made = rule.made(fed, 3, Workspace())
     after, traffic = rule.prepare(fed, 3)
     parts = [synthetic_part(fed, after, k) for k in range(4)]
@@ -105,7 +87,7 @@ def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
 def test_the_permutation_is_uniform_over_places():
     """Where the first image of the pool ends up, over seeds: each client about as often (chi-square, 3 degrees)."""
     fed = pictures([3, 3, 3, 3])
-    rule = Fedssyn(n_syn=1, generator="test_fedssyn:Colours", rho=1.0)
+    rule = Fedssyn(n_syn=1, generator="support.colours:Colours", rho=1.0)
     ends = []
     for seed in range(200):
         made, (after, _) = rule.made(fed, seed, Workspace()), rule.prepare(fed, seed)
@@ -117,7 +99,7 @@ def test_the_permutation_is_uniform_over_places():
 def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
     fed = pictures()
     Colours.fitted.clear()
-    made = Fedssyn(n_syn=11, rho=0.5, generator="test_fedssyn:Colours").made(fed, 0, Workspace())
+    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colours:Colours").made(fed, 0, Workspace())
     for k, (x, y) in enumerate(Colours.fitted):
         assert len(y) == round(0.5 * SIZES[k])
         own = multiset(fed.clients[k].x, fed.clients[k].y)
@@ -135,7 +117,8 @@ def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
 def test_by_default_as_many_as_the_training_set_over_the_clients_held_out_samples_included():
     fed = pictures(holdout=0.25)
     assert (
-        Fedssyn(generator="test_fedssyn:Colours").made(fed, 0, Workspace()).about["recipe"]["count"] == sum(SIZES) // 4
+        Fedssyn(generator="support.colours:Colours").made(fed, 0, Workspace()).about["recipe"]["count"]
+        == sum(SIZES) // 4
     )
 
 
@@ -146,7 +129,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     def dark(images, labels):
         return labels != 2
 
-    rule = unskew.method("fedssyn", n_syn=5, generator="test_fedssyn:Colours", refuse="1", keep=dark).data[0]
+    rule = unskew.method("fedssyn", n_syn=5, generator="support.colours:Colours", refuse="1", keep=dark).data[0]
     made = rule.made(fed, 0, Workspace())
     assert set(made.source.tolist()) == {0, 2, 3}
     assert 2 not in made.y.tolist()
@@ -176,7 +159,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
 
 def test_ablations():
     fed = pictures()
-    rule = Fedssyn(n_syn=6, generator="test_fedssyn:Colours")
+    rule = Fedssyn(n_syn=6, generator="support.colours:Colours")
     made, size = rule.made(fed, 0, Workspace()), 3 * 6 * 6 + 1
     same, cost = replace(rule, data="real").prepare(fed, 0)
     assert same is fed
@@ -202,7 +185,7 @@ def test_ablations():
 
 def test_steps_stay_as_many_and_real_samples_weigh():
     fed = pictures([16, 16, 16, 16])
-    rule = Fedssyn(n_syn=16, generator="test_fedssyn:Colours")
+    rule = Fedssyn(n_syn=16, generator="support.colours:Colours")
     after = rule.prepare(fed, 0)[0]
     assert rule.local_epochs(10, fed, after) == 5
     assert rule.local_epochs(1, fed, after) == 1
@@ -232,7 +215,7 @@ HOSTS = [
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_sum_is_the_host_on_the_augmented_data_on_every_engine(host):
     """What a host makes of data that were augmented beforehand, to the bit, with uniform weights and matched epochs."""
-    rule = Fedssyn(n_syn=15, generator="test_fedssyn:Colours")
+    rule = Fedssyn(n_syn=15, generator="support.colours:Colours")
     after = rule.prepare(pictures(), 0)[0]
     epochs = rule.local_epochs(4, pictures(), after)
     assert epochs == 1
@@ -241,7 +224,7 @@ def test_a_sum_is_the_host_on_the_augmented_data_on_every_engine(host):
     assert torch.equal(reference.vector, plain.vector)
     for engine in ("processes", "vectorized"):
         other = train(f"fedssyn:{MINE},n_syn=15+{host}", engine=engine, workers=2)
-        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+        assert_engines_agree(other.vector, reference.vector)
         assert other.summary["bytes_up"] == reference.summary["bytes_up"]
 
 
@@ -251,7 +234,7 @@ def test_before_feddle_it_is_feddle_on_the_augmented_data():
         x = draws.integers(0, 255, (9, *SHAPE)).astype(np.uint8)
         return replace(fed, server=ServerData(torch.from_numpy(x), torch.arange(9) % 3, True))
 
-    rule, host = Fedssyn(n_syn=15, generator="test_fedssyn:Colours"), "feddle:epochs=2"
+    rule, host = Fedssyn(n_syn=15, generator="support.colours:Colours"), "feddle:epochs=2"
     after = rule.prepare(pictures(), 0)[0]
     plain = train(host, federation=served(replace(after, told={}, made="")), weights="uniform", local_epochs=1)
     summed = train(f"fedssyn:{MINE},n_syn=15+{host}", federation=served(pictures()))
@@ -410,7 +393,7 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     assert made.summaries[methods[0]][0]["synthetic"] == made.summaries[methods[2]][0]["synthetic"]
     Colours.fitted.clear()
     again = unskew.resume(
-        tmp_path / "c" / "fedssyn-generator=test_fedssyn-Colours,n_syn=5" / "seed-0",
+        tmp_path / "c" / "fedssyn-generator=support.colours-Colours,n_syn=5" / "seed-0",
         federation=pictures(),
         rounds=2,
     )
@@ -422,7 +405,7 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     assert "saving" in out
 
 
-def test_what_cannot_be_is_refused_in_a_sentence():
+def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch):
     floats = Federation.from_arrays(
         [(np.zeros((4, 3)), np.arange(4) % 2)] * 2, test=(np.zeros((4, 3)), np.arange(4) % 2)
     )
@@ -439,13 +422,13 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         def sample(self, labels):
             return super().sample(labels).float()
 
-    monkey = Fedssyn(n_syn=2, generator="test_fedssyn:Colours")
-    sys.modules["test_fedssyn"].Wrong = Wrong
-    words = Fedssyn(n_syn=2, generator="test_fedssyn:Colours", keep=lambda images, labels: ["no", "yes"])
+    monkey = Fedssyn(n_syn=2, generator="support.colours:Colours")
+    monkeypatch.setattr("support.colours.Wrong", Wrong, raising=False)
+    words = Fedssyn(n_syn=2, generator="support.colours:Colours", keep=lambda images, labels: ["no", "yes"])
     with pytest.raises(DataError, match="keep must return 2 truth values"):
         words.prepare(pictures(), 0)
     with pytest.raises(DataError, match="must return uint8 images"):
-        replace(monkey, generator="test_fedssyn:Wrong").prepare(pictures(), 0)
+        replace(monkey, generator="support.colours:Wrong").prepare(pictures(), 0)
 
 
 def test_missing_libraries_are_named_before_anything_is_made(tmp_path, monkeypatch):
@@ -485,6 +468,7 @@ class Slow:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     """SIGKILL in the middle: finished generators are not trained again, and the numbers are those of a whole run."""
     (tmp_path / "slow.py").write_text(SLOW.replace("\\\\n", "\\n"))

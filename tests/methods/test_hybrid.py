@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, call
+from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
 from unskew.simulation.network import Network
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 SIZES = [9, 14, 11, 8, 12, 10]
 LEARNERS = ["fedft:epochs=2,lr=0.02", "hfcl", "feddf:epochs=2,optimizer=adam,lr=0.01"]
@@ -103,7 +106,7 @@ def test_rounds_with_delays_are_those_of_numpy(monkeypatch, method):
             v = world.descend(mean, x, softmax(np.mean(logits, axis=0)), 0.2, 3)
     assert sum(len(arrived) for _, arrived in events) > 6
     assert any(t != born for t, (_, arrived) in enumerate(events) for born, _ in arrived)
-    np.testing.assert_allclose(result.vector.numpy(), v, atol=1e-12)
+    assert_close(result.vector.numpy(), v, TRAINING)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,8 @@ def test_a_server_with_a_clients_data_counts_as_that_client():
     for weights in ("samples", "uniform"):
         three = train("fedavg", fed=fed, weights=weights, **copy.deepcopy(options))
         hybrid = train("hfcl", fed=two, weights=weights, **copy.deepcopy(options))
-        torch.testing.assert_close(hybrid.vector, three.vector, rtol=0, atol=1e-12)
-        torch.testing.assert_close(hybrid.model.norm.running_var, three.model.norm.running_var, rtol=0, atol=1e-12)
+        assert_close(hybrid.vector, three.vector, TRAINING)
+        assert_close(hybrid.model.norm.running_var, three.model.norm.running_var, TRAINING)
 
 
 def test_the_server_counts_by_its_samples_or_as_one_client():
@@ -146,9 +149,7 @@ def test_the_server_counts_by_its_samples_or_as_one_client():
 def test_the_student_of_a_single_teacher_that_it_equals_stays():
     """One arrival a round: the average is that client's model, so the divergence and its gradient are zero."""
     options = {"model": "logistic", "participation": 0.1, "delay": "none"}
-    torch.testing.assert_close(
-        train("feddf:epochs=3,lr=1", **options).vector, train("fedavg", **options).vector, rtol=0, atol=1e-12
-    )
+    assert_close(train("feddf:epochs=3,lr=1", **options).vector, train("fedavg", **options).vector, TRAINING)
 
 
 def test_distillation_brings_the_average_nearer_to_the_ensemble():
@@ -177,7 +178,7 @@ def test_center_is_a_plain_loop_of_torch_over_all_rounds(optimizer):
         steps.step()
     for (name, mine), theirs in zip(result.model.state_dict().items(), module.state_dict().values(), strict=True):
         if theirs.is_floating_point():  # counters of batches are the server's
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10, msg=name)
+            assert_close(mine, theirs, MAGNIFIED, msg=name)
     assert result.summary["bytes_up"] == result.summary["bytes_down"] == 0
     assert [row["cohort"] for row in result.history] == [0] * 4
     assert result.history[0]["center_loss"] > result.history[-1]["center_loss"]
@@ -189,7 +190,7 @@ def test_engines_agree_and_runs_go_on(tmp_path, method):
     whole = train(method, **options)
     for engine in ("processes", "vectorized"):
         other = train(method, engine=engine, workers=2, **options)
-        torch.testing.assert_close(other.vector, whole.vector, rtol=0, atol=1e-10)
+        assert_engines_agree(other.vector, whole.vector)
     with pytest.raises(Stop):
         train(method, out=tmp_path / "a", checkpoint_every=1, callbacks=[StopAfter(3)], **options)
     torch.manual_seed(0)

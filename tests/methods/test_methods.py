@@ -3,41 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from support.quadratic import Quadratics, optimum, problem
+from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, oracle, problem, sizes
+from support.tolerance import TRAINING, assert_close
 
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import make, method
+from unskew.methods.catalogue import method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from unskew.protocol.rules import Aggregate, Update, Updates
 from unskew.protocol.training import Training
-
-LR, STEPS = 0.05, 5
-
-
-def gradient(a, b, v):
-    return a.T @ (a @ v - b) / len(a)
-
-
-def oracle(A, b, rounds, cohort, p, correct=lambda k, g, v, x: g):
-    """FedAvg on full batches, ten lines of NumPy; ``correct`` changes a client's gradient."""
-    x, path = np.zeros(A[0].shape[1]), []
-    for t in range(rounds):
-        chosen = cohort(t)
-        total = sum(p[k] for k in chosen)
-        new = np.zeros_like(x)
-        for k in chosen:
-            v = x.copy()
-            for _ in range(STEPS):
-                v -= LR * correct(k, gradient(A[k], b[k], v), v, x)
-            new += p[k] / total * v
-        x = new
-        path.append(x)
-    return path
-
-
-def sizes(A):
-    return np.array([len(a) for a in A]) / sum(len(a) for a in A)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -45,7 +19,7 @@ def test_fedavg_equals_numpy_with_sample_weights(participation):
     A, b = problem()
     run = Quadratics(A, b, "fedavg", participation=participation)
     expected = oracle(A, b, 4, run.sampler.draw, sizes(A))
-    np.testing.assert_allclose(run.rounds(4), expected, atol=1e-12)
+    assert_close(run.rounds(4), expected, TRAINING)
 
 
 def test_fedavg_with_one_step_and_all_clients_is_gradient_descent():
@@ -55,14 +29,14 @@ def test_fedavg_with_one_step_and_all_clients_is_gradient_descent():
     v = np.zeros(3)
     for x in run.rounds(5):
         v = v - 0.1 * gradient(everything, targets, v)
-        np.testing.assert_allclose(x, v, atol=1e-12)
+        assert_close(x, v, TRAINING)
 
 
 def test_fedprox_equals_numpy_and_pulls_towards_the_global_model():
     A, b = problem()
     mu = 0.7
     expected = oracle(A, b, 3, lambda t: range(4), sizes(A), lambda k, g, v, x: g + mu * (v - x))
-    np.testing.assert_allclose(Quadratics(A, b, f"fedprox:mu={mu}").rounds(3), expected, atol=1e-12)
+    assert_close(Quadratics(A, b, f"fedprox:mu={mu}").rounds(3), expected, TRAINING)
     free, held = (np.linalg.norm(Quadratics(A, b, m).rounds(1)[0]) for m in ("fedprox:mu=0", "fedprox:mu=5"))
     assert held < free
 
@@ -76,7 +50,7 @@ def test_reductions_to_fedavg(same):
 def test_scaffold_with_zero_variates_is_uniform_fedavg():
     A, b = problem()
     first = Quadratics(A, b, "scaffold").rounds(1)[0]
-    np.testing.assert_allclose(first, Quadratics(A, b, "fedavg", weights="uniform").rounds(1)[0], atol=1e-14)
+    assert_close(first, Quadratics(A, b, "fedavg", weights="uniform").rounds(1)[0], TRAINING)
 
 
 def scaffold_oracle(A, b, rounds, cohort, option):
@@ -105,8 +79,8 @@ def test_scaffold_equals_the_papers_algorithm(spelling, participation):
     A, b = problem()
     run = Quadratics(A, b, spelling, participation=participation)
     expected = scaffold_oracle(A, b, 6, run.sampler.draw, "I" if spelling.endswith("=I") else "II")
-    np.testing.assert_allclose(run.rounds(6), [x for x, _ in expected], atol=1e-12)
-    np.testing.assert_allclose(run.server.rules["scaffold"]["c"], expected[-1][1], atol=1e-12)
+    assert_close(run.rounds(6), [x for x, _ in expected], TRAINING)
+    assert_close(run.server.rules["scaffold"]["c"], expected[-1][1], TRAINING)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -118,7 +92,7 @@ def test_scaffolds_server_variate_is_the_mean_over_all_clients(momentum):
     held = [run.server.store.get(k).get("scaffold", {}).get("c") for k in range(4)]
     assert any(c is not None for c in held)
     mean = sum(c for c in held if c is not None) / 4
-    torch.testing.assert_close(run.server.rules["scaffold"]["c"], mean, rtol=0, atol=1e-12)
+    assert_close(run.server.rules["scaffold"]["c"], mean, TRAINING)
 
 
 def test_scaffolds_variate_is_the_mean_gradient_also_with_momentum():
@@ -130,7 +104,7 @@ def test_scaffolds_variate_is_the_mean_gradient_also_with_momentum():
         seen.append(gradient(A[0], b[0], v))
         buffer = 0.9 * buffer + seen[-1]
         v = v - LR * buffer
-    np.testing.assert_allclose(run.server.store.get(0)["scaffold"]["c"], np.mean(seen, axis=0), atol=1e-12)
+    assert_close(run.server.store.get(0)["scaffold"]["c"], np.mean(seen, axis=0), TRAINING)
 
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
@@ -158,7 +132,7 @@ def test_sums_apply_both_rules():
             new.append(c_k[k] - c + (x - y) / (LR * STEPS))
             moves.append(y - x)
         x, c, c_k = x + np.mean(moves, axis=0), c + np.mean(new - c_k, axis=0), np.array(new)
-        np.testing.assert_allclose(found, x, atol=1e-12)
+        assert_close(found, x, TRAINING)
 
 
 def updates_of(delta, round=0):
@@ -185,7 +159,7 @@ def test_fedavgm_equals_the_formula(nesterov):
         v = beta * v - delta  # the paper's sign: theta - mean(theta_k)
         theta = theta - eta * ((beta * v - delta) if nesterov else v)
     found = steps_of(FedAvgM(beta=beta, eta=eta, nesterov=nesterov), DELTAS)
-    np.testing.assert_allclose(found["v"], theta, atol=1e-14)
+    assert_close(found["v"], theta)
 
 
 @pytest.mark.parametrize("rule", [FedAdagrad(), FedYogi(), FedAdam(), FedAdagrad(beta1=0.5, eta=0.3, tau=0.1)])
@@ -201,14 +175,14 @@ def test_fedopt_equals_the_formulas(rule):
         else:
             v = rule.beta2 * v + (1 - rule.beta2) * square
         theta = theta + rule.eta * m / (np.sqrt(v) + rule.tau)
-    np.testing.assert_allclose(steps_of(rule, DELTAS)["v"], theta, rtol=1e-12)
+    assert_close(steps_of(rule, DELTAS)["v"], theta)
 
 
 def test_one_fedadagrad_step_has_a_closed_form():
     rule = FedAdagrad(eta=0.5, tau=0.2)
     delta = DELTAS[0]
     expected = 0.5 * delta / (np.sqrt(0.2**2 + delta**2) + 0.2)
-    np.testing.assert_allclose(steps_of(rule, [delta])["v"], expected, rtol=1e-14)
+    assert_close(steps_of(rule, [delta])["v"], expected)
 
 
 def test_fedopt_with_unit_second_moment_is_fedavg():
@@ -217,7 +191,7 @@ def test_fedopt_with_unit_second_moment_is_fedavg():
             return torch.ones_like(second)
 
     found = steps_of(Held(eta=1.0, beta1=0.0, tau=1e-300), DELTAS)
-    np.testing.assert_allclose(found["v"], DELTAS.sum(0), atol=1e-14)
+    assert_close(found["v"], DELTAS.sum(0))
 
 
 def test_paper_defaults():
@@ -233,7 +207,7 @@ def test_paper_defaults():
 
 def test_options_are_typed():
     assert method("fedavgm:nesterov=true,beta=0.5").server == FedAvgM(beta=0.5, nesterov=True)
-    assert make(FedAvgM, beta="1e-1").beta == 0.1
+    assert method("fedavgm", beta="1e-1").server.beta == 0.1
 
 
 def test_an_option_beyond_all_numbers_is_refused():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
-from support.quadratic import Quadratics, problem
-from test_methods import LR, STEPS, gradient, oracle, sizes
+from support.federations import SmallBatchNorm, blobs
+from support.quadratic import LR, STEPS, Quadratics, gradient, oracle, problem, sizes
+from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
 
 import unskew
 from unskew.methods.feddecorr import correlation_energy
@@ -31,13 +31,13 @@ def test_fedsam_equals_numpy():
         return gradient(A[k], b[k], v + rho * g / np.linalg.norm(g))
 
     expected = oracle(A, b, 3, lambda t: range(4), sizes(A), perturbed)
-    np.testing.assert_allclose(Quadratics(A, b, f"fedsam:rho={rho}").rounds(3), expected, atol=1e-10)
+    assert_close(Quadratics(A, b, f"fedsam:rho={rho}").rounds(3), expected, MAGNIFIED)
 
 
 def test_fedsam_takes_statistics_once_and_survives_a_zero_gradient():
     first = train("fedsam", rounds=1, local_steps=1)
-    np.testing.assert_allclose(
-        first.model.norm.running_mean, train("fedavg", rounds=1, local_steps=1).model.norm.running_mean, atol=1e-12
+    assert_close(
+        first.model.norm.running_mean, train("fedavg", rounds=1, local_steps=1).model.norm.running_mean, TRAINING
     )
     A, b = problem(equal=True)
     zero = [np.zeros_like(y) for y in b]
@@ -49,7 +49,7 @@ def test_correlation_energy_is_the_mean_squared_correlation():
     for shape in ((30, 6), (6, 30)):
         x = draws.normal(size=shape) @ draws.normal(size=(shape[1], shape[1]))
         expected = np.square(np.corrcoef(x, rowvar=False)).mean()
-        assert float(correlation_energy(torch.tensor(x))) == pytest.approx(expected, abs=1e-6)
+        assert float(correlation_energy(torch.tensor(x))) == near(expected, FEW, dtype=torch.float32)
     constant = torch.ones(5, 3, dtype=torch.float64)
     assert float(correlation_energy(constant)) == 0.0
 
@@ -73,7 +73,7 @@ def test_moons_contrast_equals_the_formula():
 
     eg, ep = np.exp(cosine(z, g) / 0.5), np.exp(cosine(z, p) / 0.5)
     expected = -np.log(eg / (eg + ep)).mean()
-    assert float(contrast(*(torch.tensor(t) for t in (z, g, p)), 0.5)) == pytest.approx(expected, abs=1e-12)
+    assert float(contrast(*(torch.tensor(t) for t in (z, g, p)), 0.5)) == near(expected)
 
 
 def test_moon_has_no_effect_before_there_is_a_previous_model():
@@ -118,18 +118,18 @@ def test_fedexp_equals_the_formula():
         mean = p @ np.array(moves)
         eta = max(1.0, p @ np.square(moves).sum(1) / (2 * (mean @ mean + 1e-3)))
         x = x + eta * mean
-        np.testing.assert_allclose(found, x, atol=1e-12)
+        assert_close(found, x, TRAINING)
     assert run.server.rule.metrics(run.server.state)["fedexp_eta"] == pytest.approx(eta)
 
 
 def test_fedexp_takes_the_plain_average_when_all_agree():
     A, b = problem(sizes=(5,))
     same, plain = (Quadratics(A * 3, b * 3, m).rounds(2)[-1] for m in ("fedexp", "fedavg"))
-    np.testing.assert_allclose(same, plain, atol=1e-14)
+    assert_close(same, plain)
 
 
 def test_fedexp_evaluates_the_mean_of_its_last_two_iterates():
     mean = train("fedexp", rounds=2)
     last, before = (train("fedexp:evaluate=last", rounds=r).vector for r in (2, 1))
-    torch.testing.assert_close(mean.vector, (last + before) / 2, rtol=0, atol=1e-12)
+    assert_close(mean.vector, (last + before) / 2, TRAINING)
     assert mean.history[-1]["fedexp_eta"] >= 1

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import blobs
+from support.federations import blobs
 from support.quadratic import Quadratics, problem
+from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
 from unskew.data.federation import ArrayClients
@@ -53,7 +54,7 @@ def test_a_body_that_stays_at_the_client_is_not_averaged_and_not_paid_for():
         unskew.run(alone, model="mlp", method=m, rounds=4, lr=0.1, precision="fp64", engine="inline")
         for m in (HeadOften(2), "fedavg")
     ]
-    torch.testing.assert_close(both[0].vector, both[1].vector, rtol=0, atol=1e-12)
+    assert_close(both[0].vector, both[1].vector, TRAINING)
 
 
 def test_a_sync_rule_that_sends_everything_is_the_host_method():
@@ -66,7 +67,7 @@ def test_sync_rules_agree_on_every_engine(engine):
     chosen = [HeadOften(2), "scaffold"]
     reference = run(chosen, participation=0.7)
     assert not torch.allclose(reference.vector, run("scaffold", participation=0.7).vector)
-    torch.testing.assert_close(run(chosen, engine, participation=0.7).vector, reference.vector, rtol=0, atol=1e-10)
+    assert_engines_agree(run(chosen, engine, participation=0.7).vector, reference.vector)
 
 
 class Doubled(DataRule):
@@ -86,7 +87,7 @@ class Doubled(DataRule):
 def test_a_data_rule_changes_what_clients_hold_and_is_paid_for():
     plain, doubled = run("fedavg"), run([Doubled(), "fedavg"])
     # A full batch of everything twice has the same mean gradient.
-    torch.testing.assert_close(doubled.vector, plain.vector, rtol=0, atol=1e-12)
+    assert_close(doubled.vector, plain.vector, TRAINING)
     assert doubled.history[-1]["bytes_up"] == plain.history[-1]["bytes_up"] + 30
     assert doubled.history[-1]["bytes_down"] == plain.history[-1]["bytes_down"] + 60
 
@@ -113,8 +114,8 @@ def test_a_server_rule_may_need_individual_updates(engine):
         for _ in range(5):
             v -= 0.05 * a.T @ (a @ v - y) / len(a)
         moves.append(v)
-    np.testing.assert_allclose(x, np.sort(moves, axis=0)[1], atol=1e-12)  # torch takes the lower of two middles
-    torch.testing.assert_close(run(Median(), engine).vector, run(Median()).vector, rtol=0, atol=1e-10)
+    assert_close(x, np.sort(moves, axis=0)[1])  # torch takes the lower of two middles
+    assert_engines_agree(run(Median(), engine).vector, run(Median()).vector)
 
 
 def test_a_server_rule_that_asks_for_sums_gets_only_sums():

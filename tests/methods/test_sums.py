@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.quadratic import Quadratics, problem
-from test_methods import gradient
+from support.quadratic import Quadratics, gradient, problem
+from support.tolerance import TRAINING, assert_close
 
 from unskew.methods.catalogue import method
 from unskew.protocol.rules import ServerRule
@@ -73,8 +73,8 @@ def test_scaffold_forgets_the_steps_before_a_body_that_it_missed(variate, moment
     start = mine.server.v.numpy().copy()
     found = mine.rounds(12)
     expected = list(scaffold_by_parts(A, b, 12, mine.sampler.draw, start, 3, momentum))
-    np.testing.assert_allclose(found, [v for v, _ in expected], atol=1e-12)
-    np.testing.assert_allclose(mine.server.rules["scaffold"]["c"], expected[-1][1], atol=1e-12)
+    assert_close(found, [v for v, _ in expected], TRAINING)
+    assert_close(mine.server.rules["scaffold"]["c"], expected[-1][1], TRAINING)
 
 
 @pytest.mark.parametrize("rule", ["scaffold:variate=mean", "fedpvr"])
@@ -109,7 +109,7 @@ def test_fedexp_measures_the_updates_that_are_sent(participation, engine):
     """A body that stays at the client is no part of the update, and one that is sent has moved since it was received."""
     _, _, mine = run("fedals:alpha=3+fedexp:evaluate=last", participation, engine)
     _, _, theirs = run(method(["fedals:alpha=3", Norms()]), participation, engine)
-    np.testing.assert_allclose(mine.rounds(9), theirs.rounds(9), atol=1e-12)
+    assert_close(mine.rounds(9), theirs.rounds(9), TRAINING)
 
 
 def test_an_untracked_pass_of_another_rule_leaves_scaffold_the_correction():
@@ -128,7 +128,7 @@ def test_an_untracked_pass_of_another_rule_leaves_scaffold_the_correction():
             moved.append(y)
             new.append(np.mean(seen, axis=0))
         x, c, c_k = np.mean(moved, axis=0), c + np.mean(np.array(new) - c_k, axis=0), np.array(new)
-        np.testing.assert_allclose(found, x, atol=1e-12)
+        assert_close(found, x, TRAINING)
 
 
 def test_auto_sets_its_periods_although_nobody_reports_at_the_end_of_an_epoch(monkeypatch):
@@ -189,5 +189,5 @@ def test_feddyn_keeps_h_the_mean_of_all_linear_terms_part_by_part(participation,
         h = np.where(sent, h - 0.3 / K * sum(theta[k] - start[k] for k in chosen), h)
         server = np.where(sent, np.mean([theta[k] for k in chosen], axis=0) - h / 0.3, server)
         averaged = t if (t + 1) % 3 == 0 else averaged
-        np.testing.assert_allclose(found, server, atol=1e-12)
-    np.testing.assert_allclose(mine.server.state["h"], g.mean(0), atol=1e-12)
+        assert_close(found, server, TRAINING)
+    assert_close(mine.server.state["h"], g.mean(0), TRAINING)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
-from support.quadratic import Quadratics, optimum, problem
-from test_methods import LR, STEPS, gradient
+from support.federations import SmallBatchNorm, blobs
+from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, problem
+from support.tolerance import MAGNIFIED, TRAINING, assert_close
 from torch import nn
 
 import unskew
@@ -28,8 +28,8 @@ def test_feddyn_equals_the_papers_algorithm(participation):
             moved[k] = v
         h = h - alpha / K * sum(v - x for v in moved.values())
         x = np.mean(list(moved.values()), axis=0) - h / alpha
-        np.testing.assert_allclose(found, x, atol=1e-10)
-    np.testing.assert_allclose(run.server.state["h"], g.mean(0), atol=1e-10)
+        assert_close(found, x, MAGNIFIED)
+    assert_close(run.server.state["h"], g.mean(0), MAGNIFIED)
 
 
 def test_feddyn_reaches_the_optimum():
@@ -50,7 +50,7 @@ def test_fedpvr_on_a_model_that_is_only_a_head_is_scaffold():
     given = {"rounds": 4, "precision": "fp64", "lr": 0.1, "participation": 0.7, "engine": "inline"}
     fed = blobs([12, 23, 17, 9])
     scaffold, fedpvr = (unskew.run(fed, model="logistic", method=m, **given) for m in ("scaffold", "fedpvr"))
-    torch.testing.assert_close(fedpvr.vector, scaffold.vector, rtol=0, atol=1e-12)
+    assert_close(fedpvr.vector, scaffold.vector, TRAINING)
     extra = [s.summary["bytes_up"] for s in (scaffold, fedpvr)]
     assert extra[0] == extra[1]
 
@@ -83,7 +83,7 @@ def test_fedpvr_equals_the_papers_algorithm(spelling, first, momentum):
         c, c_k, x = c + (new - c_k).mean(0), new, torch.stack(ends).mean(0)
     given = {"rounds": 4, "lr": lr, "local_steps": steps, "batch_size": 100, "precision": "fp64", "engine": "inline"}
     found = unskew.run(fed, model=net, method=spelling, momentum=momentum, **given).vector
-    torch.testing.assert_close(found, x, rtol=0, atol=1e-10)
+    assert_close(found, x, MAGNIFIED)
 
 
 def test_fedpvr_pays_for_the_classifier_only():
@@ -93,7 +93,7 @@ def test_fedpvr_pays_for_the_classifier_only():
     assert pvr.summary["bytes_up"] - plain.summary["bytes_up"] == cohorts * head * 8
     assert full.summary["bytes_up"] - plain.summary["bytes_up"] == cohorts * plain.summary["parameters"] * 8
     uniform = train("fedavg", weights="uniform", rounds=1)
-    torch.testing.assert_close(train("fedpvr", rounds=1).vector, uniform.vector, rtol=0, atol=1e-12)
+    assert_close(train("fedpvr", rounds=1).vector, uniform.vector, TRAINING)
     assert not torch.allclose(pvr.vector, train("fedavg", weights="uniform").vector)
 
 
@@ -102,13 +102,13 @@ def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
     lam = 0.4
     run, plain = Quadratics(A, b, f"ditto:lam={lam}"), Quadratics(A, b, "fedavg")
     xs = [np.zeros(3), *plain.rounds(3)]
-    np.testing.assert_allclose(run.rounds(3), xs[1:], atol=1e-14)
+    assert_close(run.rounds(3), xs[1:], TRAINING)
     for k in range(4):
         v = np.zeros(3)
         for t in range(3):
             for _ in range(STEPS):
                 v = v - LR * (gradient(A[k], b[k], v) + lam * (v - xs[t]))
-        np.testing.assert_allclose(run.server.store.get(k)["ditto"]["v"], v, atol=1e-12)
+        assert_close(run.server.store.get(k)["ditto"]["v"], v, TRAINING)
 
 
 def test_dittos_personal_models_serve_their_clients_better_than_the_global_one():

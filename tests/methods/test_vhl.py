@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
+from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
 
 import unskew
@@ -54,7 +55,7 @@ def test_the_alignment_equals_the_formula_and_skips_anchors_without_a_positive()
     z, virtual = draws.normal(size=(7, 4)), draws.normal(size=(9, 4))
     y, labels = np.array([0, 1, 2, 3, 0, 1, 2]), np.array([0, 1, 2] * 3)
     found = align(*(torch.tensor(t) for t in (z, y, virtual, labels)), 0.2)
-    assert float(found) == pytest.approx(contrast(z, y, virtual, labels, 0.2), abs=1e-12)
+    assert float(found) == near(contrast(z, y, virtual, labels, 0.2))
     nothing = align(torch.tensor(z), torch.full((7,), 5), torch.tensor(virtual), torch.tensor(labels), 0.2)
     assert float(nothing) == 0.0
 
@@ -88,7 +89,7 @@ def test_the_loss_equals_numpy(step, aligned):
     h, h_virtual = np.tanh(x @ w1.T + b1), np.tanh(virtual @ w1.T + b1)
     expected = cross_entropy(h @ w2.T + b2, y) + 0.3 * cross_entropy(h_virtual @ w2.T + b2, labels)
     expected += 0.7 * contrast(h, y, h_virtual, labels, 0.5) * aligned
-    assert float(found) == pytest.approx(expected, abs=1e-10)
+    assert float(found) == near(expected, TRAINING)
 
 
 @pytest.mark.parametrize("same", ["vhl:lam=0,virtual=0", "vhl:align_epochs=0,virtual=0"])
@@ -153,8 +154,8 @@ def test_the_virtual_pass_leaves_statistics_alone():
     options = {"rounds": 1, "local_epochs": None, "local_steps": 1}
     for engine in ("inline", "vectorized"):
         plain, virtual = (train(m, engine=engine, **options).model.norm for m in ("fedavg", "vhl"))
-        torch.testing.assert_close(virtual.running_mean, plain.running_mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(virtual.running_var, plain.running_var, rtol=0, atol=1e-12)
+        assert_close(virtual.running_mean, plain.running_mean, TRAINING)
+        assert_close(virtual.running_var, plain.running_var, TRAINING)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_a_modulated_convolution_is_one_kernel_per_sample():
     for k in range(3):
         own = kernel * style[k][None, :, None, None]
         own = own / own.square().sum((1, 2, 3), keepdim=True).sqrt()
-        torch.testing.assert_close(found[k], torch.conv2d(x[k : k + 1], own, padding=1)[0], rtol=1e-4, atol=1e-5)
+        assert_close(found[k], torch.conv2d(x[k : k + 1], own, padding=1)[0], FEW)
 
 
 @pytest.mark.parametrize("source", ["gaussian", "style"])
@@ -211,7 +212,7 @@ def test_clients_see_the_virtual_set_as_they_see_their_data(source):
     sent = fed.common["vhl"]
     assert sent["x"].dtype == torch.uint8
     theirs = Normaliser(fed.normalisation, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
-    torch.testing.assert_close(sent["x"].double() * sent["factor"] + sent["offset"], theirs, rtol=0, atol=1e-10)
+    assert_close(sent["x"].double() * sent["factor"] + sent["offset"], theirs, MAGNIFIED)
     assert abs(float(theirs.mean())) < 0.05
     assert float(theirs.std()) == pytest.approx(1, abs=0.15)
     raw = dataclasses.replace(images(), normalisation=None)

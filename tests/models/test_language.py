@@ -12,7 +12,9 @@ import yaml
 from rich.console import Console
 from safetensors import safe_open
 from support.running import assert_same_run, call
+from support.slow import slow_but
 from support.tiny import BERT, GENRES, OPT, opt_folder, rows, tokenizer, write_jsonl
+from support.tolerance import FEW, MAGNIFIED, assert_close, assert_engines_agree, near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
@@ -30,6 +32,8 @@ from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
 from unskew.tasks import TASKS
+
+pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("transformers")]
 
 TASK = TASKS["language"]
 LORA = {"r": 2, "alpha": 4, "targets": ["q_proj", "fc1"]}
@@ -49,12 +53,12 @@ def texts(tmp_path_factory):
 
 
 def options(opt, texts, **changes):
-    given = {
+    usual = {
         "data": f"text:{texts}", "text": {"columns": ["premise", "hypothesis"], "block": 14}, "model": {"hf": str(opt)},
         "partition": "sorted:genre", "clients": 3, "rounds": 2, "local_steps": 2, "batch_size": 4, "optimizer": "adamw",
         "lr": 0.01, "precision": "fp64", "engine": "inline", "workers": 2,
     }  # fmt: skip
-    return {**given, **changes}
+    return {**usual, **changes}
 
 
 def run(opt, texts, out=None, **changes):
@@ -87,10 +91,10 @@ def test_the_loss_is_that_of_transformers():
         input_ids=torch.where(there, tokens, 1), attention_mask=there.long(), labels=torch.where(there, tokens, -100)
     )
     logits = model(tokens[:, :-1]).detach()
-    assert float(TASK.loss(logits, tokens[:, 1:])) == pytest.approx(
-        float(theirs.loss), abs=1e-6
+    assert float(TASK.loss(logits, tokens[:, 1:])) == near(
+        float(theirs.loss), FEW, dtype=torch.float32
     )  # theirs is in float32
-    torch.testing.assert_close(logits[there[:, 1:]], theirs.logits[:, :-1][there[:, 1:]], rtol=0, atol=1e-6)
+    assert_close(logits[there[:, 1:]], theirs.logits[:, :-1][there[:, 1:]], FEW, dtype=torch.float32)
 
 
 def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
@@ -101,7 +105,7 @@ def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
     there = y >= 0
     expected = -np.take_along_axis(log_p, y.clip(0)[..., None], -1)[..., 0][there].mean()
     a, b = torch.from_numpy(logits), torch.from_numpy(y)
-    assert float(TASK.loss(a, b)) == pytest.approx(expected, abs=1e-12)
+    assert float(TASK.loss(a, b)) == near(expected)
     right = (logits.argmax(-1) == y) & there
     np.testing.assert_allclose(TASK.correct(a, b), right.sum(1) / there.sum(1).clip(1))
     assert TASK.predictions(b).tolist() == there.sum(1).tolist() == [4, 2, 1, 0, 4]
@@ -109,23 +113,23 @@ def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
     assert TASK.measure(torch.zeros(0), 1e4)["perplexity"] == math.inf
     assert float(TASK.loss(a[3:4], b[3:4])) == 0
     each = torch.func.vmap(lambda p, q: TASK.loss(p[None], q[None]))(a, b)
-    assert float((each * TASK.predictions(b)).sum() / there.sum()) == pytest.approx(expected, abs=1e-12)
+    assert float((each * TASK.predictions(b)).sum() / there.sum()) == near(expected)
 
 
 def test_the_test_loss_is_a_mean_over_all_tokens_however_batches_fall(opt, texts, monkeypatch):
     whole = run(opt, texts, rounds=1)
     monkeypatch.setattr(evaluate, "BATCH", 3)
     small = run(opt, texts, rounds=1)
-    assert small.summary["loss"] == pytest.approx(whole.summary["loss"], abs=1e-12)
-    assert small.summary["accuracy"] == pytest.approx(whole.summary["accuracy"], abs=1e-12)
+    assert small.summary["loss"] == near(whole.summary["loss"])
+    assert small.summary["accuracy"] == near(whole.summary["accuracy"])
     fed = load_federation(
         f"text:{texts}", partition="iid", clients=2, text=["premise", "hypothesis"], tokenizer=str(opt), block=14
     )
     x, y = fed.test
     logits = whole.model(x)
-    assert whole.summary["loss"] == pytest.approx(float(TASK.loss(logits, y)), abs=1e-12)
+    assert whole.summary["loss"] == near(float(TASK.loss(logits, y)))
     hits = ((logits.argmax(-1) == y) & (y >= 0)).sum() / (y >= 0).sum()
-    assert whole.summary["accuracy"] == pytest.approx(float(hits), abs=1e-6)
+    assert whole.summary["accuracy"] == near(float(hits), FEW, dtype=torch.float32)
     assert whole.summary["perplexity"] == pytest.approx(math.exp(whole.summary["loss"]))
     assert whole.history[0]["perplexity"] == whole.summary["best_perplexity"] == whole.summary["perplexity"]
 
@@ -141,7 +145,7 @@ def test_padding_changes_nothing(kind):
     long = torch.cat([short, torch.full((4, 3), -1)], 1)
     a, b = model(short), model(long)
     b = b[:, :6][short >= 0] if language else b
-    torch.testing.assert_close(a[short >= 0] if language else a, b, rtol=0, atol=1e-12)
+    assert_close(a[short >= 0] if language else a, b)
 
 
 def test_a_classifier_of_texts_gives_the_logits_of_transformers():
@@ -151,7 +155,7 @@ def test_a_classifier_of_texts_gives_the_logits_of_transformers():
         model = wrapped(kind, "classification", 3, **config)
         pad = model.net.config.pad_token_id
         theirs = model.net(input_ids=torch.where(there, tokens, pad), attention_mask=there.long())
-        torch.testing.assert_close(model(tokens), theirs.logits, rtol=0, atol=1e-6)  # their softmax is in float32
+        assert_close(model(tokens), theirs.logits, FEW, dtype=torch.float32)  # their softmax is in float32
 
 
 # ---- the layout -------------------------------------------------------------------------------------------------------
@@ -218,13 +222,13 @@ def test_texts_become_tokens_that_follow_one_another(texts, opt):
     )
     words = tokenizer()
     expected = {tuple(words(row["premise"] + "\n" + row["hypothesis"])["input_ids"]) for row in rows(60)}
-    found = set()
+    pairs = set()
     for client in fed.clients:
         for x, y in zip(client.x, client.y, strict=True):
             n = int((y >= 0).sum())
             assert x[1 : n + 1].tolist() == y[:n].tolist()[: len(x) - 1] or n == len(x)
-            found.add((*x[:n].tolist(), int(y[n - 1])))
-    assert found == expected
+            pairs.add((*x[:n].tolist(), int(y[n - 1])))
+    assert pairs == expected
     counts, names = fed.holdings()
     assert names == GENRES
     assert counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
@@ -278,10 +282,10 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
 
 
 def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
-    def refused(error, words, name=f"text:{texts}", **given):
-        given = {"partition": "iid", "clients": 2, "tokenizer": "bytes", "text": ["premise"], **given}
+    def refused(error, words, name=f"text:{texts}", **options):
+        options = {"partition": "iid", "clients": 2, "tokenizer": "bytes", "text": ["premise"], **options}
         with pytest.raises(error, match=words):
-            load_federation(name, **given)
+            load_federation(name, **options)
 
     refused(ConfigError, "Texts need a tokeniser", tokenizer=None)
     refused(DataError, "tokeniser '/nowhere' cannot be loaded", tokenizer="/nowhere")
@@ -305,9 +309,9 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
     short = write_jsonl(tmp_path / "short.jsonl", [{"text": "?"}, {"text": "!"}])
     words = tmp_path / "words"
     shutil.copytree(opt, words)
-    made = json.loads((words / "tokenizer.json").read_text())
-    made["post_processor"] = None
-    (words / "tokenizer.json").write_text(json.dumps(made))
+    content = json.loads((words / "tokenizer.json").read_text())
+    content["post_processor"] = None
+    (words / "tokenizer.json").write_text(json.dumps(content))
     refused(DataError, "no next token to predict", name=f"text:{short}", text=(), tokenizer=str(words))
 
 
@@ -371,28 +375,35 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_engines_agree(kind, opt, texts):
-    reference = run(opt, texts, **KINDS[kind])
-    assert torch.isfinite(reference.vector).all()
-    for engine in ("processes", "vectorized"):
-        other = run(opt, texts, engine=engine, **KINDS[kind])
-        torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
-        assert other.summary["bytes_up"] == reference.summary["bytes_up"]
+ON_ENGINES = [(kind, engine) for kind in KINDS for engine in ("processes", "vectorized")]
+QUICK = [("lora", "processes"), ("dropout", "vectorized"), ("classes-lora", "vectorized")]
 
 
-@pytest.mark.parametrize("name", [*CATALOGUE, "fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"])
-def test_every_method_gives_the_same_vector_on_every_engine_or_refuses(name, opt, texts):
-    parts = [rule_class(piece.partition(":")[0]) for piece in name.split("+")]
-    if any("language" not in part.tasks for part in parts):
-        with pytest.raises(ConfigError, match="cannot be trained for the task 'language', because "):
-            run(opt, texts, method=name)
-        return
+@pytest.mark.parametrize(("kind", "engine"), slow_but(QUICK, ON_ENGINES))
+def test_engines_agree(kind, engine, opt, texts):
+    reference, other = run(opt, texts, **KINDS[kind]), run(opt, texts, engine=engine, **KINDS[kind])
+    assert_engines_agree(other.vector, reference.vector)
+    assert other.summary["bytes_up"] == reference.summary["bytes_up"]
+
+
+FITTING = [name for name in CATALOGUE if "language" in rule_class(name).tasks]
+SUMS = ["fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"]
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in FITTING])
+def test_a_method_for_another_task_refuses(name, opt, texts):
+    with pytest.raises(ConfigError, match="cannot be trained for the task 'language', because "):
+        run(opt, texts, method=name)
+
+
+@pytest.mark.parametrize("name", slow_but(["feddle", SUMS[1]], [*FITTING, *SUMS]))
+def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
+    """By default a method that asks the task for something, and one that splits the model."""
     given = {"method": name, "optimizer": "sgd", "lr": 0.05, "server": 5}
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")
     assert torch.isfinite(reference.vector).all()
-    torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-9)
+    assert_close(other.vector, reference.vector, MAGNIFIED)
 
 
 @pytest.mark.parametrize("name", ["fedcog:start_round=0,n=4", "fedreg", "vhl"])
@@ -412,9 +423,11 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
     import peft
     from transformers import OPTForCausalLM
 
-    given = options(opt, texts, model={"hf": str(opt), "lora": LORA}, clients=1, partition="iid", rounds=1, holdout=0.0)
-    given |= {"local_steps": 4, "batch_size": 1000, "weight_decay": 0.1}
-    config = experiment(given)
+    values = options(
+        opt, texts, model={"hf": str(opt), "lora": LORA}, clients=1, partition="iid", rounds=1, holdout=0.0
+    )
+    values |= {"local_steps": 4, "batch_size": 1000, "weight_decay": 0.1}
+    config = experiment(values)
     result = run_experiment(config)
     fed = load_federation(
         f"text:{texts}",
@@ -433,11 +446,11 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
 
     spec = initial_spec(config, fed, None, method("fedavg"))
     start = spec.parameters(spec.flatten())
-    found = dict(theirs.named_parameters())
+    weights = dict(theirs.named_parameters())
     mine = {n: "base_model.model." + n.removeprefix("net.") for n in start}
     with torch.no_grad():
         for name, value in start.items():
-            found[mine[name]].copy_(value)
+            weights[mine[name]].copy_(value)
     optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], 0.01, weight_decay=0.1)
     x, y = fed.clients[0].x, fed.clients[0].y
     for _ in range(4):
@@ -447,7 +460,7 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
         optimizer.step()
     moved = dict(result.model.named_parameters())
     for name in start:
-        torch.testing.assert_close(moved[name], found[mine[name]], rtol=0, atol=2e-6)  # their softmax is in float32
+        assert_close(moved[name], weights[mine[name]], FEW, dtype=torch.float32)  # their softmax is in float32
         assert not torch.equal(moved[name], start[name])
 
 
@@ -490,8 +503,8 @@ def test_a_trained_model_is_saved_as_a_folder_that_loads_again(opt, texts, tmp_p
         with torch.no_grad():
             if name == "whole":
                 assert torch.equal(again(x), result.model(x))
-            torch.testing.assert_close(again(x), result.model(x), rtol=0, atol=1e-5)
-            torch.testing.assert_close(plain(x.clamp_min(0)).logits[0], result.model(x)[0], rtol=0, atol=1e-5)
+            assert_close(again(x), result.model(x), FEW)
+            assert_close(plain(x.clamp_min(0)).logits[0], result.model(x)[0], FEW)
         assert not any("lora" in key for key in plain.state_dict())
 
 
@@ -508,10 +521,10 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     from unskew.runs.data import load_data
     from unskew.runs.model import initial_spec
 
-    fed, chosen = load_data(config), method(config.method)
-    spec = initial_spec(config, fed, None, chosen)
+    fed, rule = load_data(config), method(config.method)
+    spec = initial_spec(config, fed, None, rule)
     start = spec.flatten()
-    session = Session(config, fed, spec, chosen, pick_device("cpu"), None, [Watching()])
+    session = Session(config, fed, spec, rule, pick_device("cpu"), None, [Watching()])
     session.go(resume=False)
     body, head = split_at(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)
@@ -530,13 +543,13 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 def test_a_resumed_run_equals_an_uninterrupted_one(lora, opt, texts, tmp_path):
-    given = {
+    settings = {
         "method": "fedals:alpha=2,split=1+scaffold",
         "model": {"hf": str(opt), "lora": lora},
         "checkpoint_every": 1,
     }
-    run(opt, texts, tmp_path / "whole", rounds=4, **given)
-    run(opt, texts, tmp_path / "parts", rounds=2, **given)
+    run(opt, texts, tmp_path / "whole", rounds=4, **settings)
+    run(opt, texts, tmp_path / "parts", rounds=2, **settings)
     resume(tmp_path / "parts", rounds=4)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
@@ -544,11 +557,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(lora, opt, texts, tmp_path):
 def test_a_run_is_not_resumed_on_another_base(opt, texts, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(opt, base)
-    given = options(
+    settings = options(
         opt, texts, model={"hf": str(base), "lora": LORA}, text={"columns": ["premise"], "tokenizer": "bytes"}
     )
-    given["model_options"] = {"pretrained": False, "config": {"vocab_size": 257}}
-    unskew.run(**given, out=tmp_path / "run")
+    settings["model_options"] = {"pretrained": False, "config": {"vocab_size": 257}}
+    unskew.run(**settings, out=tmp_path / "run")
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["model_options"] == {"lora": LORA, "pretrained": False, "config": {"vocab_size": 257}}
     changed = json.loads((base / "config.json").read_text())
@@ -573,7 +586,7 @@ def test_a_models_own_frozen_head_leaves_the_last_layer_as_head(texts):
             for e in ("inline", "processes", "vectorized")
         ]
         for other in results[1:]:
-            torch.testing.assert_close(other.vector, results[0].vector, rtol=0, atol=1e-10)
+            assert_engines_agree(other.vector, results[0].vector)
         assert torch.equal(results[0].model[4].weight, module[4].weight.double())
     with pytest.raises(ConfigError, match="is frozen"):
         unskew.run(fed, model=module, method="fedgen", rounds=1)
@@ -597,9 +610,9 @@ def test_a_model_is_written_as_a_name_or_as_a_mapping(opt):
 
 
 def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path):
-    def refused(words, name=opt, task="language", **given):
+    def refused(words, name=opt, task="language", **changes):
         with pytest.raises(ConfigError, match=words):
-            resolve_model(f"hf:{name}", (9,), 24, given, task)
+            resolve_model(f"hf:{name}", (9,), 24, changes, task)
 
     old = tmp_path / "old"
     shutil.copytree(opt, old)

@@ -6,12 +6,15 @@ import types
 
 import pytest
 import torch
+from support.tolerance import FEW, assert_close
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from unskew.errors import ConfigError
 from unskew.models.catalogue import MODELS, build_model, resolve_model
-from unskew.models.zoo.vision import CNNA, MLP, PaddedShortcut, ResNet20
+from unskew.models.zoo.cnn import CNNA
+from unskew.models.zoo.resnet import PaddedShortcut, ResNet20
+from unskew.models.zoo.vision import MLP
 
 BUILT = [name for name, entry in MODELS.items() if not entry.pretrained]
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
@@ -70,7 +73,7 @@ def test_eval_mode_is_deterministic_and_layout_free(name):
     model = build_model(name, (3, 8, 8), 4).eval()
     x = torch.randn(3, 3, 8, 8)
     torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
-    torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), model(x), rtol=1e-4, atol=1e-5)
+    assert_close(model(x.to(memory_format=torch.channels_last)), model(x), FEW)
 
 
 VARIANTS = [(name, {}) for name in BUILT] + [
@@ -101,9 +104,9 @@ def test_vmap_over_two_models_equals_the_loop(name, options):
     for k, model in enumerate(models):
         nn.functional.cross_entropy(model(x[k]), y[k]).backward()
         for key, parameter in model.named_parameters():
-            torch.testing.assert_close(gradients[key][k], parameter.grad, rtol=1e-3, atol=1e-5)
+            assert_close(gradients[key][k], parameter.grad, FEW)
         for key, buffer in model.named_buffers():
-            torch.testing.assert_close(updated[key][k], buffer, rtol=1e-4, atol=1e-5)
+            assert_close(updated[key][k], buffer, FEW)
 
 
 def test_vgg11_dropout_runs_under_vmap_in_training_mode():
@@ -218,8 +221,8 @@ def test_resolve_returns_a_module_as_it_is():
 def test_resolve_gives_a_factory_what_it_names():
     seen = []
 
-    def make(**given):
-        seen.append(given)
+    def make(**arguments):
+        seen.append(arguments)
         return nn.Identity()
 
     resolve_model(lambda: make(), (4,), 2)

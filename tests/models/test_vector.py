@@ -1,9 +1,9 @@
 """The model as a vector, the client's optimizer, the batches, the random numbers, the shared memory."""
 
-import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
+from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close
 from torch import nn
 
 import unskew
@@ -52,10 +52,10 @@ def test_body_and_head_are_found_or_named():
         def forward(self, x):
             return self.out(torch.tanh(self.first(x.flatten(1))))
 
-    found = spec_of(Reversed())
-    assert (found.head_name, found.layers) == ("out", ["first", "out"])
-    assert found.parts["head"] == [slice(0, 15)]
-    assert spec_of(Reversed(), head="first").parts["head"] == [slice(15, found.size)]
+    spec = spec_of(Reversed())
+    assert (spec.head_name, spec.layers) == ("out", ["first", "out"])
+    assert spec.parts["head"] == [slice(0, 15)]
+    assert spec_of(Reversed(), head="first").parts["head"] == [slice(15, spec.size)]
     with pytest.raises(ConfigError, match=r"no module 'fcc' to use as head. Modules: conv"):
         spec_of(head="fcc")
     bare = ModelSpec(nn.Linear(4, 3), (4,), 3)
@@ -103,9 +103,9 @@ def test_bound_and_functional_gradients_equal_autograd_on_a_plain_module():
             return nn.functional.cross_entropy(model(u, batch.x).logits, batch.y) + 0.15 * u @ u
 
         found = model.gradient(loss_fn)(v, batch)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(model.b[:4], plain.norm.running_mean, atol=1e-12)
-        np.testing.assert_allclose(model.b[4:], plain.norm.running_var, atol=1e-12)
+        assert_close(found, expected, TRAINING)
+        assert_close(model.b[:4], plain.norm.running_mean, TRAINING)
+        assert_close(model.b[4:], plain.norm.running_var, TRAINING)
 
 
 def test_a_shared_pass_is_computed_once():
@@ -144,7 +144,7 @@ def test_optimizers_equal_torch(name, options, build):
         theirs.grad = g.clone()
         optimizer.step()
         v, state = optimizers.step(training, v, g.clone(), state, t)
-        torch.testing.assert_close(v, theirs.detach(), rtol=0, atol=1e-13)
+        assert_close(v, theirs.detach())
 
 
 def test_clipping_equals_torch():
@@ -154,7 +154,7 @@ def test_clipping_equals_torch():
     p.grad = g.clone()
     nn.utils.clip_grad_norm_([p], 0.5)
     v, _ = optimizers.step(training, torch.zeros(2, dtype=torch.float64), g, {}, 0)
-    torch.testing.assert_close(-v, p.grad, rtol=0, atol=1e-12)
+    assert_close(-v, p.grad)
 
 
 @pytest.mark.parametrize(
@@ -186,18 +186,18 @@ def test_normalisation_is_the_textbook_formula_and_leaves_the_data_alone():
     fit = unskew.Normalisation.fit(x)
     scaled = x.double() / 255
     mean, std = scaled.mean((0, 2, 3)), scaled.std((0, 2, 3), correction=0)
-    np.testing.assert_allclose(fit.mean, mean, rtol=1e-12)
-    np.testing.assert_allclose(fit.std, std, rtol=1e-10)
+    assert_close(fit.mean, mean)
+    assert_close(fit.std, std, MAGNIFIED)
     out = Normaliser(fit, (3, 5, 4), torch.float64, torch.device("cpu"))(x)
-    torch.testing.assert_close(out, (scaled - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1), rtol=0, atol=1e-10)
+    assert_close(out, (scaled - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1), MAGNIFIED)
     floats = torch.randn(30, 4)
     floats[:, 2] = 7.0  # a constant feature must not become NaN
-    kept = floats.clone()
+    before = floats.clone()
     fit = unskew.Normalisation.fit(floats)
     out = Normaliser(fit, (4,), torch.float32, torch.device("cpu"))(floats)
-    assert torch.equal(floats, kept)
-    np.testing.assert_allclose(out.mean(0), 0, atol=1e-6)
-    np.testing.assert_allclose(out.std(0, correction=0)[[0, 1, 3]], 1, atol=1e-6)
+    assert torch.equal(floats, before)
+    assert_close(out.mean(0), 0, FEW)
+    assert_close(out.std(0, correction=0)[[0, 1, 3]], 1, FEW)
 
 
 def test_keyed_numbers_are_uniform_independent_and_pure():

@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from conftest import blobs
+from support.federations import blobs
 from support.running import call
+from support.slow import slow_but
 
 from unskew.config.reading import experiment
 from unskew.data.federation import ServerData
@@ -21,24 +22,42 @@ from unskew.runs.run import run as runs
 FEW = ["FedAvg", "FedCOG"]
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", names())
-def test_every_run_of_every_preset_is_a_valid_experiment(name, scale):
+def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_settings(name):
+    """At every scale; the network and the optimizer, too."""
+    federation = blobs([8, 8], shape=(1, 8, 8), classes=10)
+    federation = replace(federation, server=ServerData(*federation.test))
     preset = load_preset(name)
-    found = cells(preset, scale, 0, {})
-    assert len(found) == len(preset.rows) * len(preset.columns)
-    assert seeds_of(preset, scale) >= 1
-    for cell in found:
-        assert "$" not in cell.config.method
-        if cell.parent is not None:
-            assert cell.parent.rounds < cell.config.rounds
-            shared = ("data", "partition", "clients", "model", "lr", "momentum", "local_steps", "batch_size", "seed")
-            assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
-    for value in preset.values:
-        assert report.shown(value.removesuffix("*"))[0]
-        stem, slash, _ = value.partition("/")
-        if slash and stem in ("consensus", "generalization", "gradients"):
-            assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
+    for scale in SCALES:
+        found = cells(preset, scale, 0, {})
+        assert len(found) == len(preset.rows) * len(preset.columns)
+        assert seeds_of(preset, scale) >= 1
+        for cell in found:
+            assert "$" not in cell.config.method
+            if cell.parent is not None:
+                assert cell.parent.rounds < cell.config.rounds
+                shared = (
+                    "data",
+                    "partition",
+                    "clients",
+                    "model",
+                    "lr",
+                    "momentum",
+                    "local_steps",
+                    "batch_size",
+                    "seed",
+                )
+                assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
+            chosen = method(cell.config.method)
+            for rule in chosen.client:
+                rule.check(federation, cell.config.training.plain_sgd)
+            if cell.config.network.delay != "none":
+                check_delays(chosen, [])
+        for value in preset.values:
+            stem, slash, _ = value.partition("/")
+            if slash and stem in ("consensus", "generalization", "gradients"):
+                assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
+    assert all(report.shown(value.removesuffix("*"))[0] for value in preset.values)
     for value, columns in preset.published.items():
         assert value in preset.values
         assert set(columns) <= set(preset.columns)
@@ -104,19 +123,6 @@ def test_the_experiment_on_gradients_measures_them_at_the_papers_shares():
         assert n_syn / (4500 + n_syn) == pytest.approx(share, abs=5e-5)
         assert f"n_syn={n_syn}" in cell.config.method or n_syn == 0
         assert cell.config.diagnose == ("gradients",)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", names())
-def test_every_method_of_every_preset_takes_its_optimizer_and_network(name, scale):
-    federation = blobs([8, 8], shape=(1, 8, 8), classes=10)
-    federation = replace(federation, server=ServerData(*federation.test))
-    for cell in cells(load_preset(name), scale, 0, {}):
-        chosen = method(cell.config.method)
-        for rule in chosen.client:
-            rule.check(federation, cell.config.training.plain_sgd)
-        if cell.config.network.delay != "none":
-            check_delays(chosen, [])
 
 
 def test_a_method_that_does_not_fit_is_refused_before_any_is_trained(tmp_path, monkeypatch):
@@ -345,10 +351,10 @@ def test_a_preset_of_another_shape_is_refused(monkeypatch):
         load_preset("fedcog/table-1")
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "size"),
-    [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)],
-)
+FIGURES = [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)]
+
+
+@pytest.mark.parametrize(("name", "rows", "size"), slow_but([FIGURES[1]], FIGURES))
 def test_tables_can_be_drawn(tmp_path, name, rows, size):
     from PIL import Image
 

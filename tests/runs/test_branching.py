@@ -1,8 +1,9 @@
 """A run that begins where another ended."""
 
 import pytest
+from support.tolerance import TRAINING, assert_close
 import torch
-from conftest import QUICK, SmallBatchNorm, blobs
+from support.federations import QUICK, SmallBatchNorm, blobs
 
 import unskew
 from unskew.errors import ConfigError
@@ -84,4 +85,4 @@ def test_a_rule_with_other_options_begins_anew_at_server_and_clients(tmp_path):
     child = train(tmp_path / "b", method="fedpvr", **start)
     # Without variates a round of FedPVR is one of FedAvg with uniform weights.
     plain = train(tmp_path / "c", weights="uniform", **start)
-    torch.testing.assert_close(child.vector, plain.vector, rtol=0, atol=1e-12)
+    assert_close(child.vector, plain.vector, TRAINING)

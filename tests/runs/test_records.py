@@ -4,10 +4,12 @@ import json
 import math
 
 import numpy as np
+from support.tolerance import FEW, near, assert_close
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.federations import SmallBatchNorm, blobs
 from rich.console import Console
+from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
 from support.running import metrics, summary
 from safetensors.torch import load_file
 from torch import nn
@@ -27,10 +29,6 @@ from unskew.simulation.evaluate import ClientScores, Evaluator
 from unskew.tasks import TASKS
 
 
-def shown(table, width=200):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
-    return console.export_text()
 
 
 @pytest.fixture(autouse=True)
@@ -42,33 +40,12 @@ def _seed():
 # ---- evaluation -------------------------------------------------------------------------------------------------------
 
 
-class Copy(nn.Module):
-    """A model whose logits are its inputs: what it predicts is in the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-        with torch.no_grad():
-            self.fc.weight.copy_(torch.eye(3))
-            self.fc.bias.zero_()
-
-    def forward(self, x):
-        return self.fc(x)
 
 
-def one_hot(labels):
-    return np.eye(3, dtype=np.float32)[np.asarray(labels)]
 
 
-def evaluator(fed, module=None):
-    spec = ModelSpec(module or Copy(), fed.shape, fed.classes)
-    return Evaluator(spec, fed, TASKS["classification"], torch.device("cpu")), spec.flatten(), spec.flatten_buffers()
 
 
-def held_out(*pairs, test=None):
-    """Clients that hold out what is given: what the model says of each sample, and what it is."""
-    clients = [(one_hot([0]), np.array([0]), one_hot(says), np.array(is_)) for says, is_ in pairs]
-    return unskew.Federation.from_arrays(clients, test=test or (one_hot([0, 1]), np.array([0, 1])), classes=3)
 
 
 def test_accuracy_per_client_by_hand():
@@ -98,10 +75,10 @@ def test_accuracy_and_loss_on_the_test_set_by_hand():
     x, y = draws.normal(size=(1203, 3)).astype(np.float32), draws.integers(0, 3, 1203)  # more than two batches
     judge, v, b = evaluator(held_out(([0], [0]), test=(x, y)))
     score = judge.score(v, b)
-    assert score.accuracy == pytest.approx((x.argmax(1) == y).mean(), abs=1e-12)
+    assert score.accuracy == near((x.argmax(1) == y).mean())
     wide = x.astype(np.float64)
     loss = np.log(np.exp(wide).sum(1)) - wide[np.arange(len(y)), y]
-    assert score.loss == pytest.approx(loss.mean(), rel=1e-6)
+    assert score.loss == near(loss.mean(), FEW, dtype=torch.float32)
 
 
 def test_without_held_out_data_the_test_set_is_weighted_by_classes():
@@ -120,7 +97,7 @@ def test_without_held_out_data_the_test_set_is_weighted_by_classes():
     for mine in labels:
         q = np.array([(mine == c).mean() for c in range(3)])
         expected.append((q * correct).sum() / (q * total).sum())
-    np.testing.assert_allclose(scores.accuracies, expected, rtol=1e-12)
+    assert_close(scores.accuracies, expected)
     assert scores.accuracies[1] == pytest.approx(correct[0] / total[0])
     assert "weighted by the clients' classes" in scores.measured_on
 
@@ -230,7 +207,7 @@ def test_average_of_statistics_by_hand():
         b.append(torch.cat([0.1 * z.mean(1), 0.9 + 0.1 * z.var(1)]).detach())
         sizes.append(client.examples)
     expected = sum(n * each for n, each in zip(sizes, b, strict=True)) / sum(sizes)
-    torch.testing.assert_close(stats(together), expected, rtol=1e-5, atol=1e-6)
+    assert_close(stats(together), expected, FEW)
 
 
 def test_clients_are_judged_with_their_own_statistics(tmp_path):
@@ -268,8 +245,6 @@ def test_clients_are_judged_with_their_own_statistics(tmp_path):
 # ---- the recorder -----------------------------------------------------------------------------------------------------
 
 
-def row(t, accuracy=0.5, **more):
-    return {"round": t, "accuracy": accuracy, "loss": 1.0, **more}
 
 
 def test_lines_are_valid_json_whatever_the_figures(tmp_path):
@@ -364,15 +339,6 @@ def test_model_file_is_the_result(tmp_path):
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-def summary_of(accuracy, **more):
-    keys = ("best_accuracy", "client_accuracy_mean", "client_accuracy_worst")
-    return {
-        "accuracy": accuracy,
-        **dict.fromkeys(keys, accuracy),
-        "bytes_up": 10,
-        "bytes_down": 20,
-        "seconds": 1.0,
-    } | more
 
 
 def test_comparison_rows_by_hand():

@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+from support.slow import slow_but
 import yaml
 from support.running import TIMES, TINY, Process, assert_same_run, call, end_all, metrics
 
 import unskew
 from unskew.errors import CheckpointError
 from unskew.simulation.checkpoint import FORMAT, checkpoints
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
 RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")
@@ -49,7 +52,7 @@ def go_on(tmp_path, run):
     return Process(tmp_path, "run", *RUN, "--out", run, "--json").wait()
 
 
-@pytest.mark.parametrize("draw", range(6))
+@pytest.mark.parametrize("draw", slow_but(range(3), range(6)))
 def test_killed_at_a_random_moment(tmp_path, straight, draw):
     """Up to three kills in one run, each a random while after a random round (also before the first)."""
     luck = random.Random(draw)
@@ -70,7 +73,7 @@ def test_killed_at_a_random_moment(tmp_path, straight, draw):
     assert_same_run(straight, run)
 
 
-@pytest.mark.parametrize("draw", range(4))
+@pytest.mark.parametrize("draw", slow_but([0], range(4)))
 def test_killed_during_a_checkpoint(tmp_path, straight, draw):
     """From outside, as soon as an unfinished checkpoint is seen."""
     luck = random.Random(100 + draw)
@@ -84,7 +87,10 @@ def test_killed_during_a_checkpoint(tmp_path, straight, draw):
     assert_same_run(straight, run)
 
 
-@pytest.mark.parametrize("count", random.Random(7).sample(range(1, 50), 8))
+WRITES = random.Random(7).sample(range(1, 50), 8)
+
+
+@pytest.mark.parametrize("count", slow_but(WRITES[:3], WRITES))
 def test_killed_at_a_write(tmp_path, straight, count):
     """The process dies exactly at its n-th wait for the disk: inside of every kind of file."""
     run = tmp_path / "run"

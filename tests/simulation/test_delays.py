@@ -5,9 +5,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.delays import Arrivals
+from support.federations import SmallBatchNorm, blobs
 from support.running import call
+from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
 from unskew.errors import CheckpointError, ConfigError, DataError
@@ -18,6 +20,8 @@ from unskew.simulation.delays import Delays
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 SIZES = [9, 14, 11, 8, 12, 10]
 
@@ -44,7 +48,7 @@ def test_a_delay_of_zero_is_the_synchronous_run_bit_for_bit(method):
 def test_engines_agree(engine):
     options = {"method": "scaffold", "network": {"drop": 0.2}}
     reference, other = train("half-normal:2", **options), train("half-normal:2", engine=engine, **options)
-    torch.testing.assert_close(other.vector, reference.vector, rtol=0, atol=1e-10)
+    assert_engines_agree(other.vector, reference.vector)
     assert [r["in_flight"] for r in other.history] == [r["in_flight"] for r in reference.history]
 
 
@@ -70,34 +74,15 @@ def test_updates_are_added_to_the_model_of_their_arrival():
 
     # Both clients are sent out in rounds 0 and 3: a client on its way is not drawn.
     sent = sum(w * delta(v, c) for w, c in zip(weights, fed.clients, strict=True))
-    torch.testing.assert_close(result.vector, v + sent, rtol=0, atol=1e-12)
+    assert_close(result.vector, v + sent, TRAINING)
     assert [r["arrivals"] for r in result.history] == [0, 0, 2, 0, 0]
     assert [r["cohort"] for r in result.history] == [2, 0, 0, 2, 0]
     assert result.history[2]["staleness"] == 2
     assert result.history[4]["in_flight"] == 2
 
 
-class Spy:
-    """Remembers which clients were sent out and which came back, by round."""
-
-    def __init__(self, monkeypatch):
-        from unskew.simulation.network import Network
-
-        self.out, self.back = {}, {}
-        real = Network.deliver
-
-        def deliver(network, round, results):
-            results = list(results)
-            self.out[round] = [u.client for u in results]
-            arrived = list(real(network, round, results))
-            self.back[round] = [(u.born, u.client) for u in arrived]
-            return iter(arrived)
-
-        monkeypatch.setattr(Network, "deliver", deliver)
-
-
 def test_no_client_has_two_updates_on_their_way_and_arrivals_are_in_a_fixed_order(monkeypatch):
-    spy = Spy(monkeypatch)
+    spy = Arrivals(monkeypatch)
     train("half-normal:3", rounds=30)
     flying = {}
     for t in range(30):
@@ -318,7 +303,7 @@ def test_fedbuff_moves_when_its_buffer_is_full():
                 buffer = []
         if arrivals:
             state = rule.step(state, Updates(0, parts[0], portions=parts))
-        np.testing.assert_allclose(state["v"].numpy(), expected, atol=1e-12)
+        assert_close(state["v"].numpy(), expected, TRAINING)
         assert rule.metrics(state) == {"fedbuff_waiting": len(buffer)}
 
 
@@ -348,9 +333,7 @@ def test_statistics_wait_with_the_model_and_move_by_the_mean_change_of_the_buffe
     monkeypatch.setattr(Network, "deliver", delivered)
     result = train("half-normal:2", f"{method}:buffer_size=4", rounds=15)
     norm = result.model.norm
-    np.testing.assert_allclose(
-        torch.cat([norm.running_mean, norm.running_var]).numpy(), expected[-1], rtol=0, atol=1e-12
-    )
+    assert_close(torch.cat([norm.running_mean, norm.running_var]).numpy(), expected[-1], TRAINING)
     waits = [t for t in range(1, 15) if expected[t] is expected[t - 1]]
     assert 4 < len(waits) < 13
     losses = [row["loss"] for row in result.history]
@@ -368,7 +351,7 @@ def test_statistics_that_are_not_averaged_are_as_with_fedavg(buffers):
 def test_fedbuff_without_delay_and_with_a_buffer_of_the_cohort_is_fedavg():
     for delay in ("none", "fixed:0"):
         buffered = train(delay, "fedbuff:buffer_size=3")
-        torch.testing.assert_close(buffered.vector, train(weights="uniform").vector, rtol=0, atol=1e-12)
+        assert_close(buffered.vector, train(weights="uniform").vector, TRAINING)
 
 
 def test_fedbuff_waits_over_rounds_and_goes_on_after_an_interruption(tmp_path):
@@ -415,8 +398,8 @@ def test_fedasync_mixes_each_model_by_its_age(spec):
             share = 1.0 if age <= 1 else 1 / (10 * (age - 1) + 1)
         v = (1 - rule.alpha0 * share) * v + rule.alpha0 * share * (s + d)
         b = (1 - rule.alpha0 * share) * b + rule.alpha0 * share * own
-    np.testing.assert_allclose(found["v"].numpy(), v, atol=1e-12)
-    np.testing.assert_allclose(found["b"].numpy(), b, atol=1e-12)
+    assert_close(found["v"].numpy(), v)
+    assert_close(found["b"].numpy(), b)
 
 
 def test_fedasync_mixes_statistics_as_the_model():
@@ -436,7 +419,7 @@ def test_fedasync_with_full_weight_is_the_model_of_the_last_arrival():
     spy = train("none", rounds=1, participation=1 / 6, weights="uniform")
     # Sent out in round 0, it replaces the initial model in round 1.
     first = train("fixed:1", **{**options, "rounds": 2})
-    torch.testing.assert_close(first.vector, spy.vector, rtol=0, atol=1e-12)
+    assert_close(first.vector, spy.vector, TRAINING)
 
 
 def test_fedasync_remembers_what_was_sent_over_an_interruption_and_forgets_who_dropped_out(tmp_path):
@@ -448,4 +431,4 @@ def test_fedasync_remembers_what_was_sent_over_an_interruption_and_forgets_who_d
     assert torch.equal(rest.vector, whole.vector)
     for engine in ("processes", "vectorized"):
         other = train("half-normal:3", rounds=12, engine=engine, **options)
-        torch.testing.assert_close(other.vector, whole.vector, rtol=0, atol=1e-10)
+        assert_engines_agree(other.vector, whole.vector)

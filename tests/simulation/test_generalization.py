@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Spy, blobs
+from support.federations import Spy, blobs
+from support.tolerance import TRAINING, near
 
 import unskew
 from unskew.data.partition.rules import iid
@@ -39,13 +40,13 @@ def test_gaps_and_skew_are_those_by_hand():
         big, small = big + local / 3, small + skew / 3
         first += w**3 * local
         second += 2 * w**2 * np.sqrt(max(skew, 0) * max(local, 0))
-    assert row["generalization/gap"] == pytest.approx(gap, abs=1e-10)
-    assert row["generalization/local_gap"] == pytest.approx(big, abs=1e-10)
-    assert row["generalization/skew"] == pytest.approx(small, abs=1e-10)
-    assert row["generalization/bound_first"] == pytest.approx(first, abs=1e-10)
-    assert row["generalization/bound_second"] == pytest.approx(second, abs=1e-10)
-    assert row["generalization/round"] == pytest.approx(2 * first + np.sqrt(2) * second, abs=1e-10)
-    assert row["generalization/ratio"] == pytest.approx(gap / big, abs=1e-10)
+    assert row["generalization/gap"] == near(gap, TRAINING)
+    assert row["generalization/local_gap"] == near(big, TRAINING)
+    assert row["generalization/skew"] == near(small, TRAINING)
+    assert row["generalization/bound_first"] == near(first, TRAINING)
+    assert row["generalization/bound_second"] == near(second, TRAINING)
+    assert row["generalization/round"] == near(2 * first + np.sqrt(2) * second, TRAINING)
+    assert row["generalization/ratio"] == near(gap / big, TRAINING)
 
 
 def test_the_trend_is_the_mean_over_evaluated_rounds_also_after_a_resume(tmp_path):
@@ -54,7 +55,7 @@ def test_the_trend_is_the_mean_over_evaluated_rounds_also_after_a_resume(tmp_pat
     whole = unskew.run(fed, rounds=6, **run).history
     terms = [row["generalization/round"] for row in whole if row["accuracy"] is not None]
     assert len(terms) == 3
-    assert whole[-1]["generalization/trend"] == pytest.approx(np.mean(terms), abs=1e-12)
+    assert whole[-1]["generalization/trend"] == near(np.mean(terms))
     unskew.run(fed, rounds=4, **run, out=tmp_path / "r")
     again = unskew.resume(tmp_path / "r", rounds=6, federation=fed).history
     assert again[-1]["generalization/trend"] == whole[-1]["generalization/trend"]

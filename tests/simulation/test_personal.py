@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
+from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
+from support.federations import SmallBatchNorm, blobs
 from support.quadratic import Quadratics, problem
 from support.running import Stop, StopAfter
-from test_records import evaluator, held_out, one_hot, row, shown, summary_of
+from support.slow import slow_but
+from support.tolerance import TRAINING, assert_close, near
 
 import unskew
 from unskew.cli.comparison_tables import clients_table, comparison_table
@@ -81,7 +83,7 @@ def test_the_last_training_equals_a_loop_in_numpy(chosen, engine):
             g += 0.7 * (y - x) if "fedprox" in chosen else 0.0
             m = MOMENTUM * m + g + DECAY * y
             y = y - LR * m
-        np.testing.assert_allclose(v, y, atol=1e-12)
+        assert_close(v, y, TRAINING)
     assert np.array_equal(run.server.v, x)
     for k in range(4):
         after = run.server.store.get(k)
@@ -132,10 +134,17 @@ def test_nothing_but_the_personal_figures_differs(chosen):
     assert not figures(plain)
 
 
-@pytest.mark.parametrize("chosen", ["fedprox+ft", "scaffold+ft", f"{COG}+ft", "fedrep+ft", "fedrep", "ditto"])
-@pytest.mark.parametrize("engine", ["processes", "vectorized"])
+CASES = [
+    (chosen, engine)
+    for chosen in ("fedprox+ft", "scaffold+ft", f"{COG}+ft", "fedrep+ft", "fedrep", "ditto")
+    for engine in ("processes", "vectorized")
+]
+QUICK = [("scaffold+ft", "processes"), ("fedrep+ft", "vectorized"), ("ditto", "vectorized")]
+
+
+@pytest.mark.parametrize(("chosen", "engine"), slow_but(QUICK, CASES))
 def test_every_engine_gives_the_same_personal_figures(chosen, engine):
-    assert figures(train(chosen, engine=engine, workers=2)) == pytest.approx(figures(train(chosen)), abs=1e-12)
+    assert figures(train(chosen, engine=engine, workers=2)) == near(figures(train(chosen)))
 
 
 def test_only_clients_that_are_evaluated_train(monkeypatch):
@@ -206,7 +215,7 @@ def test_without_held_out_data_a_personal_model_is_weighed_by_its_clients_classe
         right = (x @ weight.T + bias).argmax(1) == y
         q = np.bincount(labels[k], minlength=3) / len(labels[k])
         correct, total = (np.array([n[y == c].sum() for c in range(3)]) for n in (right, np.ones(400)))
-        assert found == pytest.approx((q * correct).sum() / (q * total).sum(), abs=1e-12)
+        assert found == near((q * correct).sum() / (q * total).sum())
     assert len(set(scores.accuracies)) == 3
     assert scores.measured_on == "the test set, weighted by the clients' classes"
     assert scores.std == pytest.approx(np.sqrt(np.mean((scores.accuracies - np.mean(scores.accuracies)) ** 2)))

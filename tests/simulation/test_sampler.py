@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import blobs
 from safetensors.torch import load_file
+from support.federations import blobs
 
 import unskew
 from unskew.simulation.network import Network

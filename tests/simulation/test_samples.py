@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from matplotlib.image import imread
+from support.federations import SmallBatchNorm, blobs
 from support.running import TINY, call
+from support.tolerance import MAGNIFIED, assert_close
 
 import unskew
 from unskew.data.federation import Federation
@@ -16,6 +17,8 @@ from unskew.errors import ConfigError
 from unskew.plots.pictures import grid_by_class
 from unskew.protocol.rules import Broadcast, Update
 from unskew.simulation.made_inputs import MadeInputs
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
 
@@ -38,7 +41,7 @@ def test_every_engine_draws_the_same_and_trains_as_without(tmp_path):
         result = train(folder, engine=engine, save_samples=True)
         assert names(folder) == [f"client-{k:04d}.png" for k in range(3)]
         drawn[engine] = [imread(path) for path in sorted((folder / "samples").iterdir())]
-        torch.testing.assert_close(result.vector, plain.vector, rtol=0, atol=1e-10)
+        assert_close(result.vector, plain.vector, MAGNIFIED)
         for way in ("bytes_up", "bytes_down"):
             assert result.summary[way] == plain.summary[way]
     assert torch.equal(train(tmp_path / "again", save_samples=True).vector, plain.vector)

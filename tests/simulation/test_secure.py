@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import Spy, blobs
+from support.federations import Spy, blobs
+from support.tolerance import near
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
@@ -81,7 +82,7 @@ def test_local_models_are_measured_as_by_hand():
     again = unskew.run(fed, model="logistic", method=spy, rounds=1, engine="inline", lr=0.05, precision="fp64", seed=4)
     locals_ = [local for local, _ in spy.seen]
     distances = [float((local - again.vector).norm()) for local in locals_]
-    assert row["local_distance"] == pytest.approx(sum(distances) / len(distances), abs=1e-12)
+    assert row["local_distance"] == near(sum(distances) / len(distances))
     x, y = fed.test
     right = []
     for local in locals_:
@@ -92,6 +93,6 @@ def test_local_models_are_measured_as_by_hand():
             state[n] = local[start : start + p.numel()].view_as(p)
             start += p.numel()
         right.append(float((torch.func.functional_call(module, state, (x.double(),)).argmax(1) == y).double().mean()))
-    assert row["local_accuracy"] == pytest.approx(sum(right) / len(right), abs=1e-12)
+    assert row["local_accuracy"] == near(sum(right) / len(right))
     assert 0 <= row["local_personal_accuracy"] <= 1
     assert result.summary["local_distance"] == row["local_distance"]

@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import blobs
+from support.federations import blobs
+from support.slow import slow_but
 
 import unskew
 from unskew.runs import session
@@ -60,8 +61,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("delay", ["none", "half-normal:3"])
-@pytest.mark.parametrize("method", RULES)
+CASES = [(method, delay) for method in RULES for delay in ("none", "half-normal:3")]
+
+
+@pytest.mark.parametrize(("method", "delay"), slow_but([("feddle:epochs=1", "half-normal:3")], CASES))
 def test_the_server_holds_the_model_its_rule_and_what_was_sent(tmp_path, monkeypatch, method, delay):
     """Updates on their way and CA2FL's cache are on disk; whoever remembers what was sent holds each version of it once."""
     made, real = [], Server.__init__

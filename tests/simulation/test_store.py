@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import SmallBatchNorm, blobs
 from safetensors.torch import load_file
+from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 
 import unskew

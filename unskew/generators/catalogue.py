@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import typing
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-import pydantic
-
-from unskew.errors import ConfigError, plain, unknown
+from unskew.errors import ConfigError, unknown
 from unskew.generators.job import ImageGenerator, Job
+from unskew.options import build, imported, imported_callable, read_options
 
 Factory = Callable[[Job], ImageGenerator]
 
@@ -57,37 +53,19 @@ def factory(spec: str, epochs: int | None = None) -> Factory:
     >>> factory("vae-small;beta=2", epochs=5)
     VAE(epochs=5, batch=32, lr=0.002, beta=2.0, latent=10, channels=32, hidden=128)
     """
-    name, *rest = (piece.strip() for piece in spec.split(";"))
-    given: dict[str, Any] = {}
-    for item in filter(None, rest):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"{item!r} in generator={spec!r} is not an option; write {name};option=value.")
-        given[key.strip()] = value.strip()
+    name, options = _parts(spec)
     if epochs is not None:
-        if "epochs" in given:
+        if "epochs" in options:
             raise ConfigError(f"generator={spec!r} gives epochs, and the method's option epochs does, too.")
-        given["epochs"] = epochs
+        options["epochs"] = epochs
     if ":" in name:
-        made = imported(name, "generator")
-        return partial(made, **given) if given else typing.cast(Factory, made)
+        own = imported_callable(name, f"generator={name!r}")
+        return partial(own, **options) if options else cast(Factory, own)
     if name not in GENERATORS:
         raise ConfigError(unknown("generator", name, GENERATORS) + " Or give your own as package.module:factory.")
-    path, options = GENERATORS[name]
-    cls: Any = imported(path, "generator")
-    hints = typing.get_type_hints(cls, include_extras=True)
-    known = {field.name for field in dataclasses.fields(cls)}
-    checked = dict(options)
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(unknown(f"option of the generator {name}", key, known))
-        several = isinstance(value, str) and isinstance(getattr(cls, key), tuple)
-        try:
-            checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value.split("/") if several else value)
-        except pydantic.ValidationError as error:
-            reason = plain(error.errors()[0]["msg"])
-            raise ConfigError(f"generator={name};{key}={given[key]} is not valid: {reason}.") from error
-    return typing.cast(Factory, cls(**checked))
+    path, usual = GENERATORS[name]
+    cls = imported(path, f"the generator {name!r}")
+    return cast(Factory, build(cls, {**usual, **options}, f"the generator {name}", f"generator={name};"))
 
 
 def spelled(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
@@ -96,24 +74,13 @@ def spelled(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
     >>> spelled("ddpm; steps=9;epochs=5;batch=4;"), spelled("vae", 5)
     (('ddpm;batch=4;steps=9', 5), ('vae', 5))
     """
-    name, *rest = (piece.strip() for piece in spec.split(";"))
-    options = {key.strip(): value.strip() for key, _, value in (item.partition("=") for item in rest if item)}
+    name, options = _parts(spec)
     if epochs is None and options.get("epochs", "").isdecimal():
         epochs = int(options.pop("epochs"))
     return ";".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))]), epochs
 
 
-def imported(path: str, what: str) -> Callable[..., Any]:
-    """The callable at ``package.module:name``.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what}={path!r} cannot be imported: {error}.") from error
-    if not callable(found):
-        raise ConfigError(f"{what}={path!r} is not a function or a class.")
-    return typing.cast(Callable[..., Any], found)
+def _parts(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options."""
+    name, _, rest = (piece.strip() for piece in spec.partition(";"))
+    return name, read_options(rest, ";", f"generator={spec!r}", f"{name};option=value")

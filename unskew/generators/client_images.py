@@ -85,129 +85,128 @@ def make_set(
     """
     for needed in (recipe.factory, recipe.privacy):
         getattr(needed, "ready", lambda: None)()
+    work = _Work(federation, recipe, seed, folder, device, tell, warn)
     if folder is None:
-        return _make(federation, recipe, seed, None, device, about, tell, warn)
+        return work.all_images(about)
     synthetic.check_can_store()
     make_folder(folder / "work")
     with locked(folder) if os.name == "posix" else nullcontext():
         if (folder / synthetic.ABOUT).is_file():
-            made = synthetic.load(folder)
-            if made.about.get("recipe") != about.get("recipe"):
+            images = synthetic.load(folder)
+            if images.about.get("recipe") != about.get("recipe"):
                 raise ConfigError(
                     f"{folder} holds a synthetic set that was made otherwise; remove it, or use it as it is."
                 )
             synthetic.clear(folder, "work")
-            return made
-        told = json.dumps(about.get("recipe"), sort_keys=True)
+            return images
+        spelling = json.dumps(about.get("recipe"), sort_keys=True)
         begun = folder / "work" / "recipe.json"
-        if begun.is_file() and begun.read_text(encoding="utf-8") != told:
+        if begun.is_file() and begun.read_text(encoding="utf-8") != spelling:
             raise ConfigError(f"{folder} holds the beginning of another synthetic set; remove it.")
-        write_atomic(begun, told.encode())
-        made = _make(federation, recipe, seed, folder, device, about, tell, warn)
-        draw(folder, made, federation)
-        synthetic.save(folder, made, federation.classes, federation.class_names)
+        write_atomic(begun, spelling.encode())
+        images = work.all_images(about)
+        draw(folder, images, federation)
+        synthetic.save(folder, images, federation.classes, federation.class_names)
         synthetic.clear(folder, "work")
-    return made
+    return images
 
 
-def _make(
-    federation: Federation,
-    recipe: Recipe,
-    seed: int,
-    folder: Path | None,
-    device: torch.device,
-    about: dict[str, Any],
-    tell: Tell,
-    warn: Callable[[str], None],
-) -> SyntheticSet:
-    if recipe.privacy is not None:
-        largest = max(federation.clients[k].examples for k in recipe.sharing)
-        recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), warn)
-    parts: list[tuple[Tensor, Tensor]] = []
-    epsilons: dict[int, float] = {}
-    began, before = time.perf_counter(), 0.0
-    for number, k in enumerate(recipe.sharing):
-        done = None if folder is None else folder / "work" / f"client-{k}.safetensors"
-        if done is not None and done.is_file():
-            held = load_tensors(done.read_bytes())
-            x = held["x"].permute(0, 3, 1, 2)
-            parts.append((x, held["y"]))
-            if "epsilon" in held:
-                epsilons[k] = float(held["epsilon"])
-            before += float(held["seconds"])
-            tell(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
-            continue
-        started = time.perf_counter()
-        x, y, spent = _client(federation, federation.clients[k], recipe, seed, folder, device, (number, tell), warn)
-        parts.append((x, y))
-        held = {"x": x.permute(0, 2, 3, 1).contiguous(), "y": y}
-        held["seconds"] = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        if spent is not None:
-            epsilons[k] = spent
-            held["epsilon"] = torch.tensor(spent, dtype=torch.float64)
-        if done is not None and folder is not None:
-            write_atomic(done, save_tensors(held))
-            shutil.rmtree(folder / "work" / f"generator-{k}", ignore_errors=True)
-    source = torch.repeat_interleave(torch.tensor(list(recipe.sharing)), torch.tensor([len(y) for _, y in parts]))
-    told = {
-        **about,
-        "counts": {int(k): len(y) for k, (_, y) in zip(recipe.sharing, parts, strict=True)},
-        "seconds": round(before + time.perf_counter() - began, 1),
-        **({"epsilon": {int(k): e for k, e in epsilons.items()}} if epsilons else {}),
-    }
-    return SyntheticSet(cat_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, told)
+@dataclass(frozen=True)
+class _Work:
+    """What ``make_set`` is given."""
 
+    federation: Federation
+    recipe: Recipe
+    seed: int
+    folder: Path | None
+    device: torch.device
+    tell: Tell
+    warn: Callable[[str], None]
 
-def _client(
-    federation: Federation,
-    client: ClientData,
-    recipe: Recipe,
-    seed: int,
-    folder: Path | None,
-    device: torch.device,
-    listener: tuple[int, Tell],
-    warn: Callable[[str], None],
-) -> tuple[Tensor, Tensor, float | None]:
-    """One client's images ``[m, C, H, W]``, their classes ``[m]``, and the privacy it spent."""
-    chosen = subset(client.examples, recipe.rho, seed, client.id)
-    y = client.y.cpu()[chosen]
-    x = take(client.x.cpu(), chosen)
-    work = None if folder is None else folder / "work" / f"generator-{client.id}"
-    if work is not None:
-        make_folder(work)
-    number, tell = listener
+    def all_images(self, about: dict[str, Any]) -> SyntheticSet:
+        """The set; images of clients that the folder holds are read."""
+        recipe, folder = self.recipe, self.folder
+        if recipe.privacy is not None:
+            largest = max(self.federation.clients[k].examples for k in recipe.sharing)
+            recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), self.warn)
+        parts: list[tuple[Tensor, Tensor]] = []
+        epsilons: dict[int, float] = {}
+        began, before = time.perf_counter(), 0.0
+        for number, k in enumerate(recipe.sharing):
+            finished = None if folder is None else folder / "work" / f"client-{k}.safetensors"
+            if finished is not None and finished.is_file():
+                held = load_tensors(finished.read_bytes())
+                parts.append((held["x"].permute(0, 3, 1, 2), held["y"]))
+                if "epsilon" in held:
+                    epsilons[k] = float(held["epsilon"])
+                before += float(held["seconds"])
+                self.tell(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
+                continue
+            started = time.perf_counter()
+            x, y, spent = self.client_images(self.federation.clients[k], number)
+            parts.append((x, y))
+            held = {"x": x.permute(0, 2, 3, 1).contiguous(), "y": y}
+            held["seconds"] = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            if spent is not None:
+                epsilons[k] = spent
+                held["epsilon"] = torch.tensor(spent, dtype=torch.float64)
+            if finished is not None and folder is not None:
+                write_atomic(finished, save_tensors(held))
+                shutil.rmtree(folder / "work" / f"generator-{k}", ignore_errors=True)
+        source = torch.repeat_interleave(torch.tensor(list(recipe.sharing)), torch.tensor([len(y) for _, y in parts]))
+        about = {
+            **about,
+            "counts": {int(k): len(y) for k, (_, y) in zip(recipe.sharing, parts, strict=True)},
+            "seconds": round(before + time.perf_counter() - began, 1),
+            **({"epsilon": {int(k): e for k, e in epsilons.items()}} if epsilons else {}),
+        }
+        return SyntheticSet(cat_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, about)
 
-    def report(figures: Figures) -> None:
-        share = TRAINING * figures["epoch"] / figures["epochs"]
-        text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
-        tell(text, number + share, len(recipe.sharing))
-        if folder is not None:
-            note(folder / LOG, {"client": client.id, **figures})
+    def client_images(self, client: ClientData, number: int) -> tuple[Tensor, Tensor, float | None]:
+        """One client's images ``[m, C, H, W]``, their classes ``[m]``, and the privacy it spent.
 
-    def sampled(share: float) -> None:
-        text = f"client {client.id}: making {recipe.count} images"
-        tell(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
+        Args:
+            client: Its data.
+            number: How many clients come before it.
+        """
+        federation, recipe, folder = self.federation, self.recipe, self.folder
+        rows = subset(client.examples, recipe.rho, self.seed, client.id)
+        x, y = take(client.x.cpu(), rows), client.y.cpu()[rows]
+        work = None if folder is None else folder / "work" / f"generator-{client.id}"
+        if work is not None:
+            make_folder(work)
 
-    shape = (federation.shape[0], federation.shape[1], federation.shape[2])
-    key = derive(seed, "client's generator", 0, client.id)
-    made = recipe.factory(Job(shape, federation.classes, key, device, work, recipe.privacy, report, sampled, warn))
-    made.fit(x, y)
-    counts = torch.bincount(y, minlength=federation.classes)
-    wanted = labels_of(allocate(counts, recipe.count), recipe.count)
-    sampled(0.0)
-    images = made.sample(wanted)
-    if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.shape != (recipe.count, *shape):
-        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise DataError(f"The generator must return uint8 images {(recipe.count, *shape)}, not {got}.")
-    images = images.cpu()
-    if recipe.keep is not None:
-        kept = np.asarray(recipe.keep(images, wanted))
-        if kept.dtype != bool or kept.shape != wanted.shape:
-            raise DataError(f"keep must return {recipe.count} truth values, one per image.")
-        mask = torch.from_numpy(kept)
-        images, wanted = take(images, mask.nonzero().flatten()), wanted[mask]
-    spent: float | None = getattr(made, "epsilon", None) if recipe.privacy is not None else None
-    return images, wanted, spent
+        def report(figures: Figures) -> None:
+            share = TRAINING * figures["epoch"] / figures["epochs"]
+            text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
+            self.tell(text, number + share, len(recipe.sharing))
+            if folder is not None:
+                note(folder / LOG, {"client": client.id, **figures})
+
+        def sampled(share: float) -> None:
+            text = f"client {client.id}: making {recipe.count} images"
+            self.tell(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
+
+        shape = (federation.shape[0], federation.shape[1], federation.shape[2])
+        key = derive(self.seed, "client's generator", 0, client.id)
+        job = Job(shape, federation.classes, key, self.device, work, recipe.privacy, report, sampled, self.warn)
+        model = recipe.factory(job)
+        model.fit(x, y)
+        wanted = labels_of(allocate(torch.bincount(y, minlength=federation.classes), recipe.count), recipe.count)
+        sampled(0.0)
+        images = model.sample(wanted)
+        if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.shape != (recipe.count, *shape):
+            got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+            raise DataError(f"The generator must return uint8 images {(recipe.count, *shape)}, not {got}.")
+        images = images.cpu()
+        if recipe.keep is not None:
+            shared = np.asarray(recipe.keep(images, wanted))
+            if shared.dtype != bool or shared.shape != wanted.shape:
+                raise DataError(f"keep must return {recipe.count} truth values, one per image.")
+            mask = torch.from_numpy(shared)
+            images, wanted = take(images, mask.nonzero().flatten()), wanted[mask]
+        spent: float | None = getattr(model, "epsilon", None) if recipe.privacy is not None else None
+        return images, wanted, spent
 
 
 def note(path: Path, line: Figures) -> None:
@@ -217,8 +216,8 @@ def note(path: Path, line: Figures) -> None:
     last = json.loads(rows[-1]) if rows and rows[-1].endswith("\n") else {}
     if rows and (not last or (last["client"] == line["client"] and last["epoch"] >= line["epoch"])):
         whole = [row for row in rows if row.endswith("\n")]
-        known = [row for row in whole if _earlier(json.loads(row), line)]
-        write_atomic(path, "".join(known).encode())
+        earlier = [row for row in whole if _earlier(json.loads(row), line)]
+        write_atomic(path, "".join(earlier).encode())
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -233,13 +232,13 @@ def subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
     return order[: max(1, round(rho * examples))].sort().values
 
 
-def draw(folder: Path, made: SyntheticSet, federation: Federation) -> None:
+def draw(folder: Path, images: SyntheticSet, federation: Federation) -> None:
     """A picture of what each client made, ``client-K.png``: a row for each of its classes."""
     from unskew.plots.pictures import images_by_class
 
-    for k in made.makers[:DRAWN]:
-        mine = made.source == k
-        known, y = made.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        names = [federation.class_names[c] if federation.class_names else str(c) for c in known.tolist()]
+    for k in images.makers[:DRAWN]:
+        mine = images.source == k
+        classes, y = images.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        names = [federation.class_names[c] if federation.class_names else str(c) for c in classes.tolist()]
         title = f"client {k}: {len(y)} synthetic images"
-        images_by_class(made.x[mine].numpy() / 255, y.numpy(), len(known), names, folder / f"client-{k}.png", title)
+        images_by_class(images.x[mine].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title)

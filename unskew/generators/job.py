@@ -67,13 +67,15 @@ class Job:
     warn: Callable[[str], None] = _nothing
 
 
-def as_pixels(x: Tensor) -> Tensor:
-    """Intensities from 0 to 1 as 8-bit pixels, on the CPU over channels-last memory; what lies outside is clipped.
+def as_pixels(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Intensities from 0 to 1 as 8-bit pixels, on the CPU over channels-last memory.
 
-    >>> as_pixels(torch.tensor([-0.1, 0.5, 1.2]).view(1, 1, 1, 3)).flatten().tolist()
-    [0, 128, 255]
+    Intensities outside are clipped, and rows and columns beyond ``shape``, from ``pad``, are cut off.
+
+    >>> as_pixels(torch.tensor([-0.1, 0.5, 1.2]).view(1, 1, 1, 3), (1, 1, 2)).flatten().tolist()
+    [0, 128]
     """
-    pixels = (x.detach() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+    pixels = (x[:, :, : shape[1], : shape[2]].detach() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
     return pixels.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 

@@ -12,7 +12,7 @@ from unskew.seeding import uniform
 
 LabelList = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
-    BeforeValidator(lambda given: [g for g in given.split(";") if g.strip()] if isinstance(given, str) else given),
+    BeforeValidator(lambda v: [piece for piece in v.split(";") if piece.strip()] if isinstance(v, str) else v),
 ]
 """Whole numbers as an option of a method; in a spelling they are separated by semicolons."""
 

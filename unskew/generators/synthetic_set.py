@@ -61,10 +61,10 @@ class SyntheticSet:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with any pixel, label or source."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for t in (self.x.permute(0, 2, 3, 1), self.y, self.source):
-            found.update(t.contiguous().numpy().tobytes())
-        return found.hexdigest()[:16]
+            digest.update(t.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 def check_can_store() -> None:
@@ -82,8 +82,8 @@ def check_can_store() -> None:
         ) from error
 
 
-def save(folder: Path, made: SyntheticSet, classes: int, class_names: Sequence[str]) -> None:
-    """Write ``made`` into ``folder``; ``synthetic.json`` comes last, so a folder that has it is whole.
+def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence[str]) -> None:
+    """Write ``images`` into ``folder``; ``synthetic.json`` comes last, so a folder that has it is whole.
 
     Raises:
         CheckpointError: The disk is full.
@@ -97,7 +97,7 @@ def save(folder: Path, made: SyntheticSet, classes: int, class_names: Sequence[s
         Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(out, "png")
         return out.getvalue()
 
-    pixels = made.x.permute(0, 2, 3, 1).contiguous().numpy()
+    pixels = images.x.permute(0, 2, 3, 1).contiguous().numpy()
     names = [str(name) for name in class_names] or [str(number) for number in range(classes)]
     # What the library datasets writes into a parquet file, so that it knows images and class names.
     features = {
@@ -109,34 +109,35 @@ def save(folder: Path, made: SyntheticSet, classes: int, class_names: Sequence[s
         [{"bytes": png(one), "path": f"{number}.png"} for number, one in enumerate(pixels)],
         pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
     )
-    table = pa.table({"image": image, "label": made.y.numpy(), "client": made.source.numpy()})
+    table = pa.table({"image": image, "label": images.y.numpy(), "client": images.source.numpy()})
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     out = io.BytesIO()
     pq.write_table(table, out)
-    clients = len(made.makers)
+    clients = len(images.makers)
     with writing(folder):
         (folder / "data").mkdir(parents=True, exist_ok=True)
     write_atomic(folder / PARQUET, out.getvalue())
-    about = {**made.about, "digest": made.digest}
-    card = CARD.format(digest=made.digest, path=PARQUET, total=len(made.y), clients=clients, about=ABOUT)
+    about = {**images.about, "digest": images.digest}
+    card = CARD.format(digest=images.digest, path=PARQUET, total=len(images.y), clients=clients, about=ABOUT)
     write_atomic(folder / "README.md", card.encode())
     write_atomic(folder / ABOUT, (json.dumps(about, indent=1) + "\n").encode())
 
 
-def find(given: Path) -> Path:
+def find(place: Path) -> Path:
     """The folder of a set, from itself or from the run that made it.
 
     Raises:
         ConfigError: There is none.
     """
-    for folder in (given, given / "synthetic"):
+    for folder in (place, place / "synthetic"):
         if (folder / ABOUT).is_file():
             return folder
-    if (given / "summary.json").is_file():
-        kept = json.loads((given / "summary.json").read_text(encoding="utf-8")).get("synthetic")
-        if kept is not None and (Path(kept) / ABOUT).is_file():
-            return Path(kept)
-    raise ConfigError(f"synthetic={str(given)!r}: neither this folder nor its run holds a finished synthetic set.")
+    summary = place / "summary.json"
+    if summary.is_file():
+        folder = json.loads(summary.read_text(encoding="utf-8")).get("synthetic")
+        if folder is not None and (Path(folder) / ABOUT).is_file():
+            return Path(folder)
+    raise ConfigError(f"synthetic={str(place)!r}: neither this folder nor its run holds a finished synthetic set.")
 
 
 def load(folder: Path) -> SyntheticSet:
@@ -154,10 +155,10 @@ def load(folder: Path) -> SyntheticSet:
         x = decode_column(table["image"], f"the synthetic set in {folder}")
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"The synthetic set in {folder} cannot be read ({error}).") from error
-    made = SyntheticSet(x, y.to(torch.int64), source.to(torch.int64), about)
-    if made.digest != about.get("digest"):
+    images = SyntheticSet(x, y.to(torch.int64), source.to(torch.int64), about)
+    if images.digest != about.get("digest"):
         raise DataError(f"The synthetic set in {folder} is damaged: it is not what {ABOUT} says.")
-    return made
+    return images
 
 
 def clear(folder: Path, name: str) -> None:

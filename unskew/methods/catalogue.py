@@ -7,16 +7,12 @@ one new file and one line here.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import math
 import re
-import typing
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-import pydantic
-
-from unskew.errors import ConfigError, MethodConflict, plain, unknown
+from unskew.errors import ConfigError, MethodConflict, unknown
+from unskew.options import build, imported, options_of, read_options
 from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync
 
 CATALOGUE: dict[str, str] = {
@@ -55,9 +51,6 @@ CATALOGUE: dict[str, str] = {
     "feddm": "unskew.methods.feddm:FedDM",
 }
 
-LARGEST = 3.4e38
-"""Of an option; float32 holds no larger number."""
-
 MethodLike = str | Rule | Method | Sequence["str | Rule | Method"]
 
 
@@ -70,21 +63,10 @@ def rule_class(name: str) -> type[Rule]:
     path = CATALOGUE.get(name)
     if path is None and "." not in name:
         raise ConfigError(unknown("method", name, CATALOGUE))
-    module_name, _, class_name = (path or ":".join(name.rsplit(".", 1))).partition(":")
-    try:
-        found: Any = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"The method {name!r} cannot be imported: {error}.") from error
-    if isinstance(found, type) and issubclass(found, Rule):
-        return found
+    cls = imported(path or ":".join(name.rsplit(".", 1)), f"the method {name!r}")
+    if isinstance(cls, type) and issubclass(cls, Rule):
+        return cls
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
-
-
-def options_of(cls: type[Rule]) -> dict[str, object]:
-    """Names and defaults of a method's options."""
-    if not dataclasses.is_dataclass(cast(object, cls)):
-        return {}
-    return {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
 
 
 def slots_of(cls: type[Rule]) -> list[str]:
@@ -94,45 +76,15 @@ def slots_of(cls: type[Rule]) -> list[str]:
 
 
 def _parse_one(text: str) -> Method:
-    name, colon, rest = text.strip().partition(":")
-    if colon and not rest.strip():
-        raise ConfigError(f"{text.strip()!r} ends with a colon; write {name}:option=value, or {name} alone.")
-    name = name.strip() if "." in name else name.strip().lower()
+    text = text.strip()
+    name, colon, rest = (piece.strip() for piece in text.partition(":"))
+    if colon and not rest:
+        raise ConfigError(f"{text!r} ends with a colon; write {name}:option=value, or {name} alone.")
+    name = name if "." in name else name.lower()
     cls = rule_class(name)
-    known = options_of(cls)
-    options: dict[str, str] = {}
-    for item in filter(None, (piece.strip() for piece in rest.split(","))):
-        key, equals, value = item.partition("=")
-        if not equals and isinstance(known.get(key.strip()), bool):
-            equals, value = "=", "true"  # fedals:auto
-        if not equals:
-            raise ConfigError(f"{item!r} in {text!r} is not an option; write {name}:option=value.")
-        if key.strip() in options:
-            raise ConfigError(f"{text.strip()!r} gives {key.strip()} twice.")
-        if key.strip() not in known:
-            raise ConfigError(unknown(f"option of {name}", key.strip(), known) if known else f"{name} has no options.")
-        options[key.strip()] = value.strip()
-    return make(cls, **options).build()
-
-
-def make(cls: type[Rule], **options: object) -> Rule:
-    """An instance of a method's class with checked options.
-
-    Raises:
-        ConfigError: A value is of the wrong type or out of range.
-    """
-    hints = typing.get_type_hints(cls, include_extras=True)
-    checked: dict[str, object] = {}
-    for key, value in options.items():
-        try:
-            checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
-        except pydantic.ValidationError as error:
-            reason = plain(error.errors()[0]["msg"])
-            raise ConfigError(f"{cls.name}:{key}={value} is not valid: {reason}.") from error
-        number = checked[key]
-        if isinstance(number, float) and LARGEST < abs(number) < math.inf:
-            raise ConfigError(f"{cls.name}:{key}={value} is not valid: at most {LARGEST:g} can be computed with.")
-    return cls(**checked)
+    flags = [key for key, default in options_of(cls).items() if isinstance(default, bool)]  # fedals:auto
+    options = read_options(rest, ",", repr(text), f"{name}:option=value", flags)
+    return build(cls, options, name, f"{name}:").build()
 
 
 def method(spec: MethodLike, **options: object) -> Method:
@@ -180,13 +132,10 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
         raise ConfigError(
             f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {spec!r}."
         )
-    cls = rule_class(spec if "." in spec else spec.lower())
-    known = options_of(cls)
-    for key in options:
-        if key not in known:
-            raise ConfigError(unknown(f"option of {spec}", key, known) if known else f"{spec} has no options.")
-    told = ",".join(f"{key}={value}" for key, value in options.items())
-    return dataclasses.replace(make(cls, **options).build(), spelling=f"{spec}:{told}")
+    name = spec if "." in spec else spec.lower()
+    rule = build(rule_class(name), options, name, f"{name}:")
+    spelled = ",".join(f"{key}={value}" for key, value in options.items())
+    return dataclasses.replace(rule.build(), spelling=f"{spec}:{spelled}")
 
 
 def _add(parts: Sequence[Method]) -> Method:

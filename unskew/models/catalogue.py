@@ -8,7 +8,6 @@ global generator, so the caller seeds it.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from unskew.errors import ConfigError, unknown
-from unskew.models.zoo.cnn_c import CNNC
+from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
-from unskew.models.zoo.vision import CNNA, CNNB, MLP, VGG11, Logistic, ResNet20
+from unskew.models.zoo.resnet import ResNet20
+from unskew.models.zoo.vision import MLP, VGG11, Logistic
+from unskew.options import imported
 
 HUB = "hf:"
 ModelLike = str | nn.Module | Callable[..., nn.Module]
@@ -111,16 +112,7 @@ MODELS: dict[str, ModelEntry] = {
 """The models that come with unskew, by name."""
 
 
-def model_names() -> list[str]:
-    """Return the names of the registered models.
-
-    >>> model_names()
-    ['cnn', 'cnn-b', 'cnn-c', 'resnet20', 'vgg11', 'logistic', 'mlp', 'resnet-18', 'vit-b16']
-    """
-    return list(MODELS)
-
-
-def build_model(name: str, shape: tuple[int, ...], classes: int, **options: object) -> nn.Module:
+def build_model(name: str, shape: tuple[int, ...], classes: int, /, **options: object) -> nn.Module:
     """Build a registered model.
 
     Args:
@@ -138,7 +130,10 @@ def build_model(name: str, shape: tuple[int, ...], classes: int, **options: obje
     >>> build_model("mlp", (4,), 2, hidden=[3]).head
     Linear(in_features=3, out_features=2, bias=True)
     """
-    return _build(name, shape, classes, options)
+    if name not in MODELS:
+        hint = "A model of your own is written as 'package.module:factory'."
+        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
+    return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
 
 
 def resolve_model(
@@ -173,14 +168,14 @@ def resolve_model(
     """
     options = options or {}
     if isinstance(model, str) and ":" not in model:
-        return _build(model, shape, classes, options)
+        return build_model(model, shape, classes, **options)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:
             raise ConfigError(f"The model {model!r} has no option 'weights'; its name says which they are.")
         named = functools.partial(hugging_face, weights=model.removeprefix(HUB))
         return _call(f"The model {model!r}", named, shape, classes, options, task)
     label = f"The factory {model!r}" if isinstance(model, str) else f"The factory {_name(model)!r}"
-    target = _import(model) if isinstance(model, str) else model
+    target = imported(model, f"the model {model!r}") if isinstance(model, str) else model
     if isinstance(target, nn.Module):
         if options:
             raise ConfigError(
@@ -210,13 +205,6 @@ def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     return (HUB if kinds[0] == "hf" else "") + name, options
 
 
-def _build(name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, object]) -> nn.Module:
-    if name not in MODELS:
-        hint = "A model of your own is written as 'package.module:factory'."
-        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
-    return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
-
-
 def _call(
     label: str,
     factory: Callable[..., object],
@@ -229,27 +217,27 @@ def _call(
     parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind in _KEYWORD_KINDS]
-    known = {"shape": shape, "classes": classes, **({"task": task} if "task" in keywords else {})}
+    facts = {"shape": shape, "classes": classes, **({"task": task} if "task" in keywords else {})}
     # A keyword that the user has fixed with functools.partial is an answer, not a question.
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
 
-    refused = [o for o in options if o in known or not (takes_any or o in keywords)]
+    refused = [o for o in options if o in facts or not (takes_any or o in keywords)]
     if refused:
-        valid = [keyword for keyword in keywords if keyword not in known and keyword not in fixed]
+        valid = [keyword for keyword in keywords if keyword not in facts and keyword not in fixed]
         choices = f"Its options are: {_listed(valid)}." if valid else "It has no options."
         raise ConfigError(f"{label} has no option {_listed(refused)}. {choices}")
 
-    given = {k: v for k, v in known.items() if (takes_any or k in keywords) and k not in fixed}
-    given |= options
+    arguments = {k: v for k, v in facts.items() if (takes_any or k in keywords) and k not in fixed}
+    arguments |= options
     needed = [p for p in parameters if p.kind in _OWN_KINDS and p.default is p.empty]
-    missing = [p.name for p in needed if p.kind not in _KEYWORD_KINDS or p.name not in given]
+    missing = [p.name for p in needed if p.kind not in _KEYWORD_KINDS or p.name not in arguments]
     if missing:
         raise ConfigError(
             f"{label} needs {_listed(missing)}, but only 'shape' and 'classes' are known. "
             "Set the rest in the model's options, or give it a default."
         )
 
-    module = factory(**given)
+    module = factory(**arguments)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
     return module
@@ -260,23 +248,6 @@ def _parameters(factory: Callable[..., object]) -> list[inspect.Parameter]:
         return list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
         return []  # Some built-in callables have no signature; they are called without arguments.
-
-
-def _import(path: str) -> object:
-    """Import the object that `"package.module:name"` stands for."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        target: object = importlib.import_module(module_name)
-    # The module is the user's, and importing it may fail in any way.
-    except Exception as error:
-        raise ConfigError(
-            f"The module {module_name!r} of the model {path!r} cannot be imported "
-            f"({type(error).__name__}: {error}). Check its spelling, and that its folder is on PYTHONPATH."
-        ) from error
-    try:
-        return functools.reduce(getattr, attribute.split("."), target)
-    except AttributeError as error:
-        raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by the model {path!r}.") from error
 
 
 def _name(factory: object) -> str:

@@ -59,13 +59,13 @@ class Dropout(nn.Module):
 
 def exchange_dropout(module: nn.Module) -> KeyStream | None:
     """Exchange every ``nn.Dropout`` inside ``module``; the stream they share, or None if there is none."""
-    stream, found = KeyStream(), False
+    stream, exchanged = KeyStream(), False
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
                 setattr(parent, name, Dropout(child.p, stream).train(child.training))
-                found = True
-    return stream if found else None
+                exchanged = True
+    return stream if exchanged else None
 
 
 def restore_dropout(module: nn.Module) -> None:

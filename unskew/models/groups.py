@@ -20,6 +20,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
+from unskew.models.parts import joined
 from unskew.models.vector import ModelSpec, mask_of
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
@@ -58,20 +59,20 @@ def layer_groups(spec: ModelSpec) -> tuple[Group, ...]:
     A parameter that no forward pass uses joins the last group before the head.
     """
     modules = dict(spec.module.named_modules())
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     names: list[str] = []
     for name in spec.layers:
         unit = _unit(name, spec)
         joins = isinstance(modules[name], NORMS) or BRIDGE.search(name) is not None if unit is None else unit in names
-        if joins and found:
-            found[-1].append(name)
+        if joins and groups:
+            groups[-1].append(name)
         else:
-            found.append([name])
+            groups.append([name])
             names.append(unit or name)
-    owner = {layer: place for place, layers in enumerate(found) for layer in layers}
-    rest = max(0, len(found) - 2)
-    parameters: list[list[slice]] = [[] for _ in found]
-    buffers: list[list[slice]] = [[] for _ in found]
+    owner = {layer: place for place, layers in enumerate(groups) for layer in layers}
+    rest = max(0, len(groups) - 2)
+    parameters: list[list[slice]] = [[] for _ in groups]
+    buffers: list[list[slice]] = [[] for _ in groups]
     for tensors, sizes, target in (
         (spec.names, spec.sizes, parameters),
         (spec.buffer_names, spec.buffer_sizes, buffers),
@@ -84,7 +85,7 @@ def layer_groups(spec: ModelSpec) -> tuple[Group, ...]:
             target[place].append(slice(start, stop))
     return tuple(
         Group(name, tuple(layers), joined(parameters[place]), joined(buffers[place]), name == EMBEDDINGS)
-        for place, (name, layers) in enumerate(zip(names, found, strict=True))
+        for place, (name, layers) in enumerate(zip(names, groups, strict=True))
     )
 
 
@@ -116,25 +117,10 @@ def _near(name: str, spec: ModelSpec, owner: dict[str, int], rest: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def slices_of(spec: ModelSpec, chosen: tuple[bool, ...]) -> tuple[slice, ...]:
-    """The parameters of the chosen groups."""
-    pairs = zip(layer_groups(spec), chosen, strict=True)
-    return joined([piece for group, taken in pairs if taken for piece in group.slices])
-
-
-def joined(slices: list[slice]) -> tuple[slice, ...]:
-    """Neighbouring slices as one.
-
-    >>> joined([slice(4, 6), slice(0, 2), slice(2, 4)])
-    (slice(0, 6, None),)
-    """
-    result: list[slice] = []
-    for piece in sorted(slices, key=lambda s: s.start):
-        if result and result[-1].stop == piece.start:
-            result[-1] = slice(result[-1].start, piece.stop)
-        else:
-            result.append(piece)
-    return tuple(result)
+def slices_of(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, ...]:
+    """The parameters of the groups that are wanted."""
+    pairs = zip(layer_groups(spec), wanted, strict=True)
+    return joined([piece for group, is_wanted in pairs if is_wanted for piece in group.slices])
 
 
 def split_at(groups: tuple[Group, ...], depth: int) -> tuple[tuple[Group, ...], tuple[Group, ...]]:

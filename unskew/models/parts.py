@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -18,8 +19,8 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
     modules = dict(module.named_modules())
     if head is not None:
         if head not in modules:
-            known = [n for n in modules if n]
-            raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {', '.join(known)}.")
+            names = ", ".join(filter(None, modules))
+            raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {names}.")
         return head
     linear = [n for n in used if isinstance(modules[n], nn.Linear)]
     linear = linear or [n for n, m in modules.items() if isinstance(m, nn.Linear)]
@@ -53,12 +54,22 @@ def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[st
     {'body': [slice(0, 2, None), slice(6, 10, None)], 'head': [slice(2, 6, None)]}
     """
     parts: dict[str, list[slice]] = {"body": [], "head": []}
-    start = 0
-    for name, size in zip(names, sizes, strict=True):
-        slices = parts["head" if name.startswith(beginnings) else "body"]
-        if slices and slices[-1].stop == start:
-            slices[-1] = slice(slices[-1].start, start + size)
+    ends = accumulate(sizes, initial=0)
+    for name, (start, stop) in zip(names, pairwise(ends), strict=True):
+        parts["head" if name.startswith(beginnings) else "body"].append(slice(start, stop))
+    return {part: list(joined(slices)) for part, slices in parts.items()}
+
+
+def joined(slices: list[slice]) -> tuple[slice, ...]:
+    """Neighbouring slices as one.
+
+    >>> joined([slice(4, 6), slice(0, 2), slice(2, 4)])
+    (slice(0, 6, None),)
+    """
+    result: list[slice] = []
+    for piece in sorted(slices, key=lambda s: s.start):
+        if result and result[-1].stop == piece.start:
+            result[-1] = slice(result[-1].start, piece.stop)
         else:
-            slices.append(slice(start, start + size))
-        start += size
-    return parts
+            result.append(piece)
+    return tuple(result)

@@ -109,17 +109,17 @@ class BoundModel:
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
         """Training-mode outputs at ``v``; only at the vector being differentiated do they cost no copy."""
-        known = self._once.get(v, x, track)
-        if known is not None:
-            return known
+        shared = self._once.get(v, x, track)
+        if shared is not None:
+            return shared
         if v is not self.leaf:
             return self._once.put(v, x, track, self.spec.forward(v, self.b, x, train=True))
-        kept = None if track else self.b.clone()
+        before = None if track else self.b.clone()
         with self._precision:
             output = Output(self.module(x).to(v.dtype), self._features)
-        if kept is not None:
+        if before is not None:
             # .data, because a versioned write would make autograd refuse the statistics it saved but does not use.
-            self.b.data.copy_(kept)
+            self.b.data.copy_(before)
         return self._once.put(v, x, track, output)
 
     def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], Output]:
@@ -170,9 +170,9 @@ class FunctionalModel:
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
         """Training-mode outputs at ``v``."""
-        known = self._once.get(v, x, track)
-        if known is not None:
-            return known
+        shared = self._once.get(v, x, track)
+        if shared is not None:
+            return shared
         # Each its own memory: vmap reshapes statistics before it updates them, which copies a slice of a longer vector.
         buffers = {n: t.clone() for n, t in self.spec.buffers(self.b).items()}
         output = self.spec.forward(v, buffers, x, train=True)

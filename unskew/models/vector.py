@@ -183,13 +183,13 @@ class ModelSpec:
 
     def flatten(self, module: nn.Module | None = None) -> Tensor:
         """The trainable parameters of ``module`` (default: the initial model) as a vector ``[d]``."""
-        found = dict((module or self.module).named_parameters())
-        return torch.cat([found[n].detach().reshape(-1).to(self.dtype) for n in self.names])
+        named = dict((module or self.module).named_parameters())
+        return torch.cat([named[n].detach().reshape(-1).to(self.dtype) for n in self.names])
 
     def flatten_buffers(self, module: nn.Module | None = None) -> Tensor:
         """The floating-point buffers of ``module`` as a vector ``[m]``; empty if it has none."""
-        found = dict((module or self.module).named_buffers())
-        flat = [found[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names]
+        named = dict((module or self.module).named_buffers())
+        flat = [named[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names]
         return torch.cat(flat) if flat else self.flatten()[:0]
 
     def parameters(self, v: Tensor) -> dict[str, Tensor]:

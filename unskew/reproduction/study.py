@@ -6,9 +6,6 @@ of a seed is read from its file, which is named by all that decides it.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +14,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.errors import ConfigError, DataError, plain, unknown
+from unskew.options import build, imported
 from unskew.reproduction.outcomes import Outcome, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
 
@@ -106,20 +104,8 @@ def make_study(kind: str, settings: Options) -> Study:
     """
     if kind not in STUDIES:
         raise ConfigError(unknown("study", kind, STUDIES))
-    module, _, name = STUDIES[kind].partition(":")
-    cls = getattr(importlib.import_module(module), name)
-    hints = typing.get_type_hints(cls, include_extras=True)
-    known = [f.name for f in dataclasses.fields(cls) if f.init]
-    checked = {}
-    for key, value in settings.items():
-        if key not in known:
-            raise ConfigError(unknown(f"setting of {kind}", key, known))
-        try:
-            checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
-        except pydantic.ValidationError as error:
-            raise ConfigError(f"{kind}: {key}={value} is not valid: {plain(error.errors()[0]['msg'])}.") from error
-    study: Study = cls(**checked)
-    return study
+    cls: type[Study] = imported(STUDIES[kind], f"the study {kind!r}")
+    return build(cls, settings, kind, f"{kind}: ", "setting")
 
 
 class StudyRuns:

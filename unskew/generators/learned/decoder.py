@@ -62,15 +62,15 @@ def start(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32)
         shape: ``(C, H, W)`` of one image.
         dtype: Type of the vector.
     """
-    known = layout(n, shape).values()
-    sizes = torch.tensor([math.prod(dims) for dims, _, _ in known], device=key.device)
-    total = sum(math.prod(dims) for dims, _, _ in known)
+    tensors = layout(n, shape).values()
+    sizes = torch.tensor([math.prod(dims) for dims, _, _ in tensors], device=key.device)
+    total = sum(math.prod(dims) for dims, _, _ in tensors)
 
     def spread(values: list[float]) -> Tensor:
-        given = torch.tensor(values, dtype=torch.float64, device=key.device)
-        return torch.repeat_interleave(given, sizes, output_size=total)
+        each = torch.tensor(values, dtype=torch.float64, device=key.device)
+        return torch.repeat_interleave(each, sizes, output_size=total)
 
-    draws = normal(key, (total,)) * spread([std for _, _, std in known]) + spread([mean for _, mean, _ in known])
+    draws = normal(key, (total,)) * spread([std for _, _, std in tensors]) + spread([mean for _, mean, _ in tensors])
     return draws.to(dtype)
 
 
@@ -82,9 +82,9 @@ def maker(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixel
 
 def pieces(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
     """The tensors by name, as views of the flat vector; differentiable."""
-    known = layout(n, shape)
-    cuts = torch.split(vector, [math.prod(dims) for dims, _, _ in known.values()])
-    return {name: cut.view(dims) for (name, (dims, _, _)), cut in zip(known.items(), cuts, strict=True)}
+    tensors = layout(n, shape)
+    cuts = torch.split(vector, [math.prod(dims) for dims, _, _ in tensors.values()])
+    return {name: cut.view(dims) for (name, (dims, _, _)), cut in zip(tensors.items(), cuts, strict=True)}
 
 
 def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:

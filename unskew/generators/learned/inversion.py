@@ -53,21 +53,21 @@ def learn(
     if steps == 0:
         return start, objective(start, 0)[1].detach()
     x, m, second = start, torch.zeros_like(start), torch.zeros_like(start)
-    best, best_x, best_kept = None, start, None
+    best, best_x, best_extra = None, start, None
     for t in range(steps):
-        g, (loss, kept) = gradient(x, t)
-        if best is None or best_kept is None:
-            best, best_x, best_kept = loss, x, kept
+        g, (loss, extra) = gradient(x, t)
+        if best is None or best_extra is None:
+            best, best_x, best_extra = loss, x, extra
         else:
             better = loss < best
             best = torch.where(better, loss, best)
-            best_x, best_kept = torch.where(better, x, best_x), torch.where(better, kept, best_kept)
+            best_x, best_extra = torch.where(better, x, best_x), torch.where(better, extra, best_extra)
         m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
         second = torch.addcmul(second.mul_(betas[1]), g, g, value=1 - betas[1])
         root = (second / (1 - betas[1] ** (t + 1))).sqrt_().add_(eps)
         x = torch.addcdiv(x, m, root, value=-lr / (1 - betas[0] ** (t + 1)))
-    assert best_kept is not None
-    return (x if last else best_x), best_kept
+    assert best_extra is not None
+    return (x if last else best_x), best_extra
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def augmented(x: Tensor, key: Tensor, black: Tensor, padding: int = 4) -> Tensor
 
 
 def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    loss, kept = pair
-    return loss, (loss.detach(), kept.detach())
+    loss, extra = pair
+    return loss, (loss.detach(), extra.detach())
 
 
 def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tuple[Output, Tensor]:

@@ -13,18 +13,20 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.data.federation import cat_inputs
 from unskew.errors import ConfigError
 from unskew.generators.job import Job, as_pixels, halvings, pad
 from unskew.generators.trained.diffusion import Diffusion
 from unskew.generators.trained.training import Average, Trained, train
+from unskew.options import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
-Whole = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+Wholes = Annotated[tuple[Whole, ...], BeforeValidator(lambda v: v.split("/") if isinstance(v, str) else v)]
+"""Whole numbers as an option; in a spelling they are separated by slashes."""
 PIXELS = 1 << 18  # of all images that are sampled at once: 256 of 32x32
 
 
@@ -53,13 +55,13 @@ class DDPM:
     sampling_steps: Whole = 250
     schedule: Literal["cosine", "linear"] = "cosine"
     sampler: Literal["ancestral", "ddim"] = "ancestral"
-    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9995
+    ema: Fraction = 0.9995
     width: Annotated[int, Field(ge=8, multiple_of=8)] = 64
-    multipliers: tuple[Whole, ...] = (1, 2, 2, 2)
+    multipliers: Wholes = (1, 2, 2, 2)
     blocks: Whole = 3
-    attention: tuple[Whole, ...] = (32, 16, 8)
+    attention: Wholes = (32, 16, 8)
     heads: Whole = 64
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    dropout: Fraction = 0.1
 
     def __call__(self, job: Job) -> DDPMGenerator:
         """The generator of one client."""
@@ -179,7 +181,7 @@ class DDPMGenerator:
                     index = index.to(job.device)
                     return private.step(index, number, lambda part: self.loss(x[part], y[part], private.module))
 
-                made = train(
+                steps = train(
                     job,
                     trained,
                     private_step,
@@ -190,7 +192,7 @@ class DDPMGenerator:
                 )
             finally:
                 private.close()
-            self.epsilon = private.epsilon(made)
+            self.epsilon = private.epsilon(steps)
         self.net.eval()
 
     @torch.no_grad()
@@ -199,7 +201,7 @@ class DDPMGenerator:
         net, options = self.average.module, self.options
         _, height, width = self.padded
         size = max(1, min(1024, PIXELS // (height * width)))
-        made, parts = [], torch.split(labels, size)
+        images, parts = [], torch.split(labels, size)
         passes, steps = 0, len(parts) * min(options.sampling_steps, options.steps)
         for number, part in enumerate(parts):
             draws = generator(self.job.seed, "generator sample", number)
@@ -214,5 +216,5 @@ class DDPMGenerator:
                 return eps
 
             x = self.diffusion.sample(predict, start, options.sampling_steps, options.sampler, draws)
-            made.append(as_pixels((x[:, :, : self.job.shape[1], : self.job.shape[2]] + 1) / 2))
-        return torch.cat([m.permute(0, 2, 3, 1) for m in made]).permute(0, 3, 1, 2)
+            images.append(as_pixels((x + 1) / 2, self.job.shape))
+        return cat_inputs(images)

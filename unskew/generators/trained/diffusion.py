@@ -38,19 +38,19 @@ def betas(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
     return (1 - abar[1:] / abar[:-1]).clamp_max(0.999)
 
 
-def spaced(steps: int, kept: int) -> list[int]:
-    """``kept`` of ``steps`` times, evenly spaced, ascending, the first and the last among them.
+def spaced(steps: int, count: int) -> list[int]:
+    """``count`` of ``steps`` times, evenly spaced, ascending, the first and the last among them.
 
     >>> spaced(1000, 5)
     [0, 250, 500, 749, 999]
     >>> spaced(10, 1)
     [9]
     """
-    if kept >= steps:
+    if count >= steps:
         return list(range(steps))
-    if kept == 1:
+    if count == 1:
         return [steps - 1]
-    return [int(i * (steps - 1) / (kept - 1) + 0.5) for i in range(kept)]
+    return [int(i * (steps - 1) / (count - 1) + 0.5) for i in range(count)]
 
 
 class Diffusion:

@@ -23,11 +23,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.data.federation import cat_inputs
 from unskew.generators.job import Job, as_pixels, halvings, pad
 from unskew.generators.trained.training import Trained, train
+from unskew.options import Positive, Whole
 from unskew.seeding import derive, generator
 
-Whole = Annotated[int, Field(ge=1)]
 SAMPLES = 256
 
 
@@ -42,7 +43,7 @@ class GAN:
 
     epochs: Whole = 500
     batch: Annotated[int, Field(ge=2)] = 128
-    lr: Annotated[float, Field(gt=0)] = 2e-4
+    lr: Positive = 2e-4
     noise: Whole = 100
     width: Whole = 64
 
@@ -122,12 +123,12 @@ class GANGenerator:
 
         def step(index: Tensor, _: int) -> Tensor:
             real, y = x[index.to(job.device)], labels[index.to(job.device)]
-            made = maker(torch.randn(len(y), options.noise).to(job.device), y)
-            judged = F.softplus(-judge(real, y)).mean() + F.softplus(judge(made.detach(), y)).mean()
+            fake = maker(torch.randn(len(y), options.noise).to(job.device), y)
+            judged = F.softplus(-judge(real, y)).mean() + F.softplus(judge(fake.detach(), y)).mean()
             players["judge"].zero_grad()
             judged.backward()  # type: ignore[no-untyped-call]
             players["judge"].step()
-            fooled = F.softplus(-judge(made, y)).mean()
+            fooled = F.softplus(-judge(fake, y)).mean()
             players["maker"].zero_grad()
             fooled.backward()  # type: ignore[no-untyped-call]
             players["maker"].step()
@@ -141,9 +142,9 @@ class GANGenerator:
     def sample(self, labels: Tensor) -> Tensor:
         """Images of the maker, its statistics frozen."""
         draws = generator(self.job.seed, "generator sample")
-        made = []
+        images = []
         for part in torch.split(labels.cpu(), SAMPLES):
             z = torch.randn(len(part), self.options.noise, generator=draws)
             x = self.maker(z.to(self.job.device), part.to(self.job.device))
-            made.append(as_pixels((x[:, :, : self.job.shape[1], : self.job.shape[2]] + 1) / 2))
-        return torch.cat([m.permute(0, 2, 3, 1) for m in made]).permute(0, 3, 1, 2)
+            images.append(as_pixels((x + 1) / 2, self.job.shape))
+        return cat_inputs(images)

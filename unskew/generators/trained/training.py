@@ -65,13 +65,13 @@ class Trained:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name."""
-        found = {
+        tensors = {
             f"module/{name}/{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()
         }
         for name, optimizer in self.optimizers.items():
             for number, state in optimizer.state_dict()["state"].items():
-                found |= {f"optimizer/{name}/{number}/{key}": torch.as_tensor(t) for key, t in state.items()}
-        return {name: t.detach().cpu().contiguous() for name, t in found.items()}
+                tensors |= {f"optimizer/{name}/{number}/{key}": torch.as_tensor(t) for key, t in state.items()}
+        return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Put back what ``tensors`` gave."""

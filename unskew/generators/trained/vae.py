@@ -22,11 +22,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.data.federation import cat_inputs
 from unskew.generators.job import Job, as_pixels, halvings, pad
 from unskew.generators.trained.training import Trained, train
+from unskew.options import Positive, Whole
 from unskew.seeding import derive, generator
 
-Whole = Annotated[int, Field(ge=1)]
 SAMPLES = 1024  # decoded at once
 
 
@@ -42,7 +43,7 @@ class VAE:
 
     epochs: Whole = 360
     batch: Whole = 256
-    lr: Annotated[float, Field(gt=0)] = 5e-4
+    lr: Positive = 5e-4
     beta: Annotated[float, Field(ge=0)] = 4.0
     latent: Whole = 10
     channels: Whole = 32
@@ -135,9 +136,9 @@ class VAEGenerator:
         """Decoded codes around the classes' means."""
         assert self.means is not None, "fit comes first"
         draws = generator(self.job.seed, "generator sample")
-        made = []
+        images = []
         for part in torch.split(labels.cpu(), SAMPLES):
             z = self.means[part] + torch.randn(len(part), self.options.latent, generator=draws)
             x = torch.sigmoid(self.net.decode(z.to(self.job.device)))
-            made.append(as_pixels(x[:, :, : self.job.shape[1], : self.job.shape[2]]))
-        return torch.cat([m.permute(0, 2, 3, 1) for m in made]).permute(0, 3, 1, 2)
+            images.append(as_pixels(x, self.job.shape))
+        return cat_inputs(images)

@@ -36,11 +36,12 @@ from pydantic.dataclasses import dataclass
 from unskew.data.federation import ClientData, Federation, cat_inputs, take
 from unskew.errors import ConfigError, DataError
 from unskew.generators import synthetic_set as synthetic
-from unskew.generators.catalogue import factory, imported, spelled
+from unskew.generators.catalogue import factory, spelled
 from unskew.generators.client_images import Recipe, make_set
 from unskew.generators.synthetic_set import SyntheticSet
 from unskew.generators.trained.privacy import Positive, Privacy
 from unskew.methods.fedssyn.ablations import mean_size, one_client, own_images
+from unskew.options import imported_callable
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.messages import Tensors
 from unskew.protocol.proposed import Proposed
@@ -105,7 +106,7 @@ class Fedssyn(DataRule):
                 "Use ddpm, or a generator of your own that says private = True."
             )
         if isinstance(self.keep, str):
-            imported(self.keep, "keep")
+            imported_callable(self.keep, f"keep={self.keep!r}")
         refusing(self.refuse)
 
     def refuses(self, whole: Method) -> str | None:
@@ -212,7 +213,9 @@ class Fedssyn(DataRule):
         about = {"recipe": recipe, "classes": federation.classes, "shape": list(federation.shape)}
         about["clients"] = len(federation.clients)
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-        keep = imported(self.keep, "keep") if isinstance(self.keep, str) else self.keep
+        keep = self.keep
+        if isinstance(keep, str):
+            keep = imported_callable(keep, f"keep={keep!r}")
         maker = Recipe(self.rho, count, factory(self.generator, self.epochs), self.privacy, sharing, keep)
         where = workspace.within(key).folder
         made = make_set(federation, maker, seed, where, workspace.device, about, workspace.tell, workspace.warn)

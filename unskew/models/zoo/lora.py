@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from unskew.errors import ConfigError, plain, unknown
+from unskew.errors import ConfigError
+from unskew.options import Fraction, Positive, Whole, build
 
 
-class Lora(BaseModel):
+@dataclass(frozen=True)
+class Lora:
     """Options of LoRA.
 
     Attributes:
@@ -28,25 +29,17 @@ class Lora(BaseModel):
         dropout: Of the factors' inputs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    r: Annotated[int, Field(ge=1)] = 8
-    alpha: Annotated[float, Field(gt=0)] = 16
+    r: Whole = 8
+    alpha: Positive = 16
     targets: tuple[str, ...] | None = None
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Fraction = 0.0
 
 
 def checked_lora(options: Mapping[str, Any]) -> Lora:
     """LoRA's options from plain values."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"lora is a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {options!r}.")
-    wrong = [key for key in options if key not in Lora.model_fields]
-    if wrong:
-        raise ConfigError(unknown("option of lora", str(wrong[0]), Lora.model_fields))
-    try:
-        return Lora.model_validate(dict(options))
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"lora.{first['loc'][0]}={first['input']!r} is not valid: {plain(first['msg'])}.") from error
+    return build(Lora, options, "lora", "lora.")
 
 
 def add_lora(net: Any, options: Lora) -> None:
@@ -60,16 +53,16 @@ def add_lora(net: Any, options: Lora) -> None:
     except ImportError as error:
         raise ConfigError("LoRA needs the package peft: pip install 'unskew[transformers]'.") from error
     targets = None if options.targets is None else list(options.targets)
-    chosen = peft.LoraConfig(
+    factors = peft.LoraConfig(
         r=options.r, lora_alpha=options.alpha, target_modules=targets, lora_dropout=options.dropout
     )
     try:
         if targets is None:
-            known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(net.config.model_type)
-            if known is None:
+            usual = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(net.config.model_type)
+            if usual is None:
                 raise ValueError("peft knows no usual layers of this kind of model")
-            chosen.target_modules = known
-        peft.inject_adapter_in_model(chosen, net)
+            factors.target_modules = usual
+        peft.inject_adapter_in_model(factors, net)
     except ValueError as error:
         layers = {n.rpartition(".")[2] for n, m in net.named_modules() if isinstance(m, nn.Linear)}
         raise ConfigError(
@@ -77,7 +70,7 @@ def add_lora(net: Any, options: Lora) -> None:
             f"{', '.join(sorted(layers))}."
         ) from error
     if not hasattr(net, "peft_config"):
-        net.peft_config = {"default": chosen}
+        net.peft_config = {"default": factors}
     output = net.get_output_embeddings()
     for name, child in net.named_children():
         if name != net.base_model_prefix and child is not output:

@@ -67,13 +67,13 @@ def hugging_face(
     if size is not None and kind != "ImageClassification":
         raise ConfigError("size belongs to models of images; the length of texts is text.block.")
     with quiet_transformers() as transformers, sentences(weights):
-        given = configuration(transformers, weights, pretrained, config or {}, revision)
+        settings = configuration(transformers, weights, pretrained, config or {}, revision)
         if kind == "CausalLM":
             if not pretrained and "vocab_size" not in (config or {}) and is_kind(transformers, weights):
-                given.vocab_size = classes
+                settings.vocab_size = classes
         else:
-            given.num_labels = classes
-        net = loaded(getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, given, revision)
+            settings.num_labels = classes
+        net = loaded(getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, settings, revision)
         if factors is not None:
             add_lora(net, factors)
         if kind == "SequenceClassification":
@@ -85,7 +85,7 @@ def hugging_face(
                     f"{weights} looks at later tokens when it predicts the next one; take a causal language model."
                 )
             return model
-        mean, std, side = image_scale(weights, given, revision, pretrained)
+        mean, std, side = image_scale(weights, settings, revision, pretrained)
         return ImageClassifier(net, size or side, mean, std)
 
 
@@ -147,42 +147,42 @@ def is_kind(transformers: Any, name: str) -> bool:
 def configuration(transformers: Any, weights: str, pretrained: bool, changes: Options, revision: str | None) -> Any:
     """The model's configuration, with changes."""
     if not pretrained and is_kind(transformers, weights):
-        given = transformers.AutoConfig.for_model(weights)
+        settings = transformers.AutoConfig.for_model(weights)
     else:
         where = str(Path(weights).expanduser()) if is_folder(weights) else weights
-        given = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
-    wrong = [name for name in changes if not hasattr(given, name)]
+        settings = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+    wrong = [name for name in changes if not hasattr(settings, name)]
     if wrong:
-        raise ConfigError(unknown(f"entry of the configuration of {weights}", wrong[0], given.to_dict()))
+        raise ConfigError(unknown(f"entry of the configuration of {weights}", wrong[0], settings.to_dict()))
     if changes:  # made anew, so that values which follow from others fit the changes
-        told = {k: v for k, v in given.to_diff_dict().items() if k not in DERIVED}
-        given = type(given)(**{**told, **changes})
-    if getattr(given, "layerdrop", 0):
-        given.layerdrop = 0.0  # whole blocks left out at random: not the same on every engine
-    return given
+        own = {k: v for k, v in settings.to_diff_dict().items() if k not in DERIVED}
+        settings = type(settings)(**{**own, **changes})
+    if getattr(settings, "layerdrop", 0):
+        settings.layerdrop = 0.0  # whole blocks left out at random: not the same on every engine
+    return settings
 
 
-def loaded(auto: Any, weights: str, pretrained: bool, given: Any, revision: str | None) -> Any:
+def loaded(auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None) -> Any:
     """The model in float32 with eager attention, the only one that can be mapped over clients.
 
     Raises:
         ConfigError: There are no safetensors, or they are of another model.
     """
     if not pretrained:
-        return auto.from_config(given, attn_implementation="eager", dtype="float32")
+        return auto.from_config(settings, attn_implementation="eager", dtype="float32")
     where = weights
     if is_folder(weights):
         folder = Path(weights).expanduser()
         where = str(folder)
         if not any(folder.glob("*.safetensors")):
             others = sorted(f.name for suffix in ("*.bin", "*.pt", "*.h5", "*.msgpack") for f in folder.glob(suffix))
-            found = f"only {', '.join(others)}, which may run code when it is read" if others else "no weights"
+            instead = f"only {', '.join(others)}, which may run code when it is read" if others else "no weights"
             raise ConfigError(
-                f"{folder} holds no safetensors ({found}). Save the model as safetensors; save_pretrained does."
+                f"{folder} holds no safetensors ({instead}). Save the model as safetensors; save_pretrained does."
             )
     net, report = auto.from_pretrained(
         where,
-        config=given,
+        config=settings,
         revision=revision,
         use_safetensors=True,
         trust_remote_code=False,
@@ -200,10 +200,10 @@ def loaded(auto: Any, weights: str, pretrained: bool, given: Any, revision: str 
     return net
 
 
-def image_scale(weights: str, given: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
+def image_scale(weights: str, settings: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
     """Mean, deviation and size of a checkpoint's images; the usual ones of its kind where it does not say."""
-    mean, std = IMAGENET if given.model_type == "resnet" else HALVES
-    side = getattr(given, "image_size", 224)
+    mean, std = IMAGENET if settings.model_type == "resnet" else HALVES
+    side = getattr(settings, "image_size", 224)
     path: str | Path | None = None
     if is_folder(weights):
         path = Path(weights).expanduser() / "preprocessor_config.json"
@@ -212,13 +212,13 @@ def image_scale(weights: str, given: Any, revision: str | None, pretrained: bool
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         path = hub.cached_file(weights, "preprocessor_config.json", revision=revision, **quiet)
     if path is not None and Path(path).is_file():
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-        mean, std = told.get("image_mean", mean), told.get("image_std", std)
-        asked = told.get("size", side)
-        if "image_size" not in given.to_dict() and isinstance(asked, dict):
+        scale = json.loads(Path(path).read_text(encoding="utf-8"))
+        mean, std = scale.get("image_mean", mean), scale.get("image_std", std)
+        asked = scale.get("size", side)
+        if "image_size" not in settings.to_dict() and isinstance(asked, dict):
             asked = asked.get("height", asked.get("shortest_edge", side))
             side = asked if isinstance(asked, int) else side
-    channels = getattr(given, "num_channels", 3)
+    channels = getattr(settings, "num_channels", 3)
     for name, values in (("image_mean", mean), ("image_std", std)):
         numbers = isinstance(values, list | tuple) and all(isinstance(v, int | float) for v in values)
         if not numbers or len(values) < channels:

@@ -125,7 +125,7 @@ class ImageClassifier(Pretrained):
     def __init__(self, net: nn.Module, size: int, mean: Sequence[float], std: Sequence[float]):
         super().__init__(net)
         self.size = size
-        self.given = {"image_mean": list(mean), "image_std": list(std), "size": {"height": size, "width": size}}
+        self.preprocessing = {"image_mean": list(mean), "image_std": list(std), "size": {"height": size, "width": size}}
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
 
@@ -135,7 +135,7 @@ class ImageClassifier(Pretrained):
         if sides != (self.size, self.size):
             smaller = max(sides) > self.size
             x = F.interpolate(x, (self.size, self.size), mode="bilinear", align_corners=False, antialias=smaller)
-        channels = len(self.given["image_mean"])
+        channels = len(self.preprocessing["image_mean"])
         if x.shape[1] == 1 and channels > 1:
             x = x.expand(-1, channels, -1, -1)
         with self.steered():
@@ -144,7 +144,9 @@ class ImageClassifier(Pretrained):
     def save(self, folder: str | Path) -> Path:
         """As a folder, with the size and the scale of its images."""
         folder = super().save(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps(self.given, indent=2) + "\n", encoding="utf-8")
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8"
+        )
         return folder
 
 

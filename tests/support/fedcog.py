@@ -1,0 +1,35 @@
+"""What FedCOG's rule sees of a run, and short runs with it."""
+
+import torch
+from torch import nn
+
+import unskew
+from support.federations import SmallBatchNorm, blobs
+from unskew.protocol.rules import Context
+from unskew.tasks import Classification
+
+
+def small_net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def context(rule, spec, counts=(9.0, 3.0, 0.0), previous=None, round=60):
+    v, b = spec.flatten(), spec.flatten_buffers()
+    state = {} if previous is None else {"v": previous, "b": b, "round": torch.tensor(float(round - 1))}
+    return Context(
+        round=round, v_global=v, v_start=v, b_global=b, state=state, download={}, upload={}, spec=spec,
+        model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(), key=torch.tensor(11), lr=0.1,
+        plain_sgd=True, steps=torch.tensor(4.0), weight=torch.tensor(12.0),
+        class_counts=torch.tensor(counts, dtype=spec.dtype),
+    )  # fmt: skip
+
+
+def other_vector(spec):
+    return unskew.ModelSpec(small_net(1), (2, 6, 6), 3, dtype=torch.float64).flatten()
+
+
+def train(method, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.7, "engine": "inline"}
+    return unskew.run(blobs([12, 23, 17, 9]), model=SmallBatchNorm(), method=method, **{**given, **options})

@@ -1,0 +1,123 @@
+"""The small convolutional networks of the papers.
+
+References:
+    CNN-A and CNN-B: Ye et al. 2023 (FedCOG), arXiv:2312.05966.
+    CNN-C: Zhu et al. 2025 (Feddle), arXiv:2503.20138.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from unskew.errors import ConfigError
+from unskew.models.zoo.vision import Classifier, check_choice, image_shape
+
+SIDE = 4  # to which CNN-C pools
+
+
+class CNNA(Classifier):
+    """CNN-A of FedCOG: two 5x5 convolutions and three linear layers (a LeNet-5).
+
+    The convolutions have no padding. An image with a side below 16 pixels is too small for that, so its
+    convolutions are padded by 2; such an image needs at least 4 pixels a side.
+
+    Args:
+        shape: Channels, height and width of an image.
+        classes: Number of logits.
+
+    >>> sum(p.numel() for p in CNNA((3, 32, 32), 10).parameters())
+    62006
+    """
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        channels, height, width = image_shape("CNN-A", shape)
+        padding, flat = _fit("CNN-A", (height, width), kernel=5, stages=2)
+        body = nn.Sequential(
+            *_stage(channels, 6, 5, padding),
+            *_stage(6, 16, 5, padding),
+            nn.Flatten(),
+            nn.Linear(16 * flat, 120),
+            nn.ReLU(inplace=True),
+            nn.Linear(120, 84),
+            nn.ReLU(inplace=True),
+        )
+        super().__init__(body, 84, classes)
+
+
+class CNNB(Classifier):
+    """CNN-B of FedCOG: three 3x3 convolutions and two linear layers.
+
+    The convolutions have no padding. An image with a side below 22 pixels is too small for that, so its
+    convolutions are padded by 1; such an image needs at least 8 pixels a side.
+
+    Args:
+        shape: Channels, height and width of an image.
+        classes: Number of logits.
+
+    >>> sum(p.numel() for p in CNNB((3, 32, 32), 100).parameters())
+    69380
+    """
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        channels, height, width = image_shape("CNN-B", shape)
+        padding, flat = _fit("CNN-B", (height, width), kernel=3, stages=3)
+        body = nn.Sequential(
+            *_stage(channels, 16, 3, padding),
+            *_stage(16, 32, 3, padding),
+            *_stage(32, 64, 3, padding),
+            nn.Flatten(),
+            nn.Linear(64 * flat, 128),
+            nn.ReLU(inplace=True),
+        )
+        super().__init__(body, 128, classes)
+
+
+class CNNC(Classifier):
+    """CNN-C of Feddle (Zhu et al. 2025, arXiv:2503.20138): three 3x3 convolutions, one pooling, two linear layers.
+
+    The paper does not say how wide they are: 32, 64 and 64 channels, padded by 1; pooling to 4 x 4; 256 hidden units.
+
+    Args:
+        shape: Channels, height and width of an image.
+        classes: Number of logits.
+        stride: Of the first two convolutions; 2 takes a fifteenth of the arithmetic.
+
+    >>> sum(p.numel() for p in CNNC((3, 32, 32), 10).parameters())
+    321290
+    """
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, stride: Literal[1, 2] = 1) -> None:
+        channels, _, _ = image_shape("CNN-C", shape)
+        check_choice("CNN-C", "stride", stride, (1, 2))
+        body = nn.Sequential(
+            nn.Conv2d(channels, 32, 3, stride, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, 64, 3, stride, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveMaxPool2d(SIDE),
+            nn.Flatten(),
+            nn.Linear(64 * SIDE * SIDE, 256),
+            nn.ReLU(inplace=True),
+        )
+        super().__init__(body, 256, classes)
+
+
+def _stage(inputs: int, outputs: int, kernel: int, padding: int) -> list[nn.Module]:
+    """Convolution, pooling, ReLU. ReLU after max-pooling gives the same value as before it, on a quarter of it."""
+    return [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
+
+
+def _fit(name: str, sides: tuple[int, int], kernel: int, stages: int) -> tuple[int, int]:
+    """The padding that lets `stages` convolutions with pooling fit, and the pixels that are left."""
+    for padding in (0, kernel // 2):
+        height, width = sides
+        for _ in range(stages):
+            height, width = ((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
+        if min(height, width) >= 1:
+            return padding, height * width
+    least = 2**stages
+    raise ConfigError(f"{name} needs images of at least {least}x{least} pixels, but got {sides[0]}x{sides[1]}.")

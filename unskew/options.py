@@ -1,0 +1,128 @@
+"""Options written as text, and objects named by an import path: one reading of both for all that has a name.
+
+Methods, generators, models and studies are named in a configuration. Their options are the fields of a dataclass, whose types
+say which values are allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, TypeVar, cast
+
+import pydantic
+from pydantic import Field
+
+from unskew.errors import ConfigError, plain, unknown
+
+Whole = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+LARGEST = 3.4e38
+"""Of an option; float32 holds no larger number."""
+
+Built = TypeVar("Built")
+
+
+def imported(path: str, what: str) -> Any:
+    """The object at ``package.module:name``.
+
+    Args:
+        path: The module, and a name in it that may have dots.
+        what: What the path stands for, as an error says it: ``the model 'package.module:name'``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    # The module may be the user's, and importing it may fail in any way.
+    except Exception as error:
+        raise ConfigError(
+            f"The module {module_name!r} of {what} cannot be imported "
+            f"({type(error).__name__}: {error}). Check its spelling, and that its folder is on PYTHONPATH."
+        ) from error
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by {what}.") from error
+
+
+def imported_callable(path: str, what: str) -> Callable[..., Any]:
+    """As ``imported``, for a function or a class.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    target = imported(path, what)
+    if not callable(target):
+        raise ConfigError(f"{what} is not a function or a class.")
+    return cast(Callable[..., Any], target)
+
+
+def read_options(text: str, separator: str, where: str, example: str, flags: Collection[str] = ()) -> dict[str, str]:
+    """The values in ``key=value`` pieces, by key, still as text.
+
+    Args:
+        text: The pieces.
+        separator: Between two pieces.
+        where: Where they stand, as an error says it.
+        example: How an option is written, as an error says it.
+        flags: Keys that mean ``true`` where they stand alone.
+
+    Raises:
+        ConfigError: A piece is no option, or a key stands twice.
+
+    >>> read_options("a=1, b", ",", "x", "x:a=1", flags=["b"])
+    {'a': '1', 'b': 'true'}
+    """
+    options: dict[str, str] = {}
+    for piece in filter(None, (piece.strip() for piece in text.split(separator))):
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if not equals and key not in flags:
+            raise ConfigError(f"{piece!r} in {where} is not an option; write {example}.")
+        if key in options:
+            raise ConfigError(f"{where} gives {key} twice.")
+        options[key] = value if equals else "true"
+    return options
+
+
+def options_of(cls: type) -> dict[str, object]:
+    """Names and defaults of the options of a class; none, if it is no dataclass."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
+
+
+def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option") -> Built:
+    """An instance of a dataclass with checked options.
+
+    Args:
+        cls: The class.
+        options: Values by name; text is read as the field's type.
+        owner: Whose options they are, as an error says it.
+        prefix: What stands before an option where it was written, such as ``fedprox:``.
+        kind: What an option is called.
+
+    Raises:
+        ConfigError: An option is unknown, of the wrong type, or out of range.
+    """
+    names, hints = options_of(cls), typing.get_type_hints(cls, include_extras=True)
+    checked: dict[str, object] = {}
+    for key, value in options.items():
+        if key not in names:
+            raise ConfigError(unknown(f"{kind} of {owner}", str(key), names) if names else f"{owner} has no {kind}s.")
+        try:
+            number = checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
+        except pydantic.ValidationError as error:
+            reason = plain(error.errors()[0]["msg"])
+            raise ConfigError(f"{prefix}{key}={value} is not valid: {reason}.") from error
+        if isinstance(number, float) and LARGEST < abs(number) < math.inf:
+            raise ConfigError(f"{prefix}{key}={value} is not valid: at most {LARGEST:g} can be computed with.")
+    return cls(**checked)
