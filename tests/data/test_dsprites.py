@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.data.sources.catalogue import dsprites as sprites
+from unskew.data.sources import dsprites as sprites
 from unskew.data.sources.catalogue import load_source
 from unskew.data.sources.dsprites import dsprites, factors, groups
 from unskew.errors import ConfigError, DataError

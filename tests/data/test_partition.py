@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from unskew.data.partition import rules as partitioners
-from unskew.data.partition.make import PARTITIONS, Partition, make_partition
+from unskew.data.partition.make import Partition, make_partition
+from unskew.data.partition.spelling import PARTITIONS
 from unskew.errors import ConfigError, DataError
 
 

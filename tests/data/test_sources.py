@@ -8,7 +8,7 @@ import torch
 from support.tolerance import FEW, near
 
 from unskew.data.load import load_federation
-from unskew.data.reading import images
+from unskew.data.reading import files, images
 from unskew.data.reading.tables import split_rows
 from unskew.data.sources import catalogue as sources
 from unskew.data.sources.catalogue import HUB, SOURCES, load_source
@@ -252,7 +252,7 @@ def test_a_missing_package_is_a_sentence(monkeypatch):
     def absent(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(sources, "import_module", absent)
+    monkeypatch.setattr(files, "import_module", absent)
     with pytest.raises(DataError, match=r"pip install 'unskew\[hub\]'"):
         load_source("cifar10")
 

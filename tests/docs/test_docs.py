@@ -18,7 +18,7 @@ from benchmarks import results
 from unskew.cli.app import app
 from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
 from unskew.config.reading import experiment, load_yaml
-from unskew.data.partition.make import OPTIONS, PARTITIONS
+from unskew.data.partition.spelling import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
 from unskew.methods.catalogue import method
 from unskew.models.catalogue import MODELS, build_model

@@ -477,9 +477,9 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     assert about["model"] == f"hf:{opt}"
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}
-    from unskew.runs.data import load_data
+    from unskew.data.load import federation_of
 
-    fed = load_data(config)
+    fed = federation_of(config.data_spec, config.seed)
     from unskew.runs.model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
@@ -518,10 +518,10 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
 
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
-    from unskew.runs.data import load_data
+    from unskew.data.load import federation_of
     from unskew.runs.model import initial_spec
 
-    fed, rule = load_data(config), method(config.method)
+    fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
     spec = initial_spec(config, fed, None, rule)
     start = spec.flatten()
     session = Session(config, fed, spec, rule, pick_device("cpu"), None, [Watching()])

@@ -297,21 +297,21 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
     assert [row["name"] for row in listed] == [*names(), *study_names()]
-    real = sweep.load_data
+    real = sweep.federation_of
 
-    def offline(config):
-        if config.data == "cifar10":
+    def offline(spec, seed):
+        if spec.data == "cifar10":
             raise DataError("There is no network.")
-        return real(config)
+        return real(spec, seed)
 
-    monkeypatch.setattr(sweep, "load_data", offline)
+    monkeypatch.setattr(sweep, "federation_of", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
     outcome = call(capsys, *args)
     assert outcome.code == 0
     assert "goes on with digits instead" in outcome.out
     assert "64.36" in outcome.out
     assert len(list((tmp_path / "results" / "runs").glob("*.json"))) == 2
-    monkeypatch.setattr(sweep, "load_data", None)  # showing needs no data
+    monkeypatch.setattr(sweep, "federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
     assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], 64.36)

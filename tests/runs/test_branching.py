@@ -1,9 +1,9 @@
 """A run that begins where another ended."""
 
 import pytest
-from support.tolerance import TRAINING, assert_close
 import torch
 from support.federations import QUICK, SmallBatchNorm, blobs
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError

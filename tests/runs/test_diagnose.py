@@ -5,12 +5,12 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from support.tolerance import tolerance, near
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
 from support.quadratic import HalfSquares, problem
 from support.running import TINY, call
+from support.tolerance import near, tolerance
 from torch import nn
 
 import unskew
@@ -89,8 +89,7 @@ def test_all_quantities_of_least_squares_are_the_closed_forms(shared):
         assert row["sigma2"] == near(np.mean(values))
         assert row["L"] == pytest.approx(max(top((1 - p) * h + p * s) for h, s in zip(H, Hs, strict=True)), rel=1e-6)
         assert row["zeta2_bound"] == near((1 - p) ** 2 * zeta2)
-        assert row["sigma2_bound"] == near(
-            (1 - p) * noise.mean() + p * pool + p * (1 - p) * (zeta2 + delta2))
+        assert row["sigma2_bound"] == near((1 - p) * noise.mean() + p * pool + p * (1 - p) * (zeta2 + delta2))
         assert row["L_bound"] == pytest.approx((1 - p) * expected["L_max"] + p * expected["L_synthetic"], rel=1e-6)
         base = lemma.iterations(expected["epsilon"], 4, 4, expected["L_max"], zeta2, noise.mean() / 2)
         for end in ("", "_bound"):
@@ -161,7 +160,9 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
     assert found["L_avg"] == pytest.approx(top(np.mean(H, 0)), rel=1e-4)
     single = torch.stack([torch.func.grad(loss)(v, x[i : i + 1], y[i : i + 1]) for i in range(len(y))])
     scatter = (single - single.mean(0)).square().sum(1).mean()
-    assert measure(probe, fed, Scope(clients=None, curvature=False)).figures["sigma2_max"] >= float(scatter) - tolerance()
+    assert (
+        measure(probe, fed, Scope(clients=None, curvature=False)).figures["sigma2_max"] >= float(scatter) - tolerance()
+    )
     torch.testing.assert_close(probe.moments(x, y).mean, single.mean(0))
     assert probe.moments(x, y).variance == near(float(scatter))
 

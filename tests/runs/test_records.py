@@ -4,15 +4,13 @@ import json
 import math
 
 import numpy as np
-from support.tolerance import FEW, near, assert_close
 import pytest
 import torch
-from support.federations import SmallBatchNorm, blobs
-from rich.console import Console
-from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
-from support.running import metrics, summary
 from safetensors.torch import load_file
-from torch import nn
+from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
+from support.federations import SmallBatchNorm, blobs
+from support.running import metrics, summary
+from support.tolerance import FEW, assert_close, near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
@@ -25,10 +23,7 @@ from unskew.plots.curves import clients_by_class, convergence, sign_histogram, s
 from unskew.plots.figure import new_figure
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
-from unskew.simulation.evaluate import ClientScores, Evaluator
-from unskew.tasks import TASKS
-
-
+from unskew.simulation.evaluate import ClientScores
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +33,6 @@ def _seed():
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
 
 
 def test_accuracy_per_client_by_hand():
@@ -245,8 +232,6 @@ def test_clients_are_judged_with_their_own_statistics(tmp_path):
 # ---- the recorder -----------------------------------------------------------------------------------------------------
 
 
-
-
 def test_lines_are_valid_json_whatever_the_figures(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.round(row(1, loss_x=math.nan, up=math.inf))
@@ -337,8 +322,6 @@ def test_model_file_is_the_result(tmp_path):
     expected = {n: t for n, t in result.model.state_dict().items() if "num_batches" not in n}
     assert set(saved) == set(expected)
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
-
-
 
 
 def test_comparison_rows_by_hand():

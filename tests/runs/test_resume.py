@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.slow import slow_but
 import yaml
 from support.running import TIMES, TINY, Process, assert_same_run, call, end_all, metrics
+from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError

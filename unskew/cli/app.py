@@ -15,32 +15,16 @@ from rich.console import Console
 from unskew.cli import info as cli_info
 from unskew.cli.diagnose import diagnose
 from unskew.cli.options import (
+    BUDGET,
+    DATA,
     AsJson,
-    BatchSize,
-    Clients,
-    Data,
-    DataPath,
     Device,
     EngineName,
-    EvalEvery,
-    LocalEpochs,
-    LocalSteps,
-    Lr,
-    Model,
-    Momentum,
-    NetworkDelay,
-    Participation,
-    PartitionSpec,
     Rounds,
-    SaveSamples,
-    ServerPath,
-    ServerSamples,
     Sets,
-    Synthetic,
-    Target,
-    WeightDecay,
     console_for,
     free_name,
+    overridden_by,
     print_json,
     stoppable,
     values_of,
@@ -48,6 +32,10 @@ from unskew.cli.options import (
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 
+SERVER = ("server", "server_path")
+TRAINING = ("model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay")
+MACHINE = ("engine", "device", "network")
+EVALUATION = ("eval_every", "target")
 app = typer.Typer(
     help="Federated learning for skewed data: run, compare and resume methods that add up.",
     no_args_is_help=True,
@@ -59,33 +47,10 @@ app.callback(invoke_without_command=True)(cli_info.version)
 
 
 @app.command()
+@overridden_by(*DATA, *SERVER, "method", *TRAINING, "seed", *MACHINE, *EVALUATION, "save_samples", "synthetic")
 def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
-    data: Data = None,
-    data_path: DataPath = None,
-    partition: PartitionSpec = None,
-    clients: Clients = None,
-    server: ServerSamples = None,
-    server_path: ServerPath = None,
-    method: Annotated[str | None, typer.Option("--method", help="A method or a sum: fedprox:mu=0.1+scaffold.")] = None,
-    model: Model = None,
-    rounds: Rounds = None,
-    participation: Participation = None,
-    local_steps: LocalSteps = None,
-    local_epochs: LocalEpochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    momentum: Momentum = None,
-    weight_decay: WeightDecay = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Decides every random draw.")] = None,
-    engine: EngineName = None,
-    device: Device = None,
-    network: NetworkDelay = None,
-    eval_every: EvalEvery = None,
-    target: Target = None,
-    save_samples: SaveSamples = None,
-    synthetic: Synthetic = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run folder; runs/DATA-METHOD-seedN by default.")] = None,
     as_json: AsJson = False,
@@ -106,32 +71,12 @@ def run(
 
 
 @app.command()
+@overridden_by(*DATA, *SERVER, *TRAINING, *MACHINE, *EVALUATION, "synthetic")
 def compare(
     context: typer.Context,
     methods: Annotated[list[str], typer.Argument(help="Methods or sums of methods.")],
     seeds: Annotated[int, typer.Option("--seeds", help="Number of seeds: 0, 1, ...")] = 3,
     config: Annotated[Path | None, typer.Option("--config", help="Configuration file; flags override it.")] = None,
-    data: Data = None,
-    data_path: DataPath = None,
-    partition: PartitionSpec = None,
-    clients: Clients = None,
-    server: ServerSamples = None,
-    server_path: ServerPath = None,
-    model: Model = None,
-    rounds: Rounds = None,
-    participation: Participation = None,
-    local_steps: LocalSteps = None,
-    local_epochs: LocalEpochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    momentum: Momentum = None,
-    weight_decay: WeightDecay = None,
-    engine: EngineName = None,
-    device: Device = None,
-    network: NetworkDelay = None,
-    eval_every: EvalEvery = None,
-    target: Target = None,
-    synthetic: Synthetic = None,
     sets: Sets = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the comparison; runs/compare-DATA by default.")
@@ -194,8 +139,8 @@ def resume(
     from unskew.config.reading import set_field
     from unskew.runs.run import resume as resume_run
 
-    given = {"rounds": rounds, "engine": engine, "device": device}
-    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    flags = {"rounds": rounds, "engine": engine, "device": device}
+    changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for assignment in sets or []:
         set_field(changes, assignment)
     console = console_for(as_json)

@@ -12,25 +12,31 @@ from unskew.cli.tables import F1, megabytes, number, percent
 from unskew.comparison.target import TargetCost
 
 SHORT = 20  # letters of a method's spelling that are never folded
+WORDS = ("model", "over")
+"""Columns that hold words, not figures."""
+COST = ("MB up", "MB down", "seconds")
+
+
+def table_of(title: str, methods: Iterable[str], *columns: str) -> Table:
+    """A table with a line per method; long spellings are folded, so that the figures keep their room."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", overflow="fold", no_wrap=max(map(len, methods)) <= SHORT)
+    for name in columns:
+        table.add_column(name, justify="left" if name in WORDS else "right")
+    return table
+
+
+def over_seeds(row: dict[str, Any]) -> str:
+    """What the figures of a comparison are."""
+    return f"mean ± std over {row['seeds']} seeds" if row["seeds"] > 1 else "1 seed"
 
 
 def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of ``unskew compare`` for language models: losses, lower is better."""
-    seeds, target = rows[0]["seeds"], rows[0]["target"]
-    spread = f"mean ± std over {seeds} seeds" if seeds > 1 else "1 seed"
-    title = f"Test loss in nats per token (lower is better), {spread}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    method_column(table, (row["method"] for row in rows))
-    heads = (
-        "last round",
-        "best round",
-        "perplexity",
-        "next token %",
-        "clients, mean %",
-        f"rounds to {percent(target)}%",
-    )
-    for name in (*heads, "MB up", "MB down", "seconds"):
-        table.add_column(name, justify="right")
+    title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
+    rounds = f"rounds to {percent(rows[0]['target'])}%"
+    figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds)
+    table = table_of(title, (row["method"] for row in rows), *figures, *COST)
     for row in rows:
         losses = [number(row.get(name), row.get(f"{name}_std")) for name in ("loss", "best_loss", "perplexity")]
         shares = [percent(row[name], row[f"{name}_std"]) for name in ("accuracy", "client_accuracy_mean")]
@@ -45,24 +51,14 @@ def rounds_cell(row: dict[str, Any]) -> str:
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
 
 
-def method_column(table: Table, methods: Iterable[str]) -> None:
-    """The column of the methods' spellings; long ones are folded, so that the figures keep their room."""
-    table.add_column("method", overflow="fold", no_wrap=max(map(len, methods)) <= SHORT)
-
-
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table that ``unskew compare`` prints: one line per method, means over seeds."""
     if "perplexity" in rows[0]:
         return language_table(rows)
-    seeds, target = rows[0]["seeds"], rows[0]["target"]
-    spread = f"mean ± std over {seeds} seeds" if seeds > 1 else "1 seed"
-    table = Table(title=f"Test accuracy in %, {spread}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    method_column(table, [row["method"] for row in rows])
-    for name in ("last round", "best round", "clients, mean", "worst client", f"rounds to {percent(target)}%"):
-        table.add_column(name, justify="right")
-    several = rows[0].get("o_f1") is not None
-    for name in (*(F1 if several else ()), "MB up", "MB down", "seconds"):
-        table.add_column(name, justify="right")
+    several = F1 if rows[0].get("o_f1") is not None else {}
+    rounds = f"rounds to {percent(rows[0]['target'])}%"
+    figures = ("last round", "best round", "clients, mean", "worst client", rounds, *several)
+    table = table_of(f"Test accuracy in %, {over_seeds(rows[0])}", (row["method"] for row in rows), *figures, *COST)
     for row in rows:
         table.add_row(
             row["method"],
@@ -71,7 +67,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             percent(row["client_accuracy_mean"], row["client_accuracy_mean_std"]),
             percent(row["client_accuracy_worst"], row["client_accuracy_worst_std"]),
             rounds_cell(row),
-            *(percent(row[name], row[f"{name}_std"]) for name in (F1.values() if several else ())),
+            *(percent(row[name], row[f"{name}_std"]) for name in several.values()),
             megabytes(row["bytes_up"]),
             megabytes(row["bytes_down"]),
             f"{row['seconds']:.1f}",
@@ -82,10 +78,8 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
 def reaching_table(rows: Sequence[TargetCost], target: float) -> Table:
     """What a target accuracy costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
     title = f"Rounds and traffic to {percent(target)}% test accuracy"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    method_column(table, [row.method for row in rows])
-    for name in ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %"):
-        table.add_column(name, justify="left" if name == "over" else "right")
+    figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")
+    table = table_of(title, (row.method for row in rows), *figures)
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
         saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
@@ -105,11 +99,8 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     if all(row["personal_accuracy_mean"] is None for row in rows):
         return None
     title = "Accuracy in % on the clients' own data, last round"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    method_column(table, [row["method"] for row in rows])
-    table.add_column("model")
-    for name in ("mean", "std over clients", "worst decile", "worst client"):
-        table.add_column(name, justify="right")
+    figures = ("model", "mean", "std over clients", "worst decile", "worst client")
+    table = table_of(title, (row["method"] for row in rows), *figures)
     for row in rows:
         for label, whose in (("global", "client"), ("personal", "personal")):
             keys = [f"{whose}_accuracy_{name}" for name in ("mean", "std", "worst_decile", "worst")]

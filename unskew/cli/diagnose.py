@@ -7,42 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import (
-    AsJson,
-    BatchSize,
-    Clients,
-    Data,
-    DataPath,
-    Device,
-    LocalEpochs,
-    LocalSteps,
-    Model,
-    PartitionSpec,
-    Sets,
-    console_for,
-    print_json,
-    values_of,
-)
+from unskew.cli.options import BUDGET, DATA, AsJson, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError
 
 
+@overridden_by(*DATA, "model", *BUDGET, "seed", "device")
 def diagnose(
     context: typer.Context,
     run: Annotated[
         Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialised.")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Configuration file; flags override it.")] = None,
-    data: Data = None,
-    data_path: DataPath = None,
-    partition: PartitionSpec = None,
-    clients: Clients = None,
-    model: Model = None,
-    local_steps: LocalSteps = None,
-    local_epochs: LocalEpochs = None,
-    batch_size: BatchSize = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Decides every random draw.")] = None,
-    device: Device = None,
-    made: Annotated[
+    images: Annotated[
         Path | None,
         typer.Option(
             "--synthetic", help="Synthetic images: a parquet file, a folder of them, or a run that made some."
@@ -75,7 +51,7 @@ def diagnose(
     report = measure(
         run=run,
         model=model_name,
-        synthetic=made,
+        synthetic=images,
         shares=shares,
         sample_clients=sample_clients or None,
         samples=samples or None,

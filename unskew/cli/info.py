@@ -75,8 +75,8 @@ def partition(
     """Show what each client would hold: a table, a plot, and the partition's hash."""
     from unskew.cli.tables import partition_table
     from unskew.config.reading import experiment
+    from unskew.data.load import federation_of
     from unskew.plots.curves import clients_by_class
-    from unskew.runs.data import load_data
 
     values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
     values |= {"label_separator": label_separator, "image": image, "holdout": 0.0} | (
@@ -84,7 +84,8 @@ def partition(
     )
     texts = {"columns": text, "tokenizer": tokenizer}
     values["text"] = {name: value for name, value in texts.items() if value is not None}
-    fed = load_data(experiment(values))
+    config = experiment(values)
+    fed = federation_of(config.data_spec, config.seed)
     counts, names = fed.holdings()
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:

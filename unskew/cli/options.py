@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,47 +14,70 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-Data = Annotated[str | None, typer.Option("--data", help="Data source: digits, cifar10, ..., table:PATH, folder:PATH.")]
-DataPath = Annotated[str | None, typer.Option("--data-path", help="Folder with the source's files, for offline use.")]
-PartitionSpec = Annotated[str | None, typer.Option("--partition", help="iid, dirichlet:0.1, classes:2, sorted, ...")]
-Clients = Annotated[int | None, typer.Option("--clients", help="Number of clients.")]
-ServerSamples = Annotated[
-    str | None, typer.Option("--server", help="Data at the server: a number of test samples, or another data source.")
-]
-ServerPath = Annotated[str | None, typer.Option("--server-path", help="Folder with the files of that other source.")]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", help="logistic, mlp, cnn, cnn-b, cnn-c, resnet20, vgg11, hf:NAME, package.module:f"),
-]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="Communication rounds.")]
-Participation = Annotated[float | None, typer.Option("--participation", help="Share of clients per round.")]
-LocalSteps = Annotated[int | None, typer.Option("--local-steps", help="Mini-batch steps per client and round.")]
-LocalEpochs = Annotated[int | None, typer.Option("--local-epochs", help="Passes over a client's data per round.")]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Samples per step.")]
-Lr = Annotated[float | None, typer.Option("--lr", help="Learning rate of the clients.")]
-Momentum = Annotated[float | None, typer.Option("--momentum", help="Momentum of the clients' SGD.")]
-WeightDecay = Annotated[float | None, typer.Option("--weight-decay", help="Weight decay of the clients' optimizer.")]
-EngineName = Annotated[str | None, typer.Option("--engine", help="auto, inline, processes or vectorized.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
-NetworkDelay = Annotated[
-    str | None, typer.Option("--network", help="Rounds until updates arrive: none, fixed:3, half-normal:20, ...")
-]
-EvalEvery = Annotated[int | None, typer.Option("--eval-every", help="Evaluate every so many rounds.")]
-Target = Annotated[float | None, typer.Option("--target", help="Report the rounds needed to this accuracy (0 to 1).")]
-SaveSamples = Annotated[
-    bool | None, typer.Option("--save-samples", help="Draw the inputs that clients make in the last round.")
-]
-Synthetic = Annotated[
-    str | None, typer.Option("--synthetic", help="Run folder whose synthetic images are used again (fedssyn).")
-]
+FLAGS: dict[str, tuple[type, str]] = {
+    "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH."),
+    "data_path": (str, "Folder with the source's files, for offline use."),
+    "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
+    "clients": (int, "Number of clients."),
+    "server": (str, "Data at the server: a number of test samples, or another data source."),
+    "server_path": (str, "Folder with the files of that other source."),
+    "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
+    "model": (str, "logistic, mlp, cnn, cnn-b, cnn-c, resnet20, vgg11, hf:NAME, package.module:f"),
+    "rounds": (int, "Communication rounds."),
+    "participation": (float, "Share of clients per round."),
+    "local_steps": (int, "Mini-batch steps per client and round."),
+    "local_epochs": (int, "Passes over a client's data per round."),
+    "batch_size": (int, "Samples per step."),
+    "lr": (float, "Learning rate of the clients."),
+    "momentum": (float, "Momentum of the clients' SGD."),
+    "weight_decay": (float, "Weight decay of the clients' optimizer."),
+    "seed": (int, "Decides every random draw."),
+    "engine": (str, "auto, inline, processes or vectorized."),
+    "device": (str, "auto, cpu, cuda, cuda:1."),
+    "network": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
+    "eval_every": (int, "Evaluate every so many rounds."),
+    "target": (float, "Report the rounds needed to this accuracy (0 to 1)."),
+    "save_samples": (bool, "Draw the inputs that clients make in the last round."),
+    "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
+}
+"""Fields of a configuration that have a flag of their own: the type and the help of each."""
+DATA = ("data", "data_path", "partition", "clients")
+BUDGET = ("local_steps", "local_epochs", "batch_size")
+
+
+def _flag(name: str) -> Any:
+    return typer.Option(f"--{name.replace('_', '-')}", help=FLAGS[name][1])
+
+
+DataPath = Annotated[str | None, _flag("data_path")]
+Rounds = Annotated[int | None, _flag("rounds")]
+EngineName = Annotated[str | None, _flag("engine")]
+Device = Annotated[str | None, _flag("device")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
-_FLAGS = (
-    *("data", "data_path", "partition", "clients", "model", "rounds", "participation", "local_steps", "local_epochs"),
-    *("batch_size", "lr", "momentum", "weight_decay", "engine", "device", "eval_every", "target", "method", "seed"),
-    *("save_samples", "server", "server_path", "synthetic"),
-)
+
+def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these flags, after its ``config``, which they override; ``values_of`` reads them from its context."""
+
+    def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters: list[inspect.Parameter] = []
+        for parameter in own.values():
+            parameters.append(parameter)
+            if parameter.name == "config":
+                kinds = {name: Annotated[FLAGS[name][0] | None, _flag(name)] for name in names}
+                parameters += [parameter.replace(name=name, annotation=kind) for name, kind in kinds.items()]
+
+        @functools.wraps(command)
+        def call(**arguments: Any) -> None:
+            command(**{name: arguments[name] for name in own})
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return with_flags
 
 
 def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
@@ -63,17 +88,16 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     for section, field in (("network", "delay"), ("text", "columns")):
         if isinstance(values.get(section), str | list):  # short for one field: the others may be set
             values[section] = {field: values[section]}
-    flags = {name: context.params.get(name) for name in _FLAGS}
-    given = {name: value for name, value in flags.items() if value is not None}
-    if context.params.get("network") is not None:
-        given["network"] = {"delay": context.params["network"]}
+    flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
+    if "network" in flags:
+        flags["network"] = {"delay": flags["network"]}
     for assignment in context.params.get("sets") or []:
-        set_field(given, assignment)
+        set_field(flags, assignment)
     # One budget replaces the other.
     for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if given.get(mine) is not None and other not in given:
+        if flags.get(mine) is not None and other not in flags:
             values.pop(other, None)
-    for name, value in given.items():
+    for name, value in flags.items():
         both = isinstance(value, dict) and isinstance(values.get(name), dict)
         values[name] = {**values[name], **value} if both else value
     return values

@@ -5,12 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
 from unskew.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from unskew.reproduction.preset import Preset
+    from unskew.reproduction.study import Line, StudyPreset
 
 
 def reproduce(
@@ -45,14 +50,16 @@ def reproduce(
 
     console = console_for(as_json)
     if listing or preset is None:
-        found = [load_preset(name) for name in names()] + [load_study(name) for name in study_names()]
+        presets = [load_preset(name) for name in names()] + [load_study(name) for name in study_names()]
         if as_json:
-            print_json([{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in found])
+            print_json(
+                [{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in presets]
+            )
             return
-        table = Table("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
-        for p in found:
-            table.add_row(p.name, p.title, p.where)
-        console.print(table)
+        overview = Table("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
+        for p in presets:
+            overview.add_row(p.name, p.title, p.where)
+        console.print(overview)
         return
     if preset in study_names():
         if columns or engine is not None or device is not None:
@@ -62,18 +69,18 @@ def reproduce(
         return
     if preset not in names():
         raise ConfigError(unknown("preset", preset, [*names(), *study_names()]))
-    chosen = load_preset(preset)
+    table = load_preset(preset)
     extra: dict[str, Any] = {"data_path": data_path, "engine": engine, "device": device}
     extra = {name: value for name, value in extra.items() if value is not None}
-    which = _seeds(seeds) if seeds else list(range(seeds_of(chosen, scale)))
-    for kind, wanted, known in (("row", rows, chosen.rows), ("column", columns, chosen.columns)):
+    which = _seeds(seeds) if seeds else list(range(seeds_of(table, scale)))
+    for kind, wanted, there in (("row", rows, table.rows), ("column", columns, table.columns)):
         for name in wanted or ():
-            if name not in known:
-                raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {'; '.join(known)}.")
+            if name not in there:
+                raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {'; '.join(there)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with stoppable(runs, again), make_progress(console) as progress:
         sweep = Sweep(
-            chosen,
+            table,
             scale,
             runs,
             results,
@@ -83,29 +90,20 @@ def reproduce(
             lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
         )
         if show:
-            made = sweep.known(which)
+            outcomes = sweep.known(which)
         else:
             missing = sweep.settle()
             if missing:
                 other = sweep.cells(0)[0].config.data
                 console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
-            made = list(sweep.carry_out(which))
-    entries = report.entries(chosen, made)
-    if plot is not None and made:
-        (draw_curves(chosen, made, plot) if chosen.curves else draw_points(chosen, entries, plot))
+            outcomes = list(sweep.carry_out(which))
+    entries = report.entries(table, outcomes)
+    if plot is not None and outcomes:
+        (draw_curves(table, outcomes, plot) if table.curves else draw_points(table, entries, plot))
     if as_json:
         print_json({"preset": preset, "scale": scale, "entries": report.as_json(entries)})
         return
-    console.print(f"{chosen.title}: {chosen.where} of {chosen.reference}; scale {scale}")
-    if chosen.text:
-        console.print(chosen.text.strip())
-    for title, header, lines in report.lines(chosen, entries):
-        table = Table(*header, title=title, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-    if not made:
-        console.print("Nothing has been run yet.")
+    _print(console, table, scale, report.lines(table, entries), bool(outcomes))
 
 
 def _study(
@@ -120,14 +118,12 @@ def _study(
     as_json: bool,
 ) -> None:
     """A preset that is a program of its own."""
-    from rich.table import Table
-
     from unskew.cli.progress import make_progress
     from unskew.reproduction.study import StudyRuns, load_study
 
     console = console_for(as_json)
-    chosen = load_study(name)
-    runs = StudyRuns(chosen, scale, results, data_path, parts)
+    preset = load_study(name)
+    runs = StudyRuns(preset, scale, results, data_path, parts)
     which = list(range(runs.seeds)) if seeds is None else seeds
     if not show:
         missing = runs.settle()
@@ -141,30 +137,45 @@ def _study(
             task = progress.add_task(name, total=len(which) * len(runs.parts()), accuracy="")
             for _ in runs.carry_out(which):
                 progress.advance(task)
-    found = runs.found(which)
-    if plot is not None and found:
-        runs.study.draw(found, plot)
+    outcomes = runs.found(which)
+    if plot is not None and outcomes:
+        runs.study.draw(outcomes, plot)
     if as_json:
-        plain = [{"part": part, "seed": s, **o["summary"]} for part, made in found.items() for s, o in made.items()]
+        plain = [
+            {"part": part, "seed": s, **o["summary"]} for part, by_seed in outcomes.items() for s, o in by_seed.items()
+        ]
         print_json({"preset": name, "scale": scale, "entries": plain})
         return
-    console.print(f"{chosen.title}: {chosen.where} of {chosen.reference}; scale {scale}")
-    if chosen.text:
-        console.print(chosen.text.strip())
-    for title, header, lines in runs.study.lines(found):
+    _print(console, preset, scale, runs.study.lines(outcomes), bool(outcomes))
+
+
+def _print(
+    console: Console,
+    preset: Preset | StudyPreset,
+    scale: str,
+    tables: list[Line],
+    done: bool,
+) -> None:
+    """What is reproduced, and its tables."""
+    from rich.table import Table
+
+    console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
+    if preset.text:
+        console.print(preset.text.strip())
+    for title, header, lines in tables:
         table = Table(*header, title=title, title_justify="left")
         for line in lines:
             table.add_row(*line)
         console.print(table)
-    if not found:
+    if not done:
         console.print("Nothing has been run yet.")
 
 
 def _seeds(text: str) -> list[int]:
     try:
-        found = [int(piece) for piece in text.split(",")]
+        numbers = [int(piece) for piece in text.split(",")]
     except ValueError:
         raise ConfigError(f"--seeds {text!r} is not a list of whole numbers such as 0,1,2.") from None
-    if len(set(found)) < len(found) or min(found) < 0:
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
         raise ConfigError(f"--seeds {text!r}: each seed once, and none below 0.")
-    return found
+    return numbers

@@ -93,9 +93,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
             2, (f"rounds to {percent(summary['target'])}%", "not reached" if reached is None else str(reached))
         )
     if "synthetic_images" in summary:
-        made = f"{summary['synthetic_images']:,} images, made in {summary['synthetic_seconds']:.1f} s"
+        images = f"{summary['synthetic_images']:,} images, made in {summary['synthetic_seconds']:.1f} s"
         epochs = f"; local epochs {summary['local_epochs']}" if "local_epochs" in summary else ""
-        lines.append(("synthetic data", made + epochs))
+        lines.append(("synthetic data", images + epochs))
     if "privacy" in summary:
         lines.append(("privacy", summary["privacy"]))
     if summary["updates_skipped"]:

@@ -13,18 +13,20 @@ from unskew.comparison.target import rounds_to
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
+from unskew.data.load import federation_of
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import make_folder, occupied, unmake_folder, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.plots.curves import clients_by_class, convergence
+from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.runs.checks import check_method
-from unskew.runs.continuation import RESUMABLE, check_same
-from unskew.runs.data import check_given, load_data
+from unskew.runs.continuation import check_same
+from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.run import finished_rounds, resume, run_experiment
+from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
@@ -75,7 +77,7 @@ class Comparison:
         table = []
         for name, summaries in self.summaries.items():
             reached = [rounds_to(history, self.target) for history in self.histories[name]]
-            known = [r for r in reached if r is not None]
+            rounds = [r for r in reached if r is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
             figures = [key for key in summaries[0] if key in FIGURES or key.removeprefix("best_") in FIGURES]
             for key in (*AVERAGED, *figures):
@@ -83,8 +85,8 @@ class Comparison:
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
                 "target": self.target,
-                "rounds_to_target": mean_std(known)[0] if len(known) == len(reached) else None,
-                "seeds_reaching_target": len(known),
+                "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(reached) else None,
+                "seeds_reaching_target": len(rounds),
                 "bytes_up": mean_std([s["bytes_up"] for s in summaries])[0],
                 "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
                 "seconds": mean_std([s["seconds"] for s in summaries])[0],
@@ -136,57 +138,48 @@ def compare(
     """
     if isinstance(methods, str):
         methods = [methods]
-    chosen = {m if isinstance(m, str) else method(m).spelling: m for m in methods}
-    if not methods or len(chosen) < len(methods):
-        twice = ", ".join(sorted({str(m) for m in methods if list(methods).count(m) > 1}))
-        raise ConfigError(
-            f"Name each method only once: {twice} is there twice." if twice else "Name at least one method."
-        )
+    names = [spelling_of(m) for m in methods]
+    if not names:
+        raise ConfigError("Name at least one method.")
+    twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+    if twice:
+        raise ConfigError(f"Name each method only once: {twice} is there twice.")
+    by_name = dict(zip(names, map(method, methods), strict=True))
     which = seed_list(seeds)
     folder = None if out is None else Path(out)
     if folder is not None and occupied(folder) and not again:
         raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
-    values = dict(options)
-    if not {"method", "seed"}.isdisjoint(values):
+    if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
-    experiment({**values, "target": target})  # checks them, also the target
-    if federation is not None:
-        given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
-        check_given(given, values)
-        values = {**given, **values}
-    if model is not None:
-        named = isinstance(model, str | Mapping)
-        values["model"] = model if named else str(getattr(model, "__name__", type(model).__name__))
-    own = None if isinstance(model, str | Mapping) else model
+    experiment({**options, "target": target})  # checks them, also the target
+    values, own_model = values_of(options, federation, model), unnamed(model)
     # Synthetic images that are given are for the methods that would make some.
-    makers = {name for name, m in chosen.items() if any(rule.makes for rule in method(m).data)}
-    others = {name: {"synthetic": None} for name in chosen if makers and name not in makers}
+    makers = {name for name, m in by_name.items() if any(rule.makes for rule in m.data)}
+    others = {name: {"synthetic": None} for name in names if makers and name not in makers}
     configs = {
-        (name, seed): experiment(
-            {**values, **others.get(name, {}), "seed": seed, "method": name if isinstance(m, str) else "fedavg"}
-        )
+        (name, seed): experiment({**values, **others.get(name, {}), "seed": seed, "method": name}, m)
         for seed in which
-        for name, m in chosen.items()
+        for name, m in by_name.items()
     }
-    result = Comparison({name: [] for name in chosen}, {name: [] for name in chosen}, 0.0, folder)
+    result = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder)
     fresh = folder is not None and not occupied(folder)
-    made = [] if folder is None else make_folder(folder)
+    new_folders = [] if folder is None else make_folder(folder)
     try:
         for seed in which:
-            data = federation or load_data(configs[next(iter(chosen)), seed])
+            data = federation or federation_of(configs[names[0], seed].data_spec, seed)
             if seed == which[0]:
-                for name, m in chosen.items():  # all of them before the first is trained
-                    check_method(configs[name, seed], data, own, method(m))
-                    check_given_set(configs[name, seed], method(m))
+                for name, m in by_name.items():  # all of them before the first is trained
+                    check_method(configs[name, seed], data, own_model, m)
+                    check_given_set(configs[name, seed], m)
             if folder is not None and seed == which[0]:
-                (counts, names), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
-                clients_by_class(counts, names, folder / "clients.png", title)
-            for name, m in chosen.items():
+                (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
+                clients_by_class(counts, classes, folder / "clients.png", title)
+            for name, m in by_name.items():
                 history, summary = _one(
                     configs[name, seed],
                     data,
-                    own,
-                    None if isinstance(m, str) else m,
+                    own_model,
+                    m,
                     None if folder is None else folder / folder_name(name) / f"seed-{seed}",
                     list(follow(name, seed, configs[name, seed])) if follow else [],
                     None if folder is None else folder / SYNTHETIC,
@@ -197,7 +190,7 @@ def compare(
         # A comparison in which no run finished a round leaves nothing behind but what was made for it.
         begun = folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
         if folder is not None and fresh and not begun:
-            unmake_folder(folder, made)
+            unmake_folder(folder, new_folders)
         raise
     if target is None:
         means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
@@ -227,35 +220,30 @@ def _one(
     config: Experiment,
     federation: Federation,
     model: ModelLike | None,
-    given: MethodLike | None,
+    method: Method,
     folder: Path | None,
     callbacks: Sequence[Callback],
     shared: Path | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One run of a comparison: done already, to be resumed, or new."""
-    if folder is None or not (folder / "config.yaml").is_file():
-        result = run_experiment(
-            config,
-            federation=federation,
-            model=model,
-            method_given=given,
-            out=folder,
-            callbacks=callbacks,
-            shared=shared,
-        )
-        return result.history, result.summary
-    # A method given in Python has a name that only Python knows.
-    named = {} if given is None else {"method": "fedavg"}
-    before = experiment({**load_yaml(folder / "config.yaml"), **named})
-    try:
-        check_same(before.model_dump(mode="json"), config)
-    except CheckpointError as error:
-        raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
-    done = finished_rounds(folder)
-    if done == config.rounds:
-        return read_history(folder), json.loads((folder / "summary.json").read_text())
-    changes = config.model_dump(include=set(RESUMABLE))
-    result = resume(
-        folder, federation=federation, model=model, method=given, callbacks=callbacks, shared=shared, **changes
+    begun = folder is not None and (folder / "config.yaml").is_file()
+    if folder is not None and begun:
+        before = experiment(load_yaml(folder / "config.yaml"), method)
+        try:
+            check_same(before.model_dump(mode="json"), config)
+        except CheckpointError as error:
+            raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
+        if finished_rounds(folder) == config.rounds:
+            return read_history(folder), json.loads((folder / "summary.json").read_text())
+        check_unfinished(folder, config.rounds)
+    result = run_experiment(
+        config,
+        federation=federation,
+        model=model,
+        method=method,
+        out=folder,
+        resume=begun,
+        callbacks=callbacks,
+        shared=shared,
     )
     return result.history, result.summary

@@ -46,7 +46,7 @@ def target_costs(histories: dict[str, list[list[dict[str, Any]]]], target: float
         target: An accuracy.
     """
     needs = {name: _needs(runs, target) for name, runs in histories.items()}
-    found = []
+    costs = []
     for name, runs in histories.items():
         rounds, sent, limit = *needs[name], len(runs[0])
         partner = without_data(name)
@@ -57,17 +57,17 @@ def target_costs(histories: dict[str, list[list[dict[str, Any]]]], target: float
             base = (needs["fedavg"][1], _sent([history[-1] for history in histories["fedavg"]]))
         ratio, ratio_bound = _compared(sent, base)
         saving = None if ratio is None else 1 - 1 / ratio
-        found.append(TargetCost(name, rounds, sent, limit, against, faster, faster_bound, saving, ratio_bound))
-    return found
+        costs.append(TargetCost(name, rounds, sent, limit, against, faster, faster_bound, saving, ratio_bound))
+    return costs
 
 
 def _needs(runs: list[list[dict[str, Any]]], target: float) -> tuple[float | None, float | None]:
     """Mean rounds and bytes until every seed has reached the target."""
     rows = [next((r for r in h if r["accuracy"] is not None and r["accuracy"] >= target), None) for h in runs]
-    known = [row for row in rows if row is not None]
-    if len(known) < len(rows):
+    reached = [row for row in rows if row is not None]
+    if len(reached) < len(rows):
         return None, None
-    return sum(row["round"] for row in known) / len(known), _sent(known)
+    return sum(row["round"] for row in reached) / len(reached), _sent(reached)
 
 
 def _sent(rows: Sequence[dict[str, Any]]) -> float:

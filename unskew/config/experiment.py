@@ -15,18 +15,15 @@ import yaml
 from pydantic import Field
 from pydantic_core import PydanticSerializationError
 
-from unskew.config.sections import NetworkConfig as NetworkConfig
-from unskew.config.sections import Section as Section
-from unskew.config.sections import TextConfig as TextConfig
+from unskew.config.sections import NetworkConfig, Section, TextConfig
+from unskew.data.spec import DataSpec, TextSpec
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
-from unskew.models.catalogue import named_model
+from unskew.models.catalogue import HUB, named_model
 from unskew.protocol.training import Training
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
-
-
 DEFAULT_EPOCHS = 5
 AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients")
 """Diagnoses that look at the clients of a round."""
@@ -169,7 +166,7 @@ class Experiment(Section):
         return values
 
     @pydantic.model_validator(mode="after")
-    def _consistent(self) -> Experiment:
+    def _consistent(self, info: pydantic.ValidationInfo) -> Experiment:
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs are both given; give one of them")
         if self.nesterov and not self.momentum:
@@ -178,7 +175,8 @@ class Experiment(Section):
             raise ValueError(f"momentum belongs to sgd, not to {self.optimizer}")
         if self.precision == "fp64" and self.device.startswith("mps"):
             raise ValueError("fp64 is not available on this device")
-        method(self.method)
+        if info.context is None or not info.context.get("method_given"):
+            method(self.method)
         for name in self.diagnose:
             if name not in DIAGNOSES and name not in own_diagnoses():
                 raise ValueError(unknown("diagnosis", name, [*DIAGNOSES, *own_diagnoses()]).rstrip("."))
@@ -189,6 +187,13 @@ class Experiment(Section):
         """The client's budget and optimizer."""
         return Training(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Training)})
 
+    @property
+    def data_spec(self) -> DataSpec:
+        """The data, with the model's own tokeniser for texts where none is named."""
+        tokenizer = self.text.tokenizer or (self.model.removeprefix(HUB) if self.model.startswith(HUB) else None)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataSpec)}
+        return DataSpec(**{**values, "text": TextSpec(self.text.columns, tokenizer, self.text.block)})
+
     def to_yaml(self) -> str:
         """Every field, in order."""
         try:
@@ -198,10 +203,3 @@ class Experiment(Section):
                 f"model_options cannot be written to config.yaml ({error}); "
                 "give the model as a function that has these options built in."
             ) from error
-
-
-DATA_FIELDS = (
-    *("data", "data_path", "label", "label_separator", "image", "partition", "clients", "holdout"),
-    *("server", "server_path", "set_aside", "text", "image_size", "keep_classes", "keep_samples"),
-)
-"""Fields that, with the seed, decide which samples are where."""

@@ -10,25 +10,29 @@ import yaml
 from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
-from unskew.config.sections import NetworkConfig as NetworkConfig
-from unskew.config.sections import Section as Section
-from unskew.config.sections import TextConfig as TextConfig
+from unskew.config.sections import NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain, unknown
+from unskew.protocol.rules import Method
 
 
-def experiment(values: dict[str, Any]) -> Experiment:
+def experiment(values: dict[str, Any], method: Method | None = None) -> Experiment:
     """A checked experiment from plain values.
+
+    Args:
+        values: Its fields.
+        method: The run's method, where ``values`` only say how it is called: one given in Python may have a name that
+            nobody else knows.
 
     Raises:
         ConfigError: An unknown key, a wrong type or a value out of range.
     """
     check_keys(values, Experiment)
     try:
-        return Experiment.model_validate(values)
+        return Experiment.model_validate(values, context={"method_given": method is not None})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        known = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
-        where = ".".join(str(piece) for piece in first["loc"] if piece in known)
+        fields = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
+        where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
         if first["type"] == "string_pattern_mismatch":
             reason = "Input should be auto, cpu, cuda or, for the second of several, cuda:1"

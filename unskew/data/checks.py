@@ -12,6 +12,15 @@ CHANNELS = (1, 3, 4)
 TRANSFORMERS_PADDING = -100  # what the package transformers has in labels where nothing is to be predicted
 
 
+def as_tensor(values: object, problem: str) -> Tensor:
+    """An array or a tensor as a tensor in memory; ``problem`` begins the error where it is neither."""
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    except TypeError as error:
+        raise DataError(f"{problem}: {error}.") from error
+    return tensor.detach().cpu()
+
+
 def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
     """A tensor of inputs: images become ``[n, C, H, W]`` over channels-last memory, tables stay ``[n, f]``.
 
@@ -23,11 +32,7 @@ def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
     Raises:
         DataError: Empty, not numeric, NaN or infinite, or of a shape that is neither images nor a table.
     """
-    try:
-        x = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    except TypeError as error:
-        raise DataError(f"The inputs of {who} are not a numeric array: {error}.") from error
-    x = x.detach().cpu()
+    x = as_tensor(values, f"The inputs of {who} are not a numeric array")
     if x.dim() < 2:
         raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
     if len(x) == 0:
@@ -63,11 +68,7 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
     Raises:
         DataError: Not integers, not one label per sample, or (multi-label) not a matrix of 0 and 1.
     """
-    try:
-        y = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    except TypeError as error:
-        raise DataError(f"The labels of {who} are not numeric: {error}.") from error
-    y = y.detach().cpu()
+    y = as_tensor(values, f"The labels of {who} are not numeric")
     if task == "multilabel":
         if y.dim() != 2 or y.shape[1] < 1:
             raise DataError(f"The labels of {who} have shape {tuple(y.shape)}; multi-label data need [n, labels].")

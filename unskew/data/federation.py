@@ -196,17 +196,15 @@ class Federation:
         if isinstance(clients, dict):
             raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
         xs, ys, splits = [], [], []
-        for k, given in enumerate(clients):
-            if not isinstance(given, tuple | list) or len(given) not in (2, 4):
+        for k, arrays in enumerate(clients):
+            if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
                 raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-            x, y = as_inputs(given[0], f"client {k}", task), as_targets(given[1], f"client {k}", task)
+            x, y = as_inputs(arrays[0], f"client {k}", task), as_targets(arrays[1], f"client {k}", task)
             if len(x) != len(y):
                 raise DataError(f"Client {k} has {len(x)} inputs but {len(y)} labels.")
-            if len(given) == 4:
-                xt, yt = (
-                    as_inputs(given[2], f"client {k} (test)", task),
-                    as_targets(given[3], f"client {k} (test)", task),
-                )
+            if len(arrays) == 4:
+                who = f"client {k} (test)"
+                xt, yt = as_inputs(arrays[2], who, task), as_targets(arrays[3], who, task)
                 if len(xt) != len(yt):
                     raise DataError(f"Client {k} has {len(xt)} test inputs but {len(yt)} test labels.")
                 if y.shape[1:] != yt.shape[1:]:
@@ -230,8 +228,8 @@ class Federation:
                 raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, client 0 of {shape}.")
         if classes is None:
             own = server_in_domain or server is None
-            given_y = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
-            classes = ys[0].shape[1] if task == "multilabel" else max(int(y.max()) for y in given_y if len(y)) + 1
+            in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
+            classes = ys[0].shape[1] if task == "multilabel" else max(int(y.max()) for y in in_domain if len(y)) + 1
         for who, pair in [*((f"client {k}", (xs[k], ys[k])) for k in range(len(xs))), *pairs.items()]:
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])

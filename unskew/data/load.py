@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from unskew.data.federation import ArrayClients, Federation, ServerData, take, training_size
-from unskew.data.partition.make import Partition, make_partition, parse
+from unskew.data.partition.make import Partition, make_partition
+from unskew.data.partition.spelling import parse
 from unskew.data.reading.images import with_channels, with_size
 from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
 from unskew.data.sources.catalogue import load_source
+from unskew.data.spec import DataSpec, TextSpec
 from unskew.errors import ConfigError, DataError
 
 
@@ -70,44 +72,56 @@ def load_federation(
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
-    if is_text(name):
-        if any(given is not None for given in (image, label_separator, image_size, keep_classes)):
-            raise ConfigError(f"{name} holds texts; it takes no image, image_size, label_separator or keep_classes.")
-        source = load_texts(name, path=path, label=label, columns=text, tokenizer=tokenizer, block=block)
-    else:
-        source = load_source(
-            name,
-            path=path,
-            label=label,
-            image=image,
-            label_separator=label_separator,
-            size=image_size,
-            classes=keep_classes,
-        )
-        if image_size is not None and source.train.x.dim() != 4:
-            raise ConfigError(f"image_size={image_size} belongs to images, but the inputs of {source.name} are none.")
+    spec = DataSpec(
+        data=name,
+        data_path=path,
+        label=label,
+        label_separator=label_separator,
+        image=image,
+        image_size=image_size,
+        keep_classes=keep_classes,
+        keep_samples=keep_samples,
+        partition=partition,
+        clients=clients,
+        holdout=holdout,
+        server=server,
+        server_path=server_path,
+        text=TextSpec(tuple(text), tokenizer, block),
+        set_aside=set_aside,
+    )
+    return federation_of(spec, seed)
+
+
+def federation_of(spec: DataSpec, seed: int) -> Federation:
+    """The federation that ``spec`` describes; ``seed`` decides every draw.
+
+    Raises:
+        ConfigError: Fields do not fit together.
+        DataError: The data cannot be used as asked.
+    """
+    source = source_of(spec)
     train, test = source.train, source.test
-    if keep_samples is not None:
-        if not 1 <= keep_samples <= len(train):
+    if spec.keep_samples is not None:
+        if not 1 <= spec.keep_samples <= len(train):
             raise ConfigError(
-                f"keep_samples={keep_samples} must be from 1 to the {len(train)} training samples of {name}."
+                f"keep_samples={spec.keep_samples} must be from 1 to the {len(train)} training samples of {spec.data}."
             )
-        train = train.rows(np.sort(generator(seed, "keep_samples").permutation(len(train))[:keep_samples]))
+        train = train.rows(np.sort(generator(seed, "keep_samples").permutation(len(train))[: spec.keep_samples]))
     labels = None if source.task == "language" else train.y.numpy()
     parts = make_partition(
-        partition, labels, clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
+        spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )
     # Client by client, shuffled inside each client, so that the part held out is a random one.
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
     rows = torch.from_numpy(shuffled)
     x, y = take(train.x, rows), train.y[rows]
-    kept = np.array([training_size(int(n), holdout) for n in parts.sizes])
-    data, test = server_data(server, server_path, source, test, seed, set_aside)
+    trained_on = np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    at_server, test = server_data(spec, source, test, seed)
     return Federation(
-        clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + kept),
+        clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + trained_on),
         test=(test.x, test.y),
-        server=data,
+        server=at_server,
         task=source.task,
         classes=source.classes,
         normalisation=source.normalisation if len(y) == len(train) else normalisation_of(x),
@@ -115,13 +129,39 @@ def load_federation(
         name=source.name,
         partition=parts.name,
         fingerprint=parts.fingerprint,
-        kinds=kinds_of(parts, train, partition) if source.task == "language" else None,
+        kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
     )
 
 
-def kinds_of(parts: Partition, train: Table, spec: object) -> tuple[np.ndarray, tuple[str, ...]] | None:
+def source_of(spec: DataSpec) -> Source:
+    """The samples, before anybody holds them."""
+    path, label, text = spec.data_path, spec.label, spec.text
+    if is_text(spec.data):
+        for_images = (spec.image, spec.label_separator, spec.image_size, spec.keep_classes)
+        if any(option is not None for option in for_images):
+            raise ConfigError(
+                f"{spec.data} holds texts; it takes no image, image_size, label_separator or keep_classes."
+            )
+        return load_texts(
+            spec.data, path=path, label=label, columns=text.columns, tokenizer=text.tokenizer, block=text.block
+        )
+    source = load_source(
+        spec.data,
+        path=path,
+        label=label,
+        image=spec.image,
+        label_separator=spec.label_separator,
+        size=spec.image_size,
+        classes=spec.keep_classes,
+    )
+    if spec.image_size is not None and source.train.x.dim() != 4:
+        raise ConfigError(f"image_size={spec.image_size} belongs to images, but the inputs of {source.name} are none.")
+    return source
+
+
+def kinds_of(parts: Partition, train: Table, partition: object) -> tuple[np.ndarray, tuple[str, ...]] | None:
     """How many rows of each value of the partition's column each client holds, ``[K, G]``, and these values; else None."""
-    column = parse(spec)[1] if isinstance(spec, str) and spec.startswith(("natural:", "sorted:")) else ""
+    column = parse(partition)[1] if isinstance(partition, str) and partition.startswith(("natural:", "sorted:")) else ""
     if not column:
         return None
     names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
@@ -131,43 +171,49 @@ def kinds_of(parts: Partition, train: Table, spec: object) -> tuple[np.ndarray, 
     return np.stack(held), tuple(names.tolist())
 
 
-def server_data(
-    server: int | str | None, server_path: str | Path | None, source: Source, test: Table, seed: int, set_aside: int
-) -> tuple[ServerData | None, Table]:
+def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple[ServerData | None, Table]:
     """The server's samples, and the test rows that are left."""
-    order = generator(seed, "server").permutation(len(test))
+    order, set_aside = generator(seed, "server").permutation(len(test)), spec.set_aside
     if set_aside >= len(test):
         raise DataError(f"set_aside={set_aside} leaves none of the {len(test)} test samples to evaluate on.")
-    if server is None or (isinstance(server, str) and not server.lstrip("-").isdigit()):
-        test = test.rows(np.sort(order[set_aside:])) if set_aside else test
-    if server is None:
-        if server_path is not None:
-            raise ConfigError("server_path is given, but server does not name a data set to load from it.")
-        return None, test
+    server = spec.server
     if isinstance(server, str) and server.lstrip("-").isdigit():
         server = int(server)
+    if server is None or isinstance(server, str):
+        test = test.rows(np.sort(order[set_aside:])) if set_aside else test
     if isinstance(server, str):
-        # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
-        size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
-        x = load_source(server, path=server_path, size=size).train
-        if x.x.dim() != 4 or test.x.dim() != 4:
-            raise DataError(f"The server's data set {server!r} and {source.name!r} must both hold images.")
-        if x.x.dtype != test.x.dtype:
-            raise DataError(
-                f"The images of the server's data set {server!r} are {x.x.dtype}, those of {source.name!r} "
-                f"{test.x.dtype}; bring them to one range and type first."
-            )
-        channels, height, width = test.x.shape[1:]
-        return ServerData(with_channels(with_size(x.x, height, width), channels), x.y, in_domain=False), test
-    if server_path is not None:
-        raise ConfigError(f"server={server} takes samples of the test set; leave out server_path.")
+        return other_data(server, spec.server_path, source, test), test
+    if spec.server_path is not None:
+        raise ConfigError(
+            "server_path is given, but server does not name a data set to load from it."
+            if server is None
+            else f"server={server} takes samples of the test set; leave out server_path."
+        )
+    if server is None:
+        return None, test
     if not 1 <= server < len(test):
         raise DataError(
             f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
             f"use a number from 1 to {len(test) - 1}."
         )
-    taken, left = np.sort(order[:server]), np.sort(order[max(server, set_aside) :])
-    return ServerData(take(test.x, torch.from_numpy(taken)), test.y[torch.from_numpy(taken)]), test.rows(left)
+    taken, left = torch.from_numpy(np.sort(order[:server])), np.sort(order[max(server, set_aside) :])
+    return ServerData(take(test.x, taken), test.y[taken]), test.rows(left)
+
+
+def other_data(name: str, path: str | Path | None, source: Source, test: Table) -> ServerData:
+    """The training images of another data set, brought to the clients' channels and size."""
+    # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
+    size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
+    images = load_source(name, path=path, size=size).train
+    if images.x.dim() != 4 or test.x.dim() != 4:
+        raise DataError(f"The server's data set {name!r} and {source.name!r} must both hold images.")
+    if images.x.dtype != test.x.dtype:
+        raise DataError(
+            f"The images of the server's data set {name!r} are {images.x.dtype}, those of {source.name!r} "
+            f"{test.x.dtype}; bring them to one range and type first."
+        )
+    channels, height, width = test.x.shape[1:]
+    return ServerData(with_channels(with_size(images.x, height, width), channels), images.y, in_domain=False)
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:

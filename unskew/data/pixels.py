@@ -24,9 +24,9 @@ class Pixels:
     @staticmethod
     def of(federation: Federation) -> Pixels:
         """Those of a federation's images. Floats that nothing normalises are taken to be intensities already."""
-        known = federation.normalisation
-        if known is not None:
-            return Pixels(known.mean, known.std)
+        normalisation = federation.normalisation
+        if normalisation is not None:
+            return Pixels(normalisation.mean, normalisation.std)
         return Pixels(std=(1 / 255,)) if federation.test[0].dtype == torch.uint8 else Pixels()
 
     def inputs(self, x: Tensor) -> Tensor:

@@ -15,20 +15,16 @@ from torch import Tensor
 
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
+from unskew.data.load import federation_of
 from unskew.diagnosis.report import Report
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.measures.heterogeneity import (
-    Scope,
-    ids_of,
-    label_figures,
-    measure,
-)
+from unskew.measures.heterogeneity import Scope, ids_of, label_figures, measure
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
-from unskew.runs.data import check_given, load_data
+from unskew.runs.given import unnamed, values_of
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in
 from unskew.tasks import TASKS
@@ -99,17 +95,11 @@ def diagnose(
         if federation is None and values.get("data") == "arrays":
             raise CheckpointError(f"The data of {folder} were given in Python; give them there again.")
     else:
-        values = dict(options)
-        if federation is not None:
-            given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
-            check_given(given, values)
-            values = {**given, **values}
-        if isinstance(model, str):
-            values["model"] = model
+        values = values_of(options, federation, model)
     config = experiment(values)
     device = pick_device(config.device)
-    fed = load_data(config) if federation is None else federation
-    spec = initial_spec(config, fed, None if isinstance(model, str) else model, method(config.method)).to(device)
+    fed = federation_of(config.data_spec, config.seed) if federation is None else federation
+    spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
     sizes, times = np.unique(fed.sizes, return_counts=True)
     scope = check_scope(
         Scope(
@@ -126,9 +116,9 @@ def diagnose(
         )
     )
     ids = ids_of(fed, scope)
-    made, source = synthetic_of(synthetic, fed, scope, ids)
+    sets, source = synthetic_of(synthetic, fed, scope, ids)
     places = [
-        measure(Probe(spec, TASKS[fed.task], fed, v.to(device), b.to(device)), fed, scope, made, place)
+        measure(Probe(spec, TASKS[fed.task], fed, v.to(device), b.to(device)), fed, scope, sets, place)
         for place, v, b in models_of(None if run is None else Path(run), spec)
     ]
     facts = {
@@ -195,10 +185,10 @@ def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, 
         yield "initial model", spec.flatten(), spec.flatten_buffers()
         return
     folder = run_folder(run)
-    found = [run] if folder != run else checkpoints(folder / "checkpoints")[::-1]
+    paths = [run] if folder != run else checkpoints(folder / "checkpoints")[::-1]
     if folder == run:
         yield "initial model", spec.flatten(), spec.flatten_buffers()
-    for path in found:
+    for path in paths:
         done, v, b = model_in(path)
         if v.shape != (spec.size,) or len(b) != sum(spec.buffer_sizes):
             raise CheckpointError(f"The checkpoint {path} was written for another model.")
@@ -211,6 +201,3 @@ def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, 
         statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
         v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
         yield "final model", v, torch.cat(statistics) if statistics else spec.flatten_buffers()
-
-
-# ---- synthetic data -----------------------------------------------------------------------------------------------------

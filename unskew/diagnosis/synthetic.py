@@ -11,15 +11,10 @@ import torch
 
 from unskew.data.checks import as_inputs, as_targets, check_targets
 from unskew.data.federation import Federation, cat_inputs, take
+from unskew.data.reading.files import joined
 from unskew.data.reading.images import decode_column
-from unskew.data.sources.catalogue import joined
 from unskew.errors import DataError
-from unskew.measures.heterogeneity import (
-    Pair,
-    Scope,
-    SyntheticOf,
-    drawn,
-)
+from unskew.measures.heterogeneity import Pair, Scope, SyntheticOf, drawn
 from unskew.seeding import generator
 
 Synthetic = Federation | Sequence[tuple[object, object]] | tuple[object, object]
@@ -28,34 +23,35 @@ POOL = "a sample of the clients' own data, the same for all"
 
 
 def synthetic_of(
-    given: Synthetic | str | Path | None, federation: Federation, scope: Scope, ids: Sequence[int]
+    synthetic: Synthetic | str | Path | None, federation: Federation, scope: Scope, ids: Sequence[int]
 ) -> tuple[SyntheticOf, str]:
     """Each client's synthetic set, and what to call them all.
 
     Raises:
         DataError: They do not fit the federation.
     """
-    if given is None:
+    if synthetic is None:
         share = max(1, (scope.samples or 1000) // len(ids))
         few = replace(scope, samples=share)
         pairs = [drawn(federation.clients[k], few) for k in ids]
         pool = cat_inputs([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
         return lambda k: pool, POOL
-    if isinstance(given, str | Path):
-        x, y = kept_images(Path(given))
+    if isinstance(synthetic, str | Path):
+        x, y = kept_images(Path(synthetic))
         some = torch.randperm(len(y), generator=generator(scope.seed, "diagnosed images"))[: scope.samples]
-        pair = checked((take(x, some), y[some]), federation, f"the set in {given}")
-        return lambda k: pair, f"{len(some)} of the {len(y)} images in {given}, the same for all"
-    if isinstance(given, Federation):
-        given = [(client.x, client.y) for client in given.clients]
-    if isinstance(given, tuple) and len(given) == 2 and not isinstance(given[0], tuple | list):
-        shared = checked(given, federation, "the synthetic data")
+        pair = checked((take(x, some), y[some]), federation, f"the set in {synthetic}")
+        return lambda k: pair, f"{len(some)} of the {len(y)} images in {synthetic}, the same for all"
+    if isinstance(synthetic, Federation):
+        synthetic = [(client.x, client.y) for client in synthetic.clients]
+    if isinstance(synthetic, tuple) and len(synthetic) == 2 and not isinstance(synthetic[0], tuple | list):
+        shared = checked(synthetic, federation, "the synthetic data")
         return lambda k: shared, "given, the same for all"
-    if len(given) != len(federation.clients):
+    if len(synthetic) != len(federation.clients):
         raise DataError(
-            f"There are {len(given)} synthetic sets for {len(federation.clients)} clients; give one for each, or one (x, y)."
+            f"There are {len(synthetic)} synthetic sets for {len(federation.clients)} clients; give one for each, or one "
+            "(x, y)."
         )
-    sets = {k: checked(given[k], federation, f"synthetic set {k}") for k in ids}
+    sets = {k: checked(synthetic[k], federation, f"synthetic set {k}") for k in ids}
     return sets.__getitem__, "given, one set for each client"
 
 
@@ -63,10 +59,10 @@ def image_files(path: Path) -> list[Path]:
     """The parquet files of a folder or of the run that it is; empty if there are none."""
     places = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
     if (path / "summary.json").is_file():
-        known = json.loads((path / "summary.json").read_text(encoding="utf-8")).get("synthetic")
-        places += [Path(known), Path(known) / "data"] if known else []
-    found = [[place] if place.is_file() else sorted(place.glob("*.parquet")) for place in places]
-    return next(filter(None, found), [])
+        used = json.loads((path / "summary.json").read_text(encoding="utf-8")).get("synthetic")
+        places += [Path(used), Path(used) / "data"] if used else []
+    files = [[place] if place.is_file() else sorted(place.glob("*.parquet")) for place in places]
+    return next(filter(None, files), [])
 
 
 def kept_images(path: Path) -> Pair:

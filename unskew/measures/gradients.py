@@ -34,6 +34,6 @@ class Gradients(Diagnosis):
         """The four figures."""
         server = self.server
         probe = Probe(server.spec, TASKS[self.federation.task], self.federation, server.v, server.b)
-        found = measure(probe, self.federation, self.scope).figures
+        figures = measure(probe, self.federation, self.scope).figures
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
-        return {f"gradients/{name}": float(found[key] or 0.0) for name, key in names.items()}
+        return {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}

@@ -116,16 +116,16 @@ def measure(
     gradients, pool = Moments(0, torch.zeros_like(probe.v)), Moments(0, torch.zeros_like(probe.v))
     noise: list[tuple[float, float, float]] = []
     together = 0.0  # the scatter of real and synthetic gradients with each other
-    known: tuple[Pair, Moments] | None = None
+    last: tuple[Pair, Moments] | None = None
     for k in ids:
         mine = probe.moments(*drawn(federation.clients[k], scope))
         if synthetic is None:
             noise.append((mine.variance, 0.0, 0.0))
         else:
             pair = synthetic(k)
-            if known is None or known[0] is not pair:  # a set that all clients share is looked at once
-                known = pair, probe.moments(*pair)
-            theirs = known[1]
+            if last is None or last[0] is not pair:  # a set that all clients share is looked at once
+                last = pair, probe.moments(*pair)
+            theirs = last[1]
             noise.append((mine.variance, theirs.variance, float((mine.mean - theirs.mean).square().sum())))
             apart = mine.mean - gradients.mean
             pool.add(1, theirs.mean)
@@ -183,16 +183,16 @@ def curvature(
     key = torch.tensor(derive(scope.seed, "power iteration"), device=probe.v.device)
     start = normal(key, (1, probe.spec.size)).to(probe.v.dtype)
 
-    def real(k: int) -> Products:
+    def real_of(k: int) -> Products:
         return probe.products(*drawn(federation.clients[k], scope))
 
-    def made(k: int) -> Products:
+    def synthetic_of(k: int) -> Products:
         assert synthetic is not None
         return probe.products(*synthetic(k))
 
     def mixed(k: int) -> Products:
         """The first row is the client's own data, then come the shares."""
-        own, other = real(k), made(k) if synthetic is not None else None
+        own, other = real_of(k), synthetic_of(k) if synthetic is not None else None
 
         def times(u: Tensor) -> Tensor:
             turned = own(u)
@@ -215,12 +215,13 @@ def curvature(
         return largest(products, start.expand(count, -1).contiguous(), scope.iterations, scope.tolerance)
 
     each = torch.stack([top(mixed(k), rows) for k in ids]).max(0).values
-    found: dict[str, float | list[float] | None] = {"L_max": float(each[0]), "L_avg": float(top(mean(real, ids))[0])}
+    average = float(top(mean(real_of, ids))[0])
+    smoothness: dict[str, float | list[float] | None] = {"L_max": float(each[0]), "L_avg": average}
     if synthetic is not None:
         shared = synthetic(ids[0]) is synthetic(ids[-1])
-        found["L_synthetic"] = float(top(mean(made, ids[:1] if shared else ids))[0])
-        found["L_p"] = each[1:].tolist()
-    return found
+        smoothness["L_synthetic"] = float(top(mean(synthetic_of, ids[:1] if shared else ids))[0])
+        smoothness["L_p"] = each[1:].tolist()
+    return smoothness
 
 
 def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
@@ -236,8 +237,8 @@ def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
         noise, smooth = max(0.0, sigma2 or 0) / scope.batch, 1.0 if L is None else L
         return lemma.iterations(epsilon, clients, scope.tau, smooth, max(0.0, zeta2 or 0), noise, scope.mu)
 
-    known = epsilon > 0 and (scope.mu is None or figures["L_max"] is not None)
-    base = steps(figures["zeta2"], figures["sigma2_mean"], figures["L_max"]) if known else 0.0
+    bounded = epsilon > 0 and (scope.mu is None or figures["L_max"] is not None)
+    base = steps(figures["zeta2"], figures["sigma2_mean"], figures["L_max"]) if bounded else 0.0
     for row in result.shares:
         for name, end in (("rounds", ""), ("rounds_bound", "_bound")):
             value = steps(row[f"zeta2{end}"], row[f"sigma2{end}"], row[f"L{end}"]) / base if base > 0 else math.nan

@@ -37,8 +37,8 @@ class LocalModels(Diagnosis):
             accuracy += self.evaluator.score(local, update.buffers).accuracy
             client = self.federation.clients[update.client]
             # Several labels cannot be weighted by classes: nothing can be said of a client that holds nothing out.
-            known = self.federation.task == "classification" or len(client.y_test) > 0
-            personal += self.evaluator.one(local, update.buffers, client) if known else math.nan
+            has_score = self.federation.task == "classification" or len(client.y_test) > 0
+            personal += self.evaluator.one(local, update.buffers, client) if has_score else math.nan
         count = len(self.updates)
         return {
             "local_distance": distance / count,

@@ -80,12 +80,12 @@ class Probe:
     def moments(self, x: Tensor, y: Tensor) -> Moments:
         """Mean and scatter of the gradients of single samples at the model; ``x, y`` as stored."""
         each = torch.func.vmap(torch.func.grad(lambda v, x, y: self.loss(v, x[None], y[None])), in_dims=(None, 0, 0))
-        found = Moments(0, torch.zeros_like(self.v))
+        moments = Moments(0, torch.zeros_like(self.v))
         for inputs, targets in self.batches(x, y, max(1, min(BATCH, NUMBERS // self.spec.size))):
             gradients = each(self.v, inputs, targets).detach()
             mean = gradients.mean(0)
-            found.add(len(targets), mean, float((gradients - mean).square().sum()))
-        return found
+            moments.add(len(targets), mean, float((gradients - mean).square().sum()))
+        return moments
 
     def products(self, x: Tensor, y: Tensor) -> Products:
         """Products with the Hessian of the mean loss over a set."""

@@ -59,9 +59,9 @@ class MLflow:
         """Find the run of this folder, or make it and note the configuration."""
         logging.getLogger("alembic").setLevel(logging.WARNING)  # the making of the tables interests nobody
         self.client = self.open(f"sqlite:///{self.folder.parent / 'mlflow.db'}")
-        known = self.client.get_experiment_by_name("unskew")
+        ours = self.client.get_experiment_by_name("unskew")
         place = (self.folder.parent / "mlflow-artifacts").as_uri()
-        home = known.experiment_id if known else self.client.create_experiment("unskew", artifact_location=place)
+        home = ours.experiment_id if ours else self.client.create_experiment("unskew", artifact_location=place)
         tag = {"unskew.folder": str(self.folder)}
         query = f"tags.`unskew.folder` = '{self.folder}'"
         runs = self.client.search_runs([home], filter_string=query, max_results=1) if rounds_done else []

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unskew.config.experiment import DATA_FIELDS, Experiment
+from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.data.load import federation_of
+from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Callback
@@ -16,7 +18,6 @@ from unskew.records.result import read_history
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of
 from unskew.reproduction.preset import Cell, Preset, cells
 from unskew.runs.checks import check_method
-from unskew.runs.data import load_data, tokenizer_of
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, resume, run_experiment
 
@@ -51,7 +52,7 @@ class Sweep:
         self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
         self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
         self.otherwise = False
-        self._data: tuple[tuple[Any, ...], Federation] | None = None
+        self._data: tuple[tuple[DataSpec, int], Federation] | None = None
 
     def cells(self, seed: int) -> list[Cell]:
         """The chosen runs for a seed."""
@@ -98,9 +99,9 @@ class Sweep:
 
     def federation(self, config: Experiment) -> Federation:
         """The data of a run; the last are kept, as neighbours in a table often share them."""
-        key = (*(getattr(config, name) for name in (*DATA_FIELDS, "seed")), tokenizer_of(config))
+        key = config.data_spec, config.seed
         if self._data is None or self._data[0] != key:
-            self._data = key, load_data(config)
+            self._data = key, federation_of(*key)
         return self._data[1]
 
     def _check(self, seed: int) -> None:

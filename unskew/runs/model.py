@@ -1,32 +1,27 @@
-"""The model of a run from its configuration, and whether the method fits it, the data and the server."""
+"""The model of a run, from its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment, set_field
-from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
 from unskew.data.normalisation import Normalisation
-from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.fedavg import FedAvg
-from unskew.protocol.rules import Method
-from unskew.models.groups import layer_groups, split_at
-from unskew.models.catalogue import HUB, resolve_model
+from unskew.errors import ConfigError
+from unskew.models.catalogue import resolve_model
 from unskew.models.vector import ModelSpec
+from unskew.protocol.rules import Method
 from unskew.seeding import derive
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
-def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, chosen: Method) -> ModelSpec:
+def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ModelSpec:
     """The model's layout and initial weights, which depend on the seed only."""
     x = federation.test[0]
 
@@ -55,28 +50,18 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
         except RuntimeError as error:  # such as a layer larger than the memory
             raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
         spec = spec_of(module, config.head)
-        for rule in chosen.client:
+        for rule in method.client:
             adapted, head = rule.adapt(module, spec.head_name)
             if adapted is not module:
                 module, spec = adapted, spec_of(adapted, head)
     return spec
 
 
-
-
 def as_wanted(federation: Federation, spec: ModelSpec) -> Federation:
     """The federation with its images as intensities from 0 to 1, if the model normalises them itself; else as it is."""
     if not spec.intensities:
         return federation
-    known, x = federation.normalisation, federation.test[0]
-    scale = known.scale if known is not None else 1 / 255 if x.dtype == torch.uint8 else 1.0
+    normalisation, x = federation.normalisation, federation.test[0]
+    scale = normalisation.scale if normalisation is not None else 1 / 255 if x.dtype == torch.uint8 else 1.0
     channels = x.shape[1]
     return replace(federation, normalisation=Normalisation((0.0,) * channels, (1.0,) * channels, scale))
-
-
-
-
-
-
-
-

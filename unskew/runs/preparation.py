@@ -11,11 +11,11 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.generators.synthetic_set import ABOUT, find
 from unskew.errors import ConfigError
 from unskew.files import write_atomic
-from unskew.protocol.workspace import Prepared, Workspace
+from unskew.generators.synthetic_set import ABOUT, find
 from unskew.protocol.rules import Method
+from unskew.protocol.workspace import Prepared, Workspace
 from unskew.records.recorder import Callback, warn
 
 SYNTHETIC = "synthetic"

@@ -7,23 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unskew.runs.model import ModelLike, as_wanted
-from unskew.runs.checks import check_method
-from unskew.config.experiment import DATA_FIELDS, Experiment
+from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
-from unskew.data.load import load_federation
+from unskew.data.load import federation_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, make_folder, occupied, unmake_folder
-from unskew.methods.catalogue import MethodLike, method
-from unskew.models.catalogue import HUB
-from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
+from unskew.methods.catalogue import MethodLike
+from unskew.methods.catalogue import method as method_of
+from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
+from unskew.runs.checks import check_method
+from unskew.runs.given import spelling_of, unnamed, values_of
+from unskew.runs.model import ModelLike, as_wanted
+from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
 from unskew.runs.session import Session
-from unskew.runs.data import load_data, check_given
 
 
 def run(
@@ -56,34 +57,19 @@ def run(
         DataError: The data cannot be used.
         CheckpointError: The run cannot be resumed, or the disk is full.
     """
-    values = dict(options)
-    if federation is not None:
-        given = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
-        check_given(given, values)
-        values = {**given, **values}
-    if model is not None:
-        values["model"] = model if isinstance(model, str | Mapping) else _name_of(model)
+    values = values_of(options, federation, model)
+    built = None if method is None else method_of(method)
     if method is not None:
-        values["method"] = method if isinstance(method, str) else "fedavg"
+        values["method"] = spelling_of(method)
     return run_experiment(
-        experiment(values),
+        experiment(values, built),
         federation=federation,
-        model=None if isinstance(model, str | Mapping) else model,
-        method_given=None if isinstance(method, str) else method,
+        model=unnamed(model),
+        method=built,
         out=out,
         resume=resume,
         callbacks=callbacks,
     )
-
-
-def _name_of(model: object) -> str:
-    return str(getattr(model, "__name__", type(model).__name__))
-
-
-
-
-
-
 
 
 def run_experiment(
@@ -91,17 +77,18 @@ def run_experiment(
     *,
     federation: Federation | None = None,
     model: ModelLike | None = None,
-    method_given: MethodLike | None = None,
+    method: Method | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     shared: Path | None = None,
 ) -> Result:
-    """Carry out ``config``; see ``run``. What its method makes before training is kept in ``shared`` for other runs, too."""
+    """Carry out ``config``; see ``run``. What its method makes before training is kept in ``shared`` for other runs, too.
+
+    A ``method`` that is given is the one that ``config`` names.
+    """
     folder = None if out is None else Path(out)
-    chosen = method(config.method if method_given is None else method_given)
-    if method_given is not None:
-        config = config.model_copy(update={"method": chosen.spelling or chosen.name})
+    method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
     trackers = make_trackers(config.trackers, folder)
     if resume and (folder is None or not (folder / "config.yaml").is_file()):
@@ -110,17 +97,17 @@ def run_experiment(
         raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
-    original = load_data(config) if federation is None else federation
-    spec, warnings = check_method(config, original, model, chosen)
-    check_given_set(config, chosen)
+    original = federation_of(config.data_spec, config.seed) if federation is None else federation
+    spec, warnings = check_method(config, original, model, method)
+    check_given_set(config, method)
     original = as_wanted(original, spec)
-    made = [] if folder is None else make_folder(folder)
+    new_folders = [] if folder is None else make_folder(folder)
     with locked(folder):
         session = None
         try:
-            prepared = prepare(chosen, original, config, device, folder, shared, callbacks)
+            prepared = prepare(method, original, config, device, folder, shared, callbacks)
             everyone = [*callbacks, *trackers]
-            session = Session(config, prepared, original, spec, chosen, device, folder, everyone, warnings)
+            session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
             for client, (up, down) in prepared.traffic:
                 session.server.traffic.count(client, "up", up, 0)
                 session.server.traffic.count(client, "down", down, 0)
@@ -129,7 +116,7 @@ def run_experiment(
             # A new run that did not finish a round leaves nothing behind but what was made for it.
             rounds = session is not None and session.recorder.history
             if folder is not None and not resume and not rounds and not (folder / SYNTHETIC).exists():
-                unmake_folder(folder, made)
+                unmake_folder(folder, new_folders)
             raise
 
 
@@ -162,24 +149,35 @@ def resume(
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
-    # A method given in Python has a name that only Python knows.
-    named = {} if method is None or isinstance(method, str) else {"method": "fedavg"}
-    config = experiment({**load_yaml(folder / "config.yaml"), **changes, **named})
+    values = {**load_yaml(folder / "config.yaml"), **changes}
+    built = None if method is None else method_of(method)
+    if built is not None:
+        values["method"] = spelling_of(built)
+    config = experiment(values, built)
     if federation is None and config.data == "arrays":
         raise CheckpointError(f"The data of {folder} were given in Python; resume it there, with the same federation.")
-    done = finished_rounds(folder)
-    if done is not None and done >= config.rounds:
-        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
+    check_unfinished(folder, config.rounds)
     return run_experiment(
         config,
         federation=federation,
         model=model,
-        method_given=method,
+        method=built,
         out=folder,
         resume=True,
         callbacks=callbacks,
         shared=kept_beside(folder) if shared is None else shared,
     )
+
+
+def check_unfinished(folder: Path, rounds: int) -> None:
+    """Refuse to go on with a run that came to its end.
+
+    Raises:
+        CheckpointError: It has so many rounds, or more.
+    """
+    done = finished_rounds(folder)
+    if done is not None and done >= rounds:
+        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
 
 
 def finished_rounds(folder: Path) -> int | None:

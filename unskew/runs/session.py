@@ -12,32 +12,31 @@ import torch
 from safetensors.torch import save
 
 from unskew.config.experiment import Experiment
-from unskew.runs.continuation import begin_where, check_frozen, check_same, data_identity
 from unskew.data.federation import Federation
-from unskew.measures.catalogue import make_diagnoses
 from unskew.engines.base import Engine, Setup
-from unskew.protocol.training import Training
 from unskew.engines.catalogue import make_engine, pick_engine
 from unskew.engines.machine import cores
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic
+from unskew.measures.catalogue import make_diagnoses
 from unskew.methods.fedavg import FedAvg
+from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
-from unskew.models.vector import ModelSpec
 from unskew.records.recorder import Callback, Recorder, warn, write_summary
 from unskew.records.result import Result
-from unskew.simulation import checkpoint, trouble, personal
-from unskew.simulation.server_training import ServerTrainer
+from unskew.runs.continuation import begin_where, check_frozen, check_same, data_identity
+from unskew.runs.summary import summarise
+from unskew.simulation import checkpoint, personal, trouble
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
+from unskew.simulation.made_inputs import MadeInputs
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
-from unskew.simulation.made_inputs import MadeInputs
 from unskew.simulation.server import Server
+from unskew.simulation.server_training import ServerTrainer
 from unskew.simulation.store import ClientStore
-from unskew.runs.summary import summarise
 from unskew.tasks import TASKS
 
 

@@ -50,8 +50,8 @@ def from_flower(
     by = getattr(partitioner, "_partition_by", None)
     label = by if isinstance(by, str) and by not in columns else "label"
     partitioner.dataset = Dataset.from_dict({**columns, label: labels, "__index": np.arange(len(labels))})
-    known: int | None = getattr(partitioner, "num_partitions", None)
-    count = clients if known is None else known
+    own: int | None = getattr(partitioner, "num_partitions", None)
+    count = clients if own is None else own
     if count is None:
         raise ConfigError(f"{name} does not say how many partitions it makes; give the number of clients.")
     if clients is not None and clients != count:

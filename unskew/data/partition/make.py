@@ -1,7 +1,7 @@
 """Who holds which sample: ``make_partition("dirichlet:0.1", labels, clients=10, seed=0, classes=10)``.
 
-A partition is written ``name[:value][,option=value...]``; see :data:`PARTITIONS` and ``make_partition``.
-Every draw comes from the seed given, never from global state.
+A partition is written ``name[:value][,option=value...]``; see ``make_partition``. Every draw comes from the seed given,
+never from global state.
 """
 
 from __future__ import annotations
@@ -15,26 +15,9 @@ import numpy as np
 from numpy.random import Generator
 
 from unskew.data.federation import fingerprint_of
-from unskew.data.partition import given as foreign
-from unskew.data.partition import rules as partitioners
+from unskew.data.partition import given, rules
+from unskew.data.partition.spelling import parse, positive, truth, whole
 from unskew.errors import ConfigError, DataError, unknown
-
-PARTITIONS: dict[str, str] = {
-    "iid": "iid: shuffle and cut",
-    "dirichlet": "dirichlet:ALPHA[,min=10|half][,balanced=true][,blocks=B][,draws=N][,by=COLUMN]: label skew",
-    "classes": "classes:S[,by=COLUMN]: exactly S classes per client",
-    "sorted": "sorted[:COLUMN]: sort by label, or by a column, and cut into equal runs",
-    "quantity": "quantity:ALPHA[,min=1]: sizes follow a Dirichlet draw, labels are iid",
-    "natural": "natural:COLUMN[,min=1]: one client per value of a column, such as a user or a writer",
-}
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "iid": ("each",),
-    "dirichlet": ("min", "balanced", "blocks", "draws", "by"),
-    "classes": ("by",),
-    "quantity": ("min",),
-    "natural": ("min",),
-}
-EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "quantity:0.5", "natural": "natural:user"}
 
 
 @dataclass(frozen=True)
@@ -152,9 +135,9 @@ def make_partition(
         owner = from_text(spec, labels, clients, rng, classes, columns)
         return Partition.from_owner(owner, int(owner.max()) + 1 if clients is None else clients, spec)
     if type(spec).__module__.split(".")[0] == "flwr_datasets":
-        return Partition.from_owner(*foreign.from_flower(spec, labels, clients, columns))
+        return Partition.from_owner(*given.from_flower(spec, labels, clients, columns))
     if callable(spec):
-        return Partition.from_owner(*foreign.from_function(spec, labels, clients, rng))
+        return Partition.from_owner(*given.from_function(spec, labels, clients, rng))
     raise ConfigError(
         f"A partition is text such as 'dirichlet:0.1', or a function, not an object of type {type(spec).__name__}."
     )
@@ -188,7 +171,7 @@ def from_text(
     name, value, options = parse(spec)
     if name == "natural":
         smallest = whole(options.get("min", "1"), f"min in {spec!r}")
-        return partitioners.natural(column(columns, value, spec), clients, rng, smallest=smallest, column=value)
+        return rules.natural(column(columns, value, spec), clients, rng, smallest=smallest, column=value)
     if clients is None:
         raise ConfigError(
             f"The partition {spec!r} needs the number of clients; only natural:COLUMN finds it by itself."
@@ -204,19 +187,19 @@ def from_text(
         )
     if name == "iid":
         each = whole(options["each"], f"each in {spec!r}") if "each" in options else None
-        return partitioners.iid(labels, clients, rng, each=each)
+        return rules.iid(labels, clients, rng, each=each)
     if name == "sorted":
-        return partitioners.runs(column(columns, value, spec) if value else labels, clients)
+        return rules.runs(column(columns, value, spec) if value else labels, clients)
     if name == "classes":
         each = whole(value, f"the number of classes in {spec!r}")
-        return partitioners.classes_per_client(labels, clients, rng, each=each, classes=classes)
+        return rules.classes_per_client(labels, clients, rng, each=each, classes=classes)
     alpha = positive(value, f"ALPHA in {spec!r}")
     if name == "quantity":
         smallest = whole(options.get("min", "1"), f"min in {spec!r}")
-        return partitioners.quantity(labels, clients, rng, alpha=alpha, smallest=smallest)
+        return rules.quantity(labels, clients, rng, alpha=alpha, smallest=smallest)
     half = options.get("min") == "half"
     smallest = math.ceil(len(labels) / clients / 2) if half else whole(options.get("min", "10"), f"min in {spec!r}")
-    return partitioners.dirichlet(
+    return rules.dirichlet(
         labels,
         clients,
         rng,
@@ -225,67 +208,8 @@ def from_text(
         smallest=smallest,
         balanced=truth(options.get("balanced", "true"), f"balanced in {spec!r}"),
         block=whole(options.get("blocks", str(clients)), f"blocks in {spec!r}"),
-        draws=whole(options.get("draws", str(partitioners.DRAWS)), f"draws in {spec!r}"),
+        draws=whole(options.get("draws", str(rules.DRAWS)), f"draws in {spec!r}"),
     )
-
-
-def parse(spec: str) -> tuple[str, str, dict[str, str]]:
-    """Split ``name:value,option=value`` into its parts; the value is empty when there is none.
-
-    >>> parse("dirichlet:0.1,min=half")
-    ('dirichlet', '0.1', {'min': 'half'})
-    """
-    head, *rest = (part.strip() for part in spec.split(","))
-    name, _, value = (part.strip() for part in head.partition(":"))
-    if name not in PARTITIONS:
-        raise ConfigError(unknown("partition", name, PARTITIONS))
-    if name in EXAMPLES and not value:
-        raise ConfigError(f"The partition {name} needs a value, for example {EXAMPLES[name]}.")
-    if name == "iid" and value:
-        raise ConfigError(f"The partition iid takes no value; {spec!r} gives it {value!r}.")
-    options: dict[str, str] = {}
-    for part in rest:
-        key, equals, text = (piece.strip() for piece in part.partition("="))
-        known = OPTIONS.get(name, ())
-        if not equals or not text:
-            raise ConfigError(f"In the partition {spec!r}, {part!r} is not of the form option=value.")
-        if not known:
-            raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
-        if key not in known:
-            raise ConfigError(unknown(f"{name} option", key, known))
-        if key in options:
-            raise ConfigError(f"The partition {spec!r} gives {key} twice.")
-        options[key] = text
-    return name, value, options
-
-
-def positive(text: str, what: str) -> float:
-    """A positive finite number."""
-    try:
-        number = float(text)
-    except ValueError:
-        raise ConfigError(f"{what} must be a number, not {text!r}.") from None
-    if not (number > 0 and math.isfinite(number)):
-        raise ConfigError(f"{what} must be a positive number, not {text}.")
-    return number
-
-
-def whole(text: str, what: str) -> int:
-    """A whole number of at least one."""
-    try:
-        number = int(text)
-    except ValueError:
-        raise ConfigError(f"{what} must be a whole number, not {text!r}.") from None
-    if number < 1:
-        raise ConfigError(f"{what} must be at least 1, not {number}.")
-    return number
-
-
-def truth(text: str, what: str) -> bool:
-    """``true`` or ``false``."""
-    if text.lower() not in ("true", "false"):
-        raise ConfigError(f"{what} must be true or false, not {text!r}.")
-    return text.lower() == "true"
 
 
 def column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:

@@ -91,16 +91,16 @@ def natural(values: np.ndarray, clients: int | None, rng: Generator, *, smallest
     others belong to nobody (-1).
     """
     names, value, sizes = np.unique(values, return_inverse=True, return_counts=True)
-    kept = np.flatnonzero(sizes >= smallest)
-    if not len(kept) or (clients is not None and clients > len(kept)):
+    large = np.flatnonzero(sizes >= smallest)
+    if not len(large) or (clients is not None and clients > len(large)):
         least = f" with at least {smallest} samples" if smallest > 1 else ""
         asked = "" if clients is None else f", but {clients} clients are asked for"
         remedy = "lower min or choose another column" if clients is None else "ask for fewer clients or lower min"
-        raise DataError(f"Column {column!r} has {len(kept)} values{least} (of {len(names)}){asked}; {remedy}.")
-    if clients is not None and clients < len(kept):
-        kept = np.sort(rng.choice(kept, clients, replace=False))
+        raise DataError(f"Column {column!r} has {len(large)} values{least} (of {len(names)}){asked}; {remedy}.")
+    if clients is not None and clients < len(large):
+        large = np.sort(rng.choice(large, clients, replace=False))
     client_of = np.full(len(names), -1, np.int64)
-    client_of[kept] = np.arange(len(kept))
+    client_of[large] = np.arange(len(large))
     return client_of[value.reshape(-1)]
 
 
@@ -165,10 +165,10 @@ def accepted_counts(
         tried = class_counts(np.repeat(sizes[pending], times, axis=0), clients, rng, alpha, balanced)
         tried = tried.reshape(len(pending), times, classes, clients)
         good = tried.sum(2).min(2) >= smallest
-        first, found = good.argmax(1), good.any(1)
-        counts[pending[found]] = tried[found, first[found]]
+        first, settled = good.argmax(1), good.any(1)
+        counts[pending[settled]] = tried[settled, first[settled]]
         drawn, wanted, work = drawn + times, 2 * wanted, work + len(pending) * times * cells
-        pending = pending[~found]
+        pending = pending[~settled]
     return (None if len(pending) else counts), drawn
 
 

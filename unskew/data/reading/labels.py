@@ -26,16 +26,18 @@ class Labels(NamedTuple):
     task: str
 
 
-def read_labels(parts: Mapping[str, Any], label: str, given: tuple[str, ...], separator: str | None = None) -> Labels:
+def read_labels(
+    parts: Mapping[str, Any], label: str, class_names: tuple[str, ...], separator: str | None = None
+) -> Labels:
     """The labels of several tables, encoded alike.
 
-    A column of lists, or of text that ``separator`` cuts into labels, makes the task multi-label. The classes are the names
-    given, or else the sorted values found in any part.
+    A column of lists, or of text that ``separator`` cuts into labels, makes the task multi-label. The classes are
+    ``class_names``, or else the sorted values found in any part.
 
     Args:
         parts: pyarrow columns by where they are from, for errors.
         label: Name of the column.
-        given: Class names for a column of whole numbers; empty if there are none.
+        class_names: Of the classes, for a column of whole numbers; empty if there are none.
         separator: What stands between the labels of a row, in a column of text.
 
     Raises:
@@ -48,11 +50,11 @@ def read_labels(parts: Mapping[str, Any], label: str, given: tuple[str, ...], se
     if any(lists) and not all(lists):
         raise DataError(f"The label column {label!r} holds lists in {' but not in '.join(by_kind(parts, lists))}.")
     if separator is None and not any(lists):
-        names, ys = encode([label_values(column, label, where) for where, column in parts.items()], given)
+        names, ys = encode([label_values(column, label, where) for where, column in parts.items()], class_names)
         return Labels(names, ys, "classification")
     raw = [label_lists(column, label, where, separator) for where, column in parts.items()]
     whole = all(values.dtype.kind in "iu" for _, values in raw if len(values))
-    names, indices = encode([values.astype(np.int64 if whole else str) for _, values in raw], given)
+    names, indices = encode([values.astype(np.int64 if whole else str) for _, values in raw], class_names)
     if not names:
         raise DataError(f"No row has a label in the label column {label!r}.")
     ys = []
@@ -145,9 +147,9 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     return rows, values.to_numpy(zero_copy_only=False)
 
 
-def encode(raw: Sequence[np.ndarray], given: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Class names and class indices; without given names, the sorted values found in any part are the classes."""
-    if given and all(values.dtype.kind in "iu" for values in raw):
-        return given, [values.astype(np.int64) for values in raw]
+def encode(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """Class names and class indices; without ``class_names``, the sorted values found in any part are the classes."""
+    if class_names and all(values.dtype.kind in "iu" for values in raw):
+        return class_names, [values.astype(np.int64) for values in raw]
     values, index = np.unique(np.concatenate(raw), return_inverse=True)
     return tuple(str(value) for value in values), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])

@@ -148,11 +148,17 @@ def source_from_tables(
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
         tables.append(Table(x, y, further_columns(part, {label, image})))
-    if test is None:
-        y = tables[0].y
-        keep, held = split_rows((y if y.dim() == 1 else y.new_zeros(len(y))).numpy(), test_share)
-        tables = [tables[0].rows(keep), tables[0].rows(held)]
-    return Source(name, tables[0], tables[1], names, len(names), task)
+    return Source(name, *with_test(tables, test_share), names, len(names), task)
+
+
+def with_test(tables: Sequence[Table], share: float) -> tuple[Table, Table]:
+    """A training and a test table: those of ``tables``, or the one there is without ``share`` of its rows, and these."""
+    train, *test = tables
+    if test:
+        return train, test[0]
+    strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
+    rows, held = split_rows(strata.numpy(), share)
+    return train.rows(rows), train.rows(held)
 
 
 def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:

@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.reading.files import Hub, existing, file_tables, hub_tables, joined, local_files, stamp
 from unskew.data.reading.labels import class_names_of, read_labels
-from unskew.data.reading.tables import Source, Table, further_columns, split_rows
+from unskew.data.reading.tables import Source, Table, further_columns, with_test
 from unskew.data.reading.tokens import Text, Tokenizer, make_tokenizer
 from unskew.data.sources.sentences import sentences
 from unskew.errors import ConfigError, DataError, unknown
 
 TEXTS = ("multi_nli", "sentences", "text")
 PAIR = ("premise", "hypothesis")
+MULTI_NLI = Hub("nyu-mll/multi_nli", None, "", "label", test="validation_matched")
 PADDING = -1
 CHUNK = 10_000
 
@@ -58,8 +60,6 @@ def load_texts(
         ConfigError: Something is not said, or arguments do not fit together.
         DataError: The files cannot be used as given.
     """
-    from unskew.data.sources.catalogue import stamp
-
     if name.startswith("text:"):
         if path is not None:
             raise ConfigError(f"{name!r} names a path already; leave out path={str(path)!r} or use the name 'text'.")
@@ -78,12 +78,9 @@ def load_texts(
         )
     if len(columns) > 2:
         raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")
-    where = None if path is None else Path(path).expanduser().absolute()
-    if where is not None and not where.exists():
-        raise DataError(f"There is no file or folder {where}.")
-    folder = Path(tokenizer).expanduser()
-    made = stamp(folder) if folder.is_dir() else None
-    return cached(name, where, stamp(where), label, tuple(columns), tokenizer, made, block, test_share)
+    where, folder = existing(path), Path(tokenizer).expanduser()
+    tokenizer_stamp = stamp(folder) if folder.is_dir() else None
+    return cached(name, where, stamp(where), label, tuple(columns), tokenizer, tokenizer_stamp, block, test_share)
 
 
 @lru_cache(maxsize=2)
@@ -94,11 +91,11 @@ def cached(
     label: str | None,
     columns: tuple[str, ...],
     tokenizer: str,
-    made: tuple[int, int, int] | None,
+    tokenizer_stamp: tuple[int, int, int] | None,
     block: int,
     test_share: float,
 ) -> Source:
-    """Load and tokenise; ``stamp`` and ``made`` are only part of the key."""
+    """Load and tokenise; ``stamp`` and ``tokenizer_stamp`` are only part of the key."""
     parts, name = text_tables(kind, path)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     for where, part in parts.items():
@@ -109,43 +106,37 @@ def cached(
                 hint = "" if columns or column == label else " Name the text's column with text.columns."
                 raise DataError(f"{name}, {where}: {unknown('column', column, part.column_names)}{hint}")
     texts = {where: strings(part, own, f"{name}, {where}") for where, part in parts.items()}
-    if made is not None:
+    if tokenizer_stamp is not None:
         make_tokenizer.cache_clear()  # the folder may hold another one by now
-    chosen = make_tokenizer(tokenizer)
+    tokens = make_tokenizer(tokenizer)
     beside = [further_columns(part, {*own, label}) for part in parts.values()]
     if label is None:
-        rows = {where: cut(some, chosen, block, f"{name}, {where}") for where, some in texts.items()}
+        rows = {where: cut(some, tokens, block, f"{name}, {where}") for where, some in texts.items()}
         filled = padded([ids for ids, _ in rows.values()])
         tables = [
-            Table(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in known.items()})
-            for ids, (_, origin), known in zip(filled, rows.values(), beside, strict=True)
+            Table(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in further.items()})
+            for ids, (_, origin), further in zip(filled, rows.values(), beside, strict=True)
         ]
         names: tuple[str, ...] = ("texts",)
-        classes, task = chosen.size, "language"
+        classes, task = tokens.size, "language"
     else:
         labels = read_labels(
             {f"{name}, {where}": part.column(label) for where, part in parts.items()},
             label,
             class_names_of(next(iter(parts.values())), label),
         )
-        filled = padded([encoded(some, chosen, block) for some in texts.values()])
+        filled = padded([encoded(some, tokens, block) for some in texts.values()])
         tables = [
-            Table(x, torch.from_numpy(np.asarray(y)), known)
-            for x, y, known in zip(filled, labels.ys, beside, strict=True)
+            Table(x, torch.from_numpy(np.asarray(y)), further)
+            for x, y, further in zip(filled, labels.ys, beside, strict=True)
         ]
         names, classes, task = labels.names, len(labels.names), labels.task
         check_known(tables, classes, label, name)
-    if len(tables) == 1:
-        strata = tables[0].y.numpy() if task == "classification" else np.zeros(len(tables[0]), np.int64)
-        keep, held = split_rows(strata, test_share)
-        tables = [tables[0].rows(keep), tables[0].rows(held)]
-    return Source(name, tables[0], tables[1], names, classes, task)
+    return Source(name, *with_test(tables, test_share), names, classes, task)
 
 
 def text_tables(kind: str, path: Path | None) -> tuple[dict[str, Any], str]:
     """The rows of each part, training part first, and the name of the data set."""
-    from unskew.data.sources import catalogue as sources
-
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -154,22 +145,13 @@ def text_tables(kind: str, path: Path | None) -> tuple[dict[str, Any], str]:
         parts = [pa.Table.from_pylist(sentences(seed, each)) for seed, each in ((0, 800), (1, 200))]
         return dict(zip(("the training rows", "the test rows"), parts, strict=True)), kind
     if kind == "multi_nli":
-        test: Any
         if path is None:
-            train, test = sources.hub_tables(sources.Hub("nyu-mll/multi_nli", None, "", "label"), "validation_matched")
+            train, test = hub_tables(MULTI_NLI)
         else:
-            folders = [path, *sorted(entry for entry in path.glob("*") if entry.is_dir())]
-            found = [[sources.split_files(f, s, ".parquet") for s in ("train", "validation_matched")] for f in folders]
-            whole = next((files for files in found if all(files)), None)
-            if whole is None:
-                raise DataError(
-                    f"{path} does not hold multi_nli: it needs train*.parquet and validation_matched*.parquet, in the "
-                    "folder or one level down, as in the hub's nyu-mll/multi_nli."
-                )
-            train, test = (sources.joined(files) for files in whole)
+            train, test = (joined(files) for files in local_files(kind, MULTI_NLI, path).values())
         return {"the training rows": train, "the test rows": test}, kind
     assert path is not None
-    train, test = sources.file_tables(path)
+    train, test = file_tables(path)
     name = path.stem if path.stem != "train" else path.parent.name
     return {"the training rows": train} | ({} if test is None else {"the test rows": test}), name
 
@@ -202,9 +184,9 @@ def cut(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tupl
     for first in range(0, len(texts), CHUNK):
         for number, ids in enumerate(tokenizer.join(texts[first : first + CHUNK]), start=first):
             pieces = [ids[at : at + block] for at in range(0, len(ids), block)]
-            kept = [piece for piece in pieces if len(piece) > 1]
-            rows += kept
-            origin += [number] * len(kept)
+            whole = [piece for piece in pieces if len(piece) > 1]
+            rows += whole
+            origin += [number] * len(whole)
     if not rows:
         raise DataError(f"{where}: no text has two tokens, so there is no next token to predict.")
     return rows, np.array(origin)

@@ -7,20 +7,26 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unskew.data.reading.tables import Source, Table, read_file, source_from_tables
+from unskew.data.reading.files import (
+    TABLES,
+    Hub,
+    existing,
+    file_tables,
+    folder_tables,
+    hub_tables,
+    local_tables,
+    stamp,
+)
+from unskew.data.reading.tables import Source, Table, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_source
 from unskew.data.sources.shapes import shapes
-from unskew.errors import ConfigError, DataError, unknown
+from unskew.errors import ConfigError, unknown
 
 __all__ = ["SOURCES", "Source", "Table", "load_source"]
 
@@ -43,21 +49,10 @@ SOURCES: dict[str, str] = {
     "text": "text:PATH, texts in a .csv, .jsonl or .parquet file, or a folder with train and test files",
     "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; needs the label column",
 }
-TABLES = (".parquet", ".csv", ".jsonl")
 DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
 """Sources that need no file."""
 PATHS = ("folder", "table", "leaf")
 """Sources that are written with their path."""
-
-
-class Hub(NamedTuple):
-    """A data set of the Hugging Face hub: its name there, its configuration, its columns, whether it has a test part."""
-
-    name: str
-    config: str | None
-    image: str
-    label: str
-    test: bool = True
 
 
 HUB: dict[str, Hub] = {
@@ -66,7 +61,7 @@ HUB: dict[str, Hub] = {
     "mnist": Hub("ylecun/mnist", None, "image", "label"),
     "fashion_mnist": Hub("zalando-datasets/fashion_mnist", None, "image", "label"),
     "svhn": Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
-    "femnist": Hub("flwrlabs/femnist", None, "image", "character", test=False),
+    "femnist": Hub("flwrlabs/femnist", None, "image", "character", test=None),
     "celeba": Hub("flwrlabs/celeba", None, "image", "Smiling"),
 }
 
@@ -130,48 +125,34 @@ def load_source(
         raise ConfigError("Data in LEAF's layout take no label column; their labels are y.")
     if label_separator is not None and kind != "table":
         raise ConfigError(f"label_separator belongs to tables; the labels of {kind!r} are known.")
-    where = None if path is None else Path(path).expanduser().absolute()
-    if where is not None and not where.exists():
-        raise DataError(f"There is no file or folder {where}.")
-    return cached(kind, where, stamp(where), label, image, label_separator, size, classes, test_share)
+    where = existing(path)
+    request = Request(kind, where, label, image, label_separator, size, classes, test_share)
+    return cached(request, stamp(where))
 
 
-def stamp(path: Path | None) -> tuple[int, int, int]:
-    """What changes when the files under a path change: their number, the newest time and the total size."""
-    if path is None:
-        return (0, 0, 0)
-    # A single file is stamped with its folder: train.csv reads the test.csv next to it.
-    files = path.rglob("*") if path.is_dir() else path.parent.glob(f"*{path.suffix}")
-    stats = [file.stat() for file in files if file.is_file()]
-    return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
+class Request(NamedTuple):
+    """What ``load_source`` was asked for, once it is known to make sense."""
+
+    kind: str
+    path: Path | None
+    label: str | None
+    image: str | None
+    label_separator: str | None
+    size: int | None
+    classes: int | None
+    test_share: float
 
 
 @lru_cache(maxsize=4)
-def cached(
-    kind: str,
-    path: Path | None,
-    stamp: tuple[int, int, int],
-    label: str | None,
-    image: str | None,
-    separator: str | None,
-    size: int | None,
-    classes: int | None,
-    test_share: float,
-) -> Source:
+def cached(request: Request, stamp: tuple[int, int, int]) -> Source:
     """Load and decode; ``stamp`` is only part of the key."""
-    return loaded(kind, path, label, image, separator, size, test_share).sized(size).first(classes)
+    return loaded(request).sized(request.size).first(request.classes)
 
 
-def loaded(
-    kind: str,
-    path: Path | None,
-    label: str | None,
-    image: str | None,
-    separator: str | None,
-    size: int | None,
-    test_share: float,
-) -> Source:
-    """The source as it is; images that are decoded here have the side ``size`` already."""
+def loaded(request: Request) -> Source:
+    """The source as it is; images that are decoded here have the side asked for already."""
+    kind, path, label, image = request[:4]
+    how: dict[str, Any] = {"size": request.size, "test_share": request.test_share}
     if kind in DRAWN:
         return DRAWN[kind]()
     if kind.startswith("dsprites"):
@@ -179,129 +160,15 @@ def loaded(
     if kind in HUB:
         hub = HUB[kind]
         train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
-        columns: dict[str, Any] = {"label": label or hub.label, "image": image or hub.image}
-        return source_from_tables(kind, train, test, **columns, size=size, test_share=test_share)
+        return source_from_tables(kind, train, test, label=label or hub.label, image=image or hub.image, **how)
     assert path is not None
     if kind == "leaf":
-        return leaf_source(path, None if image is None else Path(image).expanduser(), size, test_share)
+        return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
     if kind == "folder":
-        train, test = folder_tables(path)
-        return source_from_tables(
-            path.name, train, test, label="label", image="image", size=size, test_share=test_share
-        )
+        return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
     train, test = file_tables(path)
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
-    columns = {"label": label, "image": image, "label_separator": separator}
-    return source_from_tables(name, train, test, **columns, folder=folder, size=size, test_share=test_share)
-
-
-def hub_tables(hub: Hub, test: str = "test") -> tuple[Any, Any | None]:
-    """Training rows and those of the part ``test`` from the hub, or from the local copy that an earlier download left."""
-    with quiet_datasets() as datasets:
-        try:
-            loaded = datasets.load_dataset(hub.name, hub.config)
-        except Exception as error:  # whatever the network stack raises
-            raise DataError(
-                f"{hub.name} could not be loaded from the Hugging Face hub ({type(error).__name__}: {error}). Check the "
-                "network, or put its parquet files in a folder and name that folder (path=, --data-path)."
-            ) from error
-    return loaded["train"].data.table, loaded[test].data.table if hub.test else None
-
-
-def local_tables(kind: str, hub: Hub, path: Path) -> tuple[Any, Any | None]:
-    """Training and test rows from a folder laid out like the hub's."""
-    splits = ("train", "test") if hub.test else ("train",)
-    inside = [path / hub.config] if hub.config else []
-    folders = [*inside, path, *sorted(entry for entry in path.glob("*") if entry.is_dir())]
-    for folder in folders:
-        files = {split: split_files(folder, split, ".parquet") for split in splits}
-        if all(files.values()):
-            return dataset_tables("parquet", {s: [glob.escape(str(f)) for f in found] for s, found in files.items()})
-    raise DataError(
-        f"{path} does not hold {kind}: it needs {' and '.join(f'{split}*.parquet' for split in splits)}, in the folder or "
-        f"one level down, as in the hub's {hub.name}."
+    return source_from_tables(
+        name, train, test, label=label, image=image, label_separator=request.label_separator, folder=folder, **how
     )
-
-
-def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
-    """The files of one split: ``train*.parquet``, or all files of a folder ``train``."""
-    return sorted(folder.glob(f"{split}*{suffix}")) or sorted((folder / split).glob(f"*{suffix}"))
-
-
-def folder_tables(path: Path) -> tuple[Any, Any | None]:
-    """Rows of a folder with one folder of images per class."""
-    splits = {split: path / split for split in ("train", "test") if (path / split).is_dir()} or {"train": path}
-    if "train" not in splits:
-        raise DataError(f"{path} has a folder 'test' but no folder 'train'.")
-    for folder in splits.values():
-        classes = sorted(e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
-        if len(classes) < 2:
-            raise DataError(
-                f"{folder} must hold one folder of images per class, at least two; it has {classes or 'none'}."
-            )
-    train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
-    if "label" not in train.column_names:
-        raise DataError(f"The images of {path} must lie directly in the folders of their classes.")
-    return train, test
-
-
-def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None]:
-    """Rows of local files through ``datasets``, which copies them to its cache once."""
-    with quiet_datasets() as datasets:
-        try:
-            loaded = datasets.load_dataset(builder, data_files=files)
-        except Exception as error:  # a damaged file surfaces as one of several classes
-            cause = error.__cause__ or error
-            raise DataError(f"The files {files} cannot be read: {cause}") from error
-    return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
-
-
-def file_tables(path: Path) -> tuple[Any, Any | None]:
-    """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
-    if path.is_dir():
-        for suffix in TABLES:
-            train, test = (split_files(path, split, suffix) for split in ("train", "test"))
-            if train:
-                return joined(train), joined(test) if test else None
-        raise DataError(f"{path} holds no train*.parquet, no train*.csv and no train*.jsonl.")
-    if path.suffix not in TABLES:
-        raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
-    sibling = path.with_stem("test")
-    return read_file(path), read_file(sibling) if path.stem == "train" and sibling.is_file() else None
-
-
-def joined(files: list[Path]) -> Any:
-    """The rows of several files, one after the other."""
-    parts = [read_file(file) for file in files]
-    for file, part in zip(files, parts, strict=True):
-        if part.column_names != parts[0].column_names:
-            raise DataError(f"{file} has the columns {part.column_names}, {files[0]} has {parts[0].column_names}.")
-    import pyarrow as pa
-
-    return pa.concat_tables(parts, promote_options="permissive")
-
-
-@contextmanager
-def quiet_datasets() -> Iterator[Any]:
-    """The ``datasets`` package with its progress bars and warnings off."""
-    try:
-        datasets: Any = import_module("datasets")
-        hub: Any = import_module("huggingface_hub.utils")
-    except ImportError as error:
-        raise DataError("This data set needs the package datasets: pip install 'unskew[hub]'.") from error
-    levels = datasets.logging.get_verbosity(), hub.logging.get_verbosity()
-    bars = datasets.are_progress_bars_disabled(), hub.are_progress_bars_disabled()
-    datasets.logging.set_verbosity_error()
-    hub.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    hub.disable_progress_bars()
-    try:
-        yield datasets
-    finally:
-        datasets.logging.set_verbosity(levels[0])
-        hub.logging.set_verbosity(levels[1])
-        if not bars[0]:
-            datasets.enable_progress_bars()
-        if not bars[1]:
-            hub.enable_progress_bars()

@@ -38,7 +38,7 @@ def stencils() -> np.ndarray:
     y, x = (grid.astype(float)[None] for grid in np.meshgrid(axis, axis, indexing="ij"))
     angle = np.linspace(0, 2 * np.pi, SIZES[2])[:, None, None]
     u, v = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
-    found = []
+    masks = []
     for shape in SHAPES:
         for scale in np.linspace(0.5, 1, SIZES[1]):
             a, b = u / (RADIUS * scale), v / (RADIUS * scale)
@@ -49,8 +49,8 @@ def stencils() -> np.ndarray:
             else:
                 p, q = 1.42 * a, -1.42 * b  # the curve lies within 1.42 of its middle
                 inside = (p**2 + q**2 - 1) ** 3 <= p**2 * q**3
-            found.append(inside)
-    return np.concatenate(found)
+            masks.append(inside)
+    return np.concatenate(masks)
 
 
 def factors(rows: np.ndarray) -> np.ndarray:
@@ -58,12 +58,12 @@ def factors(rows: np.ndarray) -> np.ndarray:
     return np.stack(np.unravel_index(rows, SIZES), 1)
 
 
-def draw(known: np.ndarray) -> np.ndarray:
+def draw(values: np.ndarray) -> np.ndarray:
     """Images ``[n, 64, 64]``, uint8 of 0 and 255, from their factors ``[n, 5]``."""
     shapes = stencils().astype(np.uint8) * 255
-    which = np.ravel_multi_index(tuple(known[:, :3].T), SIZES[:3])
-    images = np.zeros((len(known), SIDE, SIDE), np.uint8)
-    place = known[:, 3] * SIZES[4] + known[:, 4]
+    which = np.ravel_multi_index(tuple(values[:, :3].T), SIZES[:3])
+    images = np.zeros((len(values), SIDE, SIDE), np.uint8)
+    place = values[:, 3] * SIZES[4] + values[:, 4]
     order = np.argsort(place, kind="stable")
     edges = np.searchsorted(place[order], np.arange(SIZES[3] * SIZES[4] + 1))
     width = 2 * REACH + 1
@@ -73,9 +73,9 @@ def draw(known: np.ndarray) -> np.ndarray:
     return images
 
 
-def groups(known: np.ndarray) -> np.ndarray:
+def groups(values: np.ndarray) -> np.ndarray:
     """The client of each image: ``4 shape + 2 (lower half) + (right half)``, 0 to 11."""
-    return np.asarray(4 * known[:, 0] + 2 * (known[:, 4] >= SIZES[4] // 2) + (known[:, 3] >= SIZES[3] // 2))
+    return np.asarray(4 * values[:, 0] + 2 * (values[:, 4] >= SIZES[4] // 2) + (values[:, 3] >= SIZES[3] // 2))
 
 
 def dsprites(path: Path | None = None, count: int | None = None) -> Source:
@@ -98,10 +98,10 @@ def dsprites(path: Path | None = None, count: int | None = None) -> Source:
     images = None if path is None else read(path)
 
     def table(rows: np.ndarray) -> Table:
-        known = factors(rows)
-        x = draw(known) if images is None else images[rows] * np.uint8(255)
-        columns = {"client": groups(known), **{name: known[:, i] for i, name in enumerate(COLUMNS)}}
-        return Table(torch.from_numpy(x)[:, None], torch.from_numpy(known[:, 0].astype(np.int64)), columns)
+        values = factors(rows)
+        x = draw(values) if images is None else images[rows] * np.uint8(255)
+        columns = {"client": groups(values), **{name: values[:, i] for i, name in enumerate(COLUMNS)}}
+        return Table(torch.from_numpy(x)[:, None], torch.from_numpy(values[:, 0].astype(np.int64)), columns)
 
     return Source("dsprites", table(train), table(test), SHAPES, len(SHAPES))
 
@@ -112,16 +112,20 @@ def read(path: Path) -> np.ndarray:
     Raises:
         DataError: It is not that file.
     """
-    found = [path] if path.is_file() else sorted(path.glob("*.npz"))
-    if not found:
+    files = [path] if path.is_file() else sorted(path.glob("*.npz"))
+    if not files:
         raise DataError(f"{path} holds no .npz file of dSprites.")
     try:
         # The file also holds pickled metadata, which nothing here reads.
-        with np.load(found[0], allow_pickle=False) as file:
-            images, known = file["imgs"], file["latents_classes"]
+        with np.load(files[0], allow_pickle=False) as file:
+            images, classes = file["imgs"], file["latents_classes"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{found[0]} cannot be read as dSprites: {error}.") from error
+        raise DataError(f"{files[0]} cannot be read as dSprites: {error}.") from error
     expected = factors(np.arange(TOTAL))
-    if images.shape != (TOTAL, SIDE, SIDE) or known.shape != (TOTAL, 6) or not np.array_equal(known[:, 1:], expected):
-        raise DataError(f"{found[0]} is not dSprites: it has images of shape {images.shape}, or other factors.")
+    if (
+        images.shape != (TOTAL, SIDE, SIDE)
+        or classes.shape != (TOTAL, 6)
+        or not np.array_equal(classes[:, 1:], expected)
+    ):
+        raise DataError(f"{files[0]} is not dSprites: it has images of shape {images.shape}, or other factors.")
     return np.asarray(images, np.uint8)

@@ -20,7 +20,7 @@ from torch import Tensor
 from unskew.data.checks import as_inputs, as_targets
 from unskew.data.reading.images import decode_column, with_channels
 from unskew.data.reading.labels import encode, label_values
-from unskew.data.reading.tables import Source, Table, split_rows
+from unskew.data.reading.tables import Source, Table, with_test
 from unskew.errors import DataError
 
 SMALLEST = 8
@@ -70,22 +70,19 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
     ]
     if tables[0].x.shape[1:] != tables[-1].x.shape[1:]:
         raise DataError(f"The training inputs of {path} have another shape than its test inputs.")
-    if len(tables) == 1:
-        keep, held = split_rows(tables[0].y.numpy(), test_share)
-        tables = [tables[0].rows(keep), tables[0].rows(held)]
-    return Source(path.name, tables[0], tables[1], names, len(names))
+    return Source(path.name, *with_test(tables, test_share), names, len(names))
 
 
 def read_split(folder: Path) -> Samples:
     """All users of all files of a folder, in order of the files."""
-    found = [user for file in sorted(folder.glob("*.json")) for user in users_of(file)]
-    if not found:
+    users = [user for file in sorted(folder.glob("*.json")) for user in users_of(file)]
+    if not users:
         raise DataError(f"{folder} holds no .json file with samples.")
-    xs = [x for _, x, _ in found]
+    xs = [x for _, x, _ in users]
     if len({x.dtype.kind for x in xs}) > 1 or len({x.shape[1:] for x in xs}) > 1:
         raise DataError(f"The inputs of {folder} differ in kind or length from user to user.")
-    y = [label for _, _, labels in found for label in labels]
-    return Samples(np.concatenate(xs), y, [name for name, x, _ in found for _ in range(len(x))])
+    y = [label for _, _, labels in users for label in labels]
+    return Samples(np.concatenate(xs), y, [name for name, x, _ in users for _ in range(len(x))])
 
 
 def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
@@ -147,8 +144,8 @@ def numbers(x: np.ndarray, path: Path, width: int) -> Tensor:
         return as_inputs(x, str(path))
     levels = x * 255
     pixels = bool((x >= 0).all() and (x <= 1).all() and (np.abs(levels - levels.round()) < 1e-2).all())
-    made = levels.round().astype(np.uint8) if pixels else x
-    return as_inputs(made.reshape(-1, 1, side, side), str(path))
+    squares = levels.round().astype(np.uint8) if pixels else x
+    return as_inputs(squares.reshape(-1, 1, side, side), str(path))
 
 
 def files(names: np.ndarray, who: str, folder: Path, size: int | None) -> Tensor:

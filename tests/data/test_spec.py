@@ -1,0 +1,42 @@
+import dataclasses
+import inspect
+
+import pytest
+
+import unskew
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
+from unskew.data.load import federation_of
+from unskew.data.spec import DataSpec, TextSpec
+
+
+def test_an_experiment_says_its_data_in_one_object():
+    config = experiment({"data": "digits", "clients": 3, "partition": "iid", "server": 100, "text": {"block": 64}})
+    assert config.data_spec == DataSpec("digits", partition="iid", clients=3, server=100, text=TextSpec(block=64))
+    assert {field.name for field in dataclasses.fields(DataSpec)} < set(Experiment.model_fields)
+    assert Experiment().data_spec == DataSpec("digits")  # the same defaults
+
+
+def test_texts_take_the_tokeniser_of_the_model_unless_one_is_named():
+    assert experiment({"model": "hf:some/net"}).data_spec.text.tokenizer == "some/net"
+    named = experiment({"model": "hf:some/net", "text": {"tokenizer": "bytes"}})
+    assert named.data_spec.text.tokenizer == "bytes"
+
+
+def test_the_public_function_has_the_defaults_of_the_spec():
+    defaults = {name: p.default for name, p in inspect.signature(unskew.load_federation).parameters.items()}
+    names = {"data_path": "path"}
+    for field in dataclasses.fields(DataSpec):
+        if field.name not in ("data", "text"):
+            assert defaults[names.get(field.name, field.name)] == field.default, field.name
+    assert TextSpec(tuple(defaults["text"]), defaults["tokenizer"], defaults["block"]) == TextSpec()
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_both_ways_give_the_same_federation(seed):
+    options = {"partition": "dirichlet:1", "clients": 4, "holdout": 0.2, "set_aside": 20, "keep_samples": 900}
+    public = unskew.load_federation("digits", seed=seed, **options)
+    by_spec = federation_of(DataSpec("digits", **options), seed)
+    assert public.fingerprint == by_spec.fingerprint
+    assert public.clients.x.equal(by_spec.clients.x)
+    assert public.test[0].equal(by_spec.test[0])

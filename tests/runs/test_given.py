@@ -1,0 +1,66 @@
+"""Data, a model and a method given in Python: the configuration holds what they are called."""
+
+import pytest
+import yaml
+
+import unskew
+from unskew.config.reading import experiment
+from unskew.errors import CheckpointError, ConfigError
+from unskew.methods.catalogue import method
+from unskew.methods.fedprox import FedProx
+
+BUDGET = {"local_steps": 1, "model": "logistic", "engine": "inline"}
+
+
+class Mine(unskew.ClientRule):
+    name = "only-here"
+
+
+@pytest.fixture(scope="module")
+def fed():
+    return unskew.load_federation("digits", partition="iid", clients=3)
+
+
+def test_a_name_that_only_python_knows_needs_its_method():
+    with pytest.raises(ConfigError, match="There is no method 'only-here'"):
+        experiment({"method": "only-here"})
+    assert experiment({"method": "only-here"}, method(Mine())).method == "only-here"
+
+
+def test_a_run_carries_its_method_and_its_configuration_the_spelling(fed, tmp_path):
+    result = unskew.run(fed, method=["fedprox:mu=0.1", Mine()], rounds=1, out=tmp_path / "run", **BUDGET)
+    spelling = "fedprox:mu=0.1+only-here"
+    assert result.summary["method"] == spelling
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"] == spelling
+    again = {"federation": fed, "rounds": 2}
+    longer = unskew.resume(tmp_path / "run", method=["fedprox:mu=0.1", Mine()], **again)
+    assert (len(longer.history), longer.summary["method"]) == (2, spelling)
+    with pytest.raises(CheckpointError, match="is resumed with method='fedprox'"):
+        unskew.resume(tmp_path / "run", method="fedprox", federation=fed, rounds=3)
+    with pytest.raises(ConfigError, match="only-here"):
+        unskew.resume(tmp_path / "run", federation=fed, rounds=3)
+
+
+def test_a_spelling_with_spaces_stays_as_it_was_written(fed, tmp_path):
+    unskew.run(fed, method="fedprox + scaffold", rounds=1, out=tmp_path / "run", **BUDGET)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"] == "fedprox + scaffold"
+    assert unskew.resume(tmp_path / "run", federation=fed, rounds=2).summary["method"] == "fedprox+scaffold"
+
+
+def test_two_methods_of_one_name_are_refused(fed):
+    with pytest.raises(ConfigError, match="fedprox is there twice"):
+        unskew.compare(fed, methods=["fedprox", FedProx(mu=0.5)], rounds=1, **BUDGET)
+
+
+def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
+    methods = ["fedprox + scaffold", Mine(), method("fedprox", mu=0.5)]
+    options = {"seeds": 1, "out": tmp_path / "c", **BUDGET}
+    first = unskew.compare(fed, methods=methods, rounds=1, **options)
+    assert list(first.summaries) == ["fedprox + scaffold", "only-here", "fedprox:mu=0.5"]
+    (tmp_path / "c" / "only-here" / "seed-0" / "summary.json").unlink()  # as if it had been interrupted
+    longer = unskew.compare(fed, methods=methods, rounds=2, again=True, **options)
+    assert all(len(history) == 2 for (history,) in longer.histories.values())
+    with pytest.raises(ConfigError, match="cannot be gone on with"):
+        unskew.compare(fed, methods=methods, rounds=2, again=True, **{**options, "lr": 0.5})
+    with pytest.raises(CheckpointError, match=r"is complete \(2 rounds\)"):
+        unskew.compare(fed, methods=methods, rounds=1, again=True, **options)

@@ -1,0 +1,83 @@
+"""How a partition is written, ``name[:value][,option=value...]``, and what its pieces say."""
+
+from __future__ import annotations
+
+import math
+
+from unskew.errors import ConfigError, unknown
+
+PARTITIONS: dict[str, str] = {
+    "iid": "iid: shuffle and cut",
+    "dirichlet": "dirichlet:ALPHA[,min=10|half][,balanced=true][,blocks=B][,draws=N][,by=COLUMN]: label skew",
+    "classes": "classes:S[,by=COLUMN]: exactly S classes per client",
+    "sorted": "sorted[:COLUMN]: sort by label, or by a column, and cut into equal runs",
+    "quantity": "quantity:ALPHA[,min=1]: sizes follow a Dirichlet draw, labels are iid",
+    "natural": "natural:COLUMN[,min=1]: one client per value of a column, such as a user or a writer",
+}
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "iid": ("each",),
+    "dirichlet": ("min", "balanced", "blocks", "draws", "by"),
+    "classes": ("by",),
+    "quantity": ("min",),
+    "natural": ("min",),
+}
+EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "quantity:0.5", "natural": "natural:user"}
+
+
+def parse(spec: str) -> tuple[str, str, dict[str, str]]:
+    """Split ``name:value,option=value`` into its parts; the value is empty when there is none.
+
+    >>> parse("dirichlet:0.1,min=half")
+    ('dirichlet', '0.1', {'min': 'half'})
+    """
+    head, *rest = (part.strip() for part in spec.split(","))
+    name, _, value = (part.strip() for part in head.partition(":"))
+    if name not in PARTITIONS:
+        raise ConfigError(unknown("partition", name, PARTITIONS))
+    if name in EXAMPLES and not value:
+        raise ConfigError(f"The partition {name} needs a value, for example {EXAMPLES[name]}.")
+    if name == "iid" and value:
+        raise ConfigError(f"The partition iid takes no value; {spec!r} gives it {value!r}.")
+    options: dict[str, str] = {}
+    for part in rest:
+        key, equals, text = (piece.strip() for piece in part.partition("="))
+        allowed = OPTIONS.get(name, ())
+        if not equals or not text:
+            raise ConfigError(f"In the partition {spec!r}, {part!r} is not of the form option=value.")
+        if not allowed:
+            raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
+        if key not in allowed:
+            raise ConfigError(unknown(f"{name} option", key, allowed))
+        if key in options:
+            raise ConfigError(f"The partition {spec!r} gives {key} twice.")
+        options[key] = text
+    return name, value, options
+
+
+def positive(text: str, what: str) -> float:
+    """A positive finite number."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ConfigError(f"{what} must be a number, not {text!r}.") from None
+    if not (number > 0 and math.isfinite(number)):
+        raise ConfigError(f"{what} must be a positive number, not {text}.")
+    return number
+
+
+def whole(text: str, what: str) -> int:
+    """A whole number of at least one."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise ConfigError(f"{what} must be a whole number, not {text!r}.") from None
+    if number < 1:
+        raise ConfigError(f"{what} must be at least 1, not {number}.")
+    return number
+
+
+def truth(text: str, what: str) -> bool:
+    """``true`` or ``false``."""
+    if text.lower() not in ("true", "false"):
+        raise ConfigError(f"{what} must be true or false, not {text!r}.")
+    return text.lower() == "true"

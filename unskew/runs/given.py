@@ -1,0 +1,48 @@
+"""What a caller gives in Python: data, a model, a method. The configuration then holds what they are called."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from unskew.data.federation import Federation
+from unskew.data.spec import DataSpec
+from unskew.errors import ConfigError
+from unskew.methods.catalogue import MethodLike
+from unskew.methods.catalogue import method as method_of
+from unskew.runs.model import ModelLike
+
+
+def values_of(
+    options: Mapping[str, Any], federation: Federation | None, model: ModelLike | Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The values of an experiment; data and a model that are given stand there by their names.
+
+    Raises:
+        ConfigError: An option says something else about the data.
+    """
+    values = dict(options)
+    if federation is not None:
+        names = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
+        for field in dataclasses.fields(DataSpec):
+            if field.name in values and values[field.name] != names.get(field.name):
+                raise ConfigError(f"{field.name}={values[field.name]!r} has no effect on a federation that is given.")
+        values = {**names, **values}
+    if model is not None:
+        named = isinstance(model, str | Mapping)
+        values["model"] = model if named else str(getattr(model, "__name__", type(model).__name__))
+    return values
+
+
+def unnamed(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:
+    """The model itself, where it is given and not named."""
+    return None if isinstance(model, str | Mapping) else model
+
+
+def spelling_of(method: MethodLike) -> str:
+    """How configurations, tables and folders call a method: as it was written, or by its name."""
+    if isinstance(method, str):
+        return method
+    built = method_of(method)
+    return built.spelling or built.name
