@@ -31,11 +31,6 @@ def freezes(rules: tuple[ClientRule, ...]) -> bool:
     return any(type(rule).moves is not ClientRule.moves for rule in rules)
 
 
-def changes_updates(rules: tuple[ClientRule, ...]) -> bool:
-    """Whether some rule sends something else than the local result minus the broadcast."""
-    return any(type(rule).sends is not ClientRule.sends for rule in rules)
-
-
 def client_key(seed: int, cast: Broadcast) -> Tensor:
     """The random key of a client in a round."""
     return torch.tensor(derive(seed, "key", cast.round, cast.client))
@@ -60,7 +55,7 @@ class ClientInputs:
         self.fixed: dict[str, Any] = {
             "spec": spec,
             "task": setup.task,
-            "lr": setup.training.lr,
+            "training": setup.training,
             "plain_sgd": setup.training.plain_sgd and not freezes(setup.rules),
             "pixels": Pixels.of(federation),
         }

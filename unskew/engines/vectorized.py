@@ -20,11 +20,12 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import changes_updates, finished, update_of
+from unskew.engines.inputs import finished, update_of
 from unskew.engines.local import LocalTrainer, base_loss, inputs_made, movable_mask
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.rules import changes_updates
 from unskew.seeding import derive, fold
 
 Tree = Any

@@ -260,6 +260,11 @@ class ServerRule(Rule):
         """Pictures of what the rule did in all rounds, written into the run folder."""
 
 
+def changes_updates(rules: Sequence[ClientRule]) -> bool:
+    """Whether some rule sends something else than the local result minus the broadcast."""
+    return any(type(rule).sends is not ClientRule.sends for rule in rules)
+
+
 @dataclass(frozen=True)
 class Method:
     """A method: what fills each of the four slots."""
