@@ -36,6 +36,7 @@ CATALOGUE: dict[str, str] = {
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
     "fedexp": "unskew.methods.fedexp:FedExP",
+    "fednova": "unskew.methods.fednova:FedNova",
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
     "fedals": "unskew.methods.fedals.fedals:FedALS",
