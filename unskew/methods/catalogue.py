@@ -42,6 +42,7 @@ CATALOGUE: dict[str, str] = {
     "fedals": "unskew.methods.fedals.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
     "fedrep": "unskew.methods.fedrep:FedRep",
+    "fedbn": "unskew.methods.fedbn:FedBN",
     "ft": "unskew.methods.finetune:FineTune",
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
