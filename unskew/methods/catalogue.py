@@ -46,6 +46,7 @@ CATALOGUE: dict[str, str] = {
     "ft": "unskew.methods.finetune:FineTune",
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
+    "fedntd": "unskew.methods.fedntd:FedNTD",
     "fedssyn": "unskew.methods.fedssyn.fedssyn:Fedssyn",
     "vhl": "unskew.methods.vhl:VHL",
     "fedgen": "unskew.methods.fedgen:FedGen",
