@@ -6,11 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import typer
-from support.federations import QUICK
+from support.pages import DOCS, ROOT, fences, first_names, section, table
 
 import unskew
 from unskew.cli.app import app
@@ -18,41 +19,15 @@ from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.partition.spelling import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
-from unskew.generators.latent import LatentGenerator
-from unskew.methods.catalogue import CATALOGUE, describe, method
+from unskew.methods.catalogue import method
 from unskew.models.catalogue import MODELS, build_model
 from unskew.reproduction.preset import load_preset
 from unskew.reproduction.study import load_study, study_names
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+COMMAND_LINE = (DOCS / "command-line.md").read_text()
 COMMANDS = typer.main.get_command(app).commands
 SNIPPET = '--8<-- "examples/'  # a file that is included; test_examples runs it
-
-
-def fences(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def section(text, title):
-    """The part of a page under a heading."""
-    return re.split(r"^## ", text.split(f"## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def table(text):
-    """The rows of the first table, each as its cells; the header is left out."""
-    lines = []
-    for line in text.splitlines():
-        if line.startswith("|"):
-            lines.append([cell.strip() for cell in line.strip("|").split("|")])
-        elif lines:
-            break
-    return lines[2:]
-
-
-def first_names(text):
-    return [row[0].strip("`") for row in table(text)]
 
 
 def options_of(command):
@@ -62,10 +37,11 @@ def options_of(command):
 @pytest.mark.parametrize("page", [p for p in PAGES if fences(p, "python")], ids=lambda p: p.stem)
 def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": page.stem}
+    module = types.ModuleType(f"page_{page.stem}")  # a module that is known, where dataclasses look up their types
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for code in fences(page, "python"):
         if SNIPPET not in code:
-            exec(compile(code, str(page), "exec"), names)
+            exec(compile(code, str(page), "exec"), module.__dict__)
 
 
 def commands_shown():
@@ -141,55 +117,11 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
     }
 
 
-def test_the_tables_of_methods_list_the_catalogue():
-    for page in (ROOT / "README.md", ROOT / "docs" / "methods.md"):
-        rows = table(page.read_text().split("<!-- methods -->")[1])
-        assert [row[0].strip("`") for row in rows] == list(CATALOGUE), page.name
-        for row, known in zip(rows, describe(), strict=True):
-            assert row[1] == ", ".join(known["slots"]), known["name"]
-            assert row[2] == known["summary"], known["name"]
-            if page.name == "README.md":
-                assert row[3] == known["paper"], known["name"]
-            else:
-                options = ", ".join(f"`{k}={v}`" for k, v in known["options"].items())
-                assert row[3] == (options or "none"), known["name"]
-    text = (ROOT / "docs" / "methods.md").read_text()
-    headings = {name for line in re.findall(r"^## (.*)$", text, flags=re.MULTILINE) for name in line.split(", ")}
-    assert set(CATALOGUE) <= headings
-
-
-def test_the_costs_of_methods_are_those_counted():
-    """In the second round, when nothing is missing any more; a linear model is all classifier."""
-    rows = table((ROOT / "docs" / "methods.md").read_text().split("<!-- methods -->")[1])
-    options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
-    for row in rows:
-        name, (down, up) = row[0].strip("`"), row[-1].split(", ")
-        result = unskew.run(method=QUICK.get(name, name), server=100, **options)
-        size = result.summary["parameters"]
-        g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
-        numbers = {
-            "d": size,
-            "2d": 2 * size,
-            "dc": size,
-            "db": 0,
-            "dh": size,
-            "db/alpha": 0,
-            "1": 1,
-            "g": g,
-            "C": 10,
-            "none": 0,
-        }
-        numbers["s"] = 10 * 2 * 64 + 10 * 2 // 4  # two images of each class, a byte for a label
-        first, second = result.history
-        counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
-        assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in (down, up)], name
-
-
 def test_the_table_of_models_is_true():
-    rows = table((ROOT / "docs" / "models.md").read_text())
+    rows = table((DOCS / "models.md").read_text())
     assert [row[0].strip("`") for row in rows] == ["logistic", "mlp", "cnn", "cnn-b", "cnn-c", "resnet20", "vgg11"]
     assert {row[0].strip("`") for row in rows} == {name for name, entry in MODELS.items() if not entry.pretrained}
-    pretrained = first_names(section((ROOT / "docs" / "models.md").read_text(), "Pretrained models"))
+    pretrained = first_names(section((DOCS / "models.md").read_text(), "Pretrained models"))
     assert set(pretrained) == {name for name, entry in MODELS.items() if entry.pretrained} | {"hf:NAME"}
     for row in rows:
         for cell, shape in zip(row[2:], [(1, 8, 8), (1, 28, 28), (3, 32, 32)], strict=True):
@@ -198,7 +130,7 @@ def test_the_table_of_models_is_true():
 
 
 def test_the_tables_of_sources_and_partitions_are_complete():
-    text = (ROOT / "docs" / "data.md").read_text()
+    text = (DOCS / "data.md").read_text()
     assert {name.split(":")[0] for name in first_names(section(text, "Sources"))} == set(SOURCES)
     forms = section(text, "Partitions")
     assert {name.split("`")[0].split(":")[0] for name in first_names(forms)} == set(PARTITIONS)
@@ -207,7 +139,7 @@ def test_the_tables_of_sources_and_partitions_are_complete():
 
 
 def test_every_public_name_has_its_place_in_the_reference():
-    text = (ROOT / "docs" / "reference.md").read_text()
+    text = (DOCS / "reference.md").read_text()
     assert sorted(re.findall(r"^::: unskew\.(\w+)$", text, flags=re.MULTILINE)) == sorted(unskew.__all__)
 
 

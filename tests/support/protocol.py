@@ -44,8 +44,8 @@ def context(spec, **fields):
     one = torch.ones((), dtype=v.dtype)
     filled = {
         "round": 0, "v_global": v, "b_global": spec.flatten_buffers(), "state": {}, "download": {}, "upload": {},
-        "spec": spec, "model": None, "task": None, "key": torch.tensor(1), "lr": 0.1, "plain_sgd": True, "steps": one,
-        "epoch_steps": one, "weight": one, **fields,
+        "spec": spec, "model": None, "task": None, "key": torch.tensor(1), "training": Training(lr=0.1), "plain_sgd": True,
+        "steps": one, "epoch_steps": one, "weight": one, **fields,
     }  # fmt: skip
     return Context(**filled)
 

@@ -55,7 +55,7 @@ class ClientInputs:
         self.fixed: dict[str, Any] = {
             "spec": spec,
             "task": setup.task,
-            "lr": setup.training.lr,
+            "training": setup.training,
             "plain_sgd": setup.training.plain_sgd and not freezes(setup.rules),
             "pixels": Pixels.of(federation),
         }
@@ -137,10 +137,17 @@ class ClientInputs:
         ]
 
 
+def update_of(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
+    """The local result minus the broadcast, ``[d]``; 0 on slices that are not sent."""
+    if cast.up is None:
+        return v - v_start
+    return torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v.to(v.device), torch.zeros_like(v))
+
+
 def finished(
     setup: Setup,
     cast: Broadcast,
-    v_start: Tensor,
+    delta: Tensor,
     v: Tensor,
     b: Tensor,
     written: list[tuple[Tensors, Tensors]],
@@ -152,9 +159,6 @@ def finished(
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
     upload = {r.name: r.packed(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
     parted = cast.up is not None
-    delta = v - v_start
-    if cast.up is not None:
-        delta = torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v, torch.zeros_like(v))
     state = ClientState(
         rules, v if parted else None, b if parted or setup.buffers == "local" else None, moments if cast.keeps else {}
     )

@@ -12,7 +12,7 @@ from unskew.data.federation import take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import ClientInputs, client_key, finished
+from unskew.engines.inputs import ClientInputs, client_key, finished, update_of
 from unskew.errors import DataError
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
@@ -122,6 +122,9 @@ class LocalTrainer:
 
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             rule.end(ctx, carry, v)
+        delta = update_of(cast, v_start, v)
+        for (rule, ctx), carry in zip(pairs, carries, strict=True):
+            delta = rule.sends(ctx, carry, delta)
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
             "steps": float(len(plan.batches)),
@@ -129,4 +132,4 @@ class LocalTrainer:
             "train_seconds": time.perf_counter() - ready,
         }
         written = [(ctx.state, ctx.upload) for ctx in ctxs]
-        return finished(setup, cast, v_start, v, self.model.b.clone(), written, metrics, made, moments)
+        return finished(setup, cast, delta, v, self.model.b.clone(), written, metrics, made, moments)

@@ -20,11 +20,12 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import finished
+from unskew.engines.inputs import finished, update_of
 from unskew.engines.local import LocalTrainer, base_loss, inputs_made, movable_mask
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.rules import changes_updates
 from unskew.seeding import derive, fold
 
 Tree = Any
@@ -141,6 +142,12 @@ class VectorizedEngine:
                 rule.end(ctx, carry, v)
             return [(ctx.state, ctx.upload) for ctx in ctxs]
 
+        def send(given: dict[str, Any], b: Tensor, carries: list[Tensors], delta: Tensor) -> Tensor:
+            _, ctxs = ctxs_of(given, b)
+            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
+                delta = rule.sends(ctx, carry, delta)
+            return delta
+
         b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
         moments = [inputs.moments(cast, start) for cast, start in zip(casts, starts, strict=True)]
@@ -167,12 +174,15 @@ class VectorizedEngine:
                     )
                     total = put(total, index, rows(total, index) + new[4])
             written = self._map(end, (dims, 0, 0, 0), given, b, carries, v)
+            deltas = torch.stack([update_of(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
+            if changes_updates(setup.rules):
+                deltas = self._map(send, (dims, 0, 0, 0), given, b, carries, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         # Of the group's time, each client's even share.
         spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
             finished(
-                setup, cast, starts[k], v[k], b[k].clone(),
+                setup, cast, deltas[k], v[k], b[k].clone(),
                 pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
                 {"loss": losses[k], "steps": float(counts[k]), **spent},
                 made[k], {name: t[k].clone() for name, t in state.items()},

@@ -11,6 +11,7 @@ from unskew.data.pixels import AS_THEY_ARE, Pixels
 from unskew.models.trainable import Model
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Tensors
+from unskew.protocol.training import Training
 from unskew.tasks import Task
 
 
@@ -30,7 +31,7 @@ class Context:
         model: The model in training, ``model(v, x) -> Output``.
         task: Loss and probabilities.
         key: A random 64-bit key of this client and round.
-        lr: The client's learning rate.
+        training: The client's budget and optimizer.
         plain_sgd: Whether a local step is exactly ``v - lr * g`` (no momentum, decay, clipping or adaptivity).
         steps: Number of local steps, as a scalar tensor.
         epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
@@ -53,7 +54,7 @@ class Context:
     model: Model
     task: Task
     key: Tensor
-    lr: float
+    training: Training
     plain_sgd: bool
     steps: Tensor
     epoch_steps: Tensor
@@ -64,6 +65,11 @@ class Context:
     full_gradient: Tensor | None = None
     sent: Tensor | None = None
     received: Tensor | None = None
+
+    @property
+    def lr(self) -> float:
+        """The client's learning rate."""
+        return self.training.lr
 
     def last_received(self) -> Tensor:
         """The model as the server last sent it, ``[d]``, also slices of earlier rounds, which the rule keeps as ``start``."""

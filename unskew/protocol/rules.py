@@ -178,6 +178,10 @@ class ClientRule(HasServerHalf):
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
 
+    def sends(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
+        """What goes to the server in the place of the update ``delta [d]``, the local result minus the broadcast."""
+        return delta
+
     def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """Inputs ``[n, ...]`` that the client made in ``begin``, and their targets ``[n]``, for a picture of them."""
         return None
@@ -254,6 +258,11 @@ class ServerRule(Rule):
 
     def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
         """Pictures of what the rule did in all rounds, written into the run folder."""
+
+
+def changes_updates(rules: Sequence[ClientRule]) -> bool:
+    """Whether some rule sends something else than the local result minus the broadcast."""
+    return any(type(rule).sends is not ClientRule.sends for rule in rules)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from unskew.engines.base import Engine
+from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ClientRule, Method
 from unskew.simulation.server import Server
+from unskew.simulation.slices import complement
 
 Served = Iterator[tuple[Tensor, Tensor]]
 
@@ -36,11 +38,15 @@ def shared(server: Server, clients: Sequence[int]) -> Served:
 
 def kept(server: Server, clients: Sequence[int]) -> Served:
     """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
-    own = mask_of(server.method.sync.own(server.spec) if server.method.sync else (), len(server.v)).to(server.v.device)
+    slices = server.method.sync.own(server.spec) if server.method.sync else ()
+    own = mask_of(slices, len(server.v)).to(server.v.device)
+    shared_b = statistics_mask(server.spec, complement(slices, len(server.v))).to(server.v.device)
     for client, (v, b) in zip(clients, shared(server, clients), strict=True):
         state = ClientState.of(server.store.get(client))
         if state.model is not None:
             v = torch.where(own, state.model.to(v.device), v)
+        if state.statistics is not None:
+            b = torch.where(shared_b, b, state.statistics.to(b.device))
         for rule in server.method.client:
             mine = rule.personal(state.rules.get(rule.name, {}))
             v = v if mine is None else mine

@@ -14,7 +14,7 @@ from torch import Tensor
 from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, finite, flat
-from unskew.protocol.rules import Method, ServerRule
+from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training import Buffers
 from unskew.protocol.updates import Updates
@@ -50,7 +50,7 @@ class Server:
         skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
         moved: Whether the model has changed since this server was made or restored.
         evaluates: Whether the model is evaluated after a round.
-        wants_models: Whether clients report their whole models in such rounds.
+        wants_models: Whether clients report their whole models in such rounds, where updates alone do not tell them.
         meter: Entered while updates are added up and taken in; counts what that costs.
         watchers: Shown every usable update: diagnoses that look at single ones; no part of the method.
     """
@@ -96,6 +96,7 @@ class Server:
         self.mean: tuple[Tensor, Tensor] | None = None
         self.evaluates: Callable[[int], bool] = lambda round: True
         self.wants_models = "mean_model" in self.needs
+        self.parted = method.sync is not None or changes_updates(method.client)
 
     @property
     def v(self) -> Tensor:
@@ -124,7 +125,7 @@ class Server:
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
-        report = self.wants_models and self.method.sync is not None and self.evaluates(round)
+        report = self.wants_models and self.parted and self.evaluates(round)
         cast = replace(self._cast(round, client, self.v, self.b, down, up), report=report)
         # Where only slices travel, a client may begin with statistics of its own.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None

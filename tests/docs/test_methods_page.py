@@ -1,0 +1,137 @@
+"""Every method is on its pages as the code has it: tables, sections, options, costs, and what it is refused with."""
+
+import inspect
+import re
+
+import pytest
+from support.federations import QUICK
+from support.pages import DOCS, ROOT, first_names, section, table
+
+import unskew
+from unskew.generators.latent import LatentGenerator
+from unskew.methods.catalogue import CATALOGUE, describe, method, rule_class
+from unskew.protocol import rules
+
+METHODS = (DOCS / "methods.md").read_text()
+CONCEPTS = (DOCS / "concepts.md").read_text()
+
+
+def test_the_tables_of_methods_list_the_catalogue():
+    for page in (ROOT / "README.md", DOCS / "methods.md"):
+        rows = table(page.read_text().split("<!-- methods -->")[1])
+        listed = [(re.search("`(.*?)`", row[0])[1], *row[1:]) for row in rows]
+        assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe()], page.name
+
+
+def test_the_table_of_slots_names_every_method():
+    rows = table(section(CONCEPTS, "A method is a sum"))
+    named = {row[0].strip("`"): re.findall("`(.*?)`", row[2]) for row in rows}
+    assert list(named) == ["data", "client", "sync", "server"]
+    assert named == {slot: [m["name"] for m in describe() if slot in m["slots"]] for slot in named}
+
+
+def test_methods_that_weigh_clients_alike_are_named():
+    sentence = re.search(r"Uniformly: (.*?)\.", section(CONCEPTS, "Weights"))[1]
+    assert set(re.findall("`(.*?)`", sentence)) == {name for name in CATALOGUE if rule_class(name).weights == "uniform"}
+
+
+@pytest.mark.parametrize(("title", "task"), [("Several labels a sample", "multilabel"), ("Texts", "language")])
+def test_methods_that_refuse_a_task_are_named(title, task):
+    sentence = re.search(r"Refused are (.*?)[.;]", section((DOCS / "data.md").read_text(), title))[1]
+    refusing = [name for name in CATALOGUE if task not in rule_class(name).tasks]
+    assert re.findall("`(.*?)`", sentence) == refusing
+
+
+def test_the_hooks_of_the_protocol_are_described_and_no_others():
+    classes = (rules.Rule, rules.DataRule, rules.HasServerHalf, rules.ClientRule, rules.Sync, rules.ServerRule)
+    hooks = {name for cls in classes for name, kind in vars(cls).items() if name[0] != "_" and callable(kind)}
+    writing = section(METHODS, "Write one")
+    listed = [re.match(r"`(\w+)\((.*)\)`", row[1]).groups() for row in table(writing)]
+    assert {name for name, _ in listed} == hooks
+    for name, parameters in listed:
+        kind = next(vars(cls)[name] for cls in reversed(classes) if name in vars(cls))
+        assert parameters.split(", ") == list(inspect.signature(kind).parameters)[1:] or not parameters, name
+    assert first_names(writing.split("tuple of words:")[1]) == list(rules.NEEDS)
+
+
+def part_of(name, label):
+    """The lines of a method's section under one of its labels."""
+    return section(METHODS, name).split(f"**{label}**\n", 1)[1].split("\n**", 1)[0]
+
+
+def shown(default):
+    """An option's default as the page writes it."""
+    words = {"None": "none", "": "empty", "()": "empty", "True": "true", "False": "false"}
+    return words.get(str(default), str(default))
+
+
+def listed_options(text):
+    """Names and defaults in a list of options, after those of the section that the text refers to."""
+    options = {}
+    if other := re.search(r"options are those of \[.*?\]\(#(.*?)\)", text):
+        title = next(t for t in re.findall("^## (.*)$", METHODS, re.M) if t.lower().replace(" ", "-") == other[1])
+        options = listed_options(part_of(title, "Options") if title in CATALOGUE else section(METHODS, title))
+    return options | dict(re.findall(r"^- `(\w+)` = `?([^`:]*?)`?: ", text, re.M))
+
+
+@pytest.mark.parametrize("entry", describe(), ids=lambda entry: entry["name"])
+def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
+    name = entry["name"]
+    labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(METHODS, name), re.M)
+    assert labels[:3] == ["Options", "Cost", "Goes with"]
+    assert labels[3:] in ([], ["Notes"])
+    assert listed_options(part_of(name, "Options")) == {k: shown(v) for k, v in entry["options"].items()}
+
+    cost, goes_with = (
+        re.findall(r"^- ([A-Z][\w ]*): (.*)$", part_of(name, label), re.M) for label in ("Cost", "Goes with")
+    )
+    assert [line for line, _ in cost] == ["Traffic", "Work", "At the clients", "At the server"]
+    assert [line for line, _ in goes_with] == ["Sums", "Server reads", "Tasks", "Delays"]
+    told = dict(goes_with)
+    assert told["Server reads"].startswith({"sum": "sums", "individual": "single updates"}[entry["needs"]])
+    tasks = {"all": {"classification", "multilabel", "language"}, "classification": {"classification"}}
+    tasks["classification, several labels"] = {"classification", "multilabel"}
+    assert tasks[re.split(r"\.", told["Tasks"])[0]] == set(rule_class(name).tasks)
+
+
+def test_the_sums_that_are_refused_are_told():
+    """The page tells once that two methods of the slot server do not add up, and what center and feddm refuse."""
+    fills_server = {name for name in CATALOGUE if method(name).server is not None}
+    for name in set(CATALOGUE) - {"center", "feddm"}:
+        refused = set()
+        for other in set(CATALOGUE) - {"center", "feddm", name}:
+            if not {name, other} <= fills_server:
+                try:
+                    method(f"{name}+{other}")
+                except unskew.UnskewError:
+                    refused.add(other)
+        line = re.search(r"^- Sums: (.*)$", part_of(name, "Goes with"), re.M)[1]
+        told = re.match(r"not with ([^:.]*)", line)
+        assert set(re.findall("`(.*?)`", told[1] if told else "")) == refused, name
+
+
+def test_the_costs_of_methods_are_those_counted():
+    """In the second round, when nothing is missing any more; a linear model is all classifier."""
+    options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
+    for name in CATALOGUE:
+        traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
+        result = unskew.run(method=QUICK.get(name, name), server=100, **options)
+        size = result.summary["parameters"]
+        g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
+        numbers = {
+            "d": size,
+            "2d": 2 * size,
+            "dc": size,
+            "db": 0,
+            "dh": size,
+            "db/alpha": 0,
+            "1": 1,
+            "g": g,
+            "C": 10,
+            "none": 0,
+        }
+        numbers["s"] = 10 * 2 * 64 + 10 * 2 // 4  # two images of each class, a byte for a label
+        first, second = result.history
+        counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
+        costs = [cost.strip("`") for cost in traffic.groups()]
+        assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in costs], name

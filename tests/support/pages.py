@@ -1,0 +1,31 @@
+"""What the tests of README and docs read of a page."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def fences(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def section(text, title):
+    """The part of a page under a heading."""
+    return re.split(r"^## ", text.split(f"## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def table(text):
+    """The rows of the first table, each as its cells; the header is left out."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            lines.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif lines:
+            break
+    return lines[2:]
+
+
+def first_names(text):
+    return [row[0].strip("`") for row in table(text)]

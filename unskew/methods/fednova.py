@@ -1,0 +1,73 @@
+"""FedNova: updates are brought to the length of one step before they are averaged, so clients that step more do not lead.
+
+Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", 2020,
+arXiv:2007.07481, Algorithm 1. With ``a_k`` the weights that a client's gradients have in its update after ``tau_k`` steps::
+
+    d_k = Delta_k / ||a_k||_1,    theta <- theta + tau_eff sum_k p_k d_k,    tau_eff = sum_k p_k ||a_k||_1
+
+    ||a_k||_1 = tau_k                                                  SGD
+    ||a_k||_1 = (tau_k - rho (1 - rho^tau_k) / (1 - rho)) / (1 - rho)  SGD with momentum rho
+
+A client sends ``d_k`` in the place of its update, and one number, so the server needs sums only. Where all clients take as
+many steps this is FedAvg. Statistics of BatchNorm are averaged as without it. The paper's proximal variant and its server
+momentum are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
+
+
+@dataclass(frozen=True)
+class FedNova(ClientRule, ServerRule):
+    """Normalised averaging."""
+
+    name: ClassVar[str] = "fednova"
+    summary: ClassVar[str] = "averages updates per step, so more steps are no more weight"
+    paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
+
+    def refuses(self, whole: Method) -> str | None:
+        """What takes an update for the difference of two models, or sends a part of it."""
+        if whole.sync is not None:
+            return f"fednova divides an update by the steps of its round; with {whole.sync.name} parts are of several rounds."
+        reader = next((rule.name for rule in whole.client if "individual" in rule.needs), None)
+        return f"{reader} reads the clients' models out of their updates, which fednova normalises." if reader else None
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """The weights of the gradients are known for SGD.
+
+        Raises:
+            ConfigError: The clients' optimizer is another one.
+        """
+        if run.training.optimizer != "sgd" or run.training.nesterov:
+            raise ConfigError(
+                "fednova knows how gradients add up in SGD, with or without momentum: take optimizer=sgd and no nesterov."
+            )
+        return ()
+
+    def length(self, ctx: Context) -> Tensor:
+        """``||a_k||_1``."""
+        rho, steps = ctx.training.momentum, ctx.steps
+        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+    def sends(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
+        """``d_k``."""
+        return delta / self.length(ctx)
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """Upload ``w_k ||a_k||_1``."""
+        ctx.upload["length"] = ctx.weight * self.length(ctx)
+
+    def step(self, state: Tensors, updates: Updates) -> Tensors:
+        """``theta <- theta + tau_eff sum_k p_k d_k``."""
+        mean = updates.aggregate
+        tau_eff = mean.upload[self.name]["length"] / mean.weight
+        return {"v": state["v"] + tau_eff * mean.delta}

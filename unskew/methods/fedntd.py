@@ -1,0 +1,64 @@
+"""FedNTD: what the global model says of the classes that a sample does not have is kept.
+
+Lee, Jeong, Shin, Bae, Yun, "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", 2021,
+arXiv:2106.03097, Equations 4 and 5. Over the logits of all classes but the true one, ``q~`` of the model in training and
+``q~_g`` of the global one, both softmax at the temperature ``tau``::
+
+    loss + beta tau^2 mean KL(q~_g || q~)
+
+The global model is in eval mode and carries no gradient; nothing more is sent. ``tau^2`` is that of the authors' code, which
+with the default ``tau = 1`` makes no difference.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.rules import ClientRule, Context, Tensors
+
+
+@dataclass(frozen=True)
+class FedNTD(ClientRule):
+    """Not-true distillation.
+
+    Attributes:
+        beta: Strength; 0 is FedAvg.
+        tau: Temperature.
+    """
+
+    name: ClassVar[str] = "fedntd"
+    summary: ClassVar[str] = "keeps what the global model says of the other classes"
+    paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = "it leaves out the one true class of each sample"
+
+    beta: Annotated[float, Field(ge=0)] = 1.0
+    tau: Annotated[float, Field(gt=0)] = 1.0
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """``loss + beta * distillation``."""
+        if self.beta == 0:
+            return loss_fn
+
+        def preserved(v: Tensor, batch: Batch) -> Tensor:
+            loss = loss_fn(v, batch)
+            student = ctx.model(v, batch.x, batch.track).logits
+            with torch.no_grad():
+                teacher = ctx.spec.forward(ctx.v_global, ctx.b_global, batch.x).logits
+            return loss + self.beta * not_true(teacher, student, batch.y, self.tau)
+
+        return preserved
+
+
+def not_true(teacher: Tensor, student: Tensor, y: Tensor, tau: float) -> Tensor:
+    """``tau^2 mean KL`` of logits ``[B, C]`` without the classes ``y [B]``; a scalar, 0 with two classes."""
+    others = torch.arange(student.shape[1] - 1, device=y.device)
+    index = others + (others >= y[:, None]).to(others.dtype)
+    log_p, log_q = ((logits.gather(1, index) / tau).log_softmax(dim=1) for logits in (teacher, student))
+    return tau**2 * (log_p.exp() * (log_p - log_q)).sum(dim=1).mean()
