@@ -100,6 +100,13 @@ def options_of(cls: type) -> dict[str, object]:
     return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
 
 
+@functools.lru_cache(maxsize=128)
+def _readers(cls: type[Any]) -> dict[str, pydantic.TypeAdapter[Any]]:
+    """What reads each option of a class; made once, as it takes longer than the reading."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: pydantic.TypeAdapter(hints[name]) for name in options_of(cls)}
+
+
 def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option") -> Built:
     """An instance of a dataclass with checked options.
 
@@ -113,13 +120,13 @@ def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: s
     Raises:
         ConfigError: An option is unknown, of the wrong type, or out of range.
     """
-    names, hints = options_of(cls), typing.get_type_hints(cls, include_extras=True)
+    names, readers = options_of(cls), _readers(cast(Any, cls))
     checked: dict[str, object] = {}
     for key, value in options.items():
         if key not in names:
             raise ConfigError(unknown(f"{kind} of {owner}", str(key), names) if names else f"{owner} has no {kind}s.")
         try:
-            number = checked[key] = pydantic.TypeAdapter(hints[key]).validate_python(value)
+            number = checked[key] = readers[key].validate_python(value)
         except pydantic.ValidationError as error:
             reason = plain(error.errors()[0]["msg"])
             raise ConfigError(f"{prefix}{key}={value} is not valid: {reason}.") from error
