@@ -430,6 +430,7 @@ def test_tensorboard_of_a_run_that_died(capsys):
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_mlflow(capsys):
     client_class = importlib.import_module("mlflow").MlflowClient
     assert call(capsys, "run", *QUICK, "--set", "trackers=[mlflow]", "--out", "runs/a").code == 0
