@@ -476,7 +476,7 @@ def test_poisoned_client_is_left_out(tmp_path, monkeypatch, engine, where, value
     assert poisoned.summary["bytes_up"] == 4 * 2 * 4 * (poisoned.vector.numel() + 2)
     # Nothing of it stays at the client.
     kept = load_file(tmp_path / "run" / "checkpoints" / "0000002" / "clients-0000.safetensors")
-    assert sorted(kept) == ["0/poison/x", "1/poison/x", "3/poison/x"]
+    assert sorted(kept) == ["0/rules/poison/x", "1/rules/poison/x", "3/rules/poison/x"]
     monkeypatch.undo()
     fed, rule = blobs(SIZES, shape=(1, 4, 4)), Poison(14, where, value)
     longer = unskew.resume(tmp_path / "run", federation=fed, method=rule, rounds=3)

@@ -135,12 +135,18 @@ def test_the_cache_goes_on_after_an_interruption_in_memory_and_on_disk(tmp_path,
 
 
 def test_the_cache_counts_as_memory_of_the_server():
-    """The model, the mean of the cache, the buffer, some statistics and a few counters; and one vector per client seen."""
-    last = train(rounds=6, diagnose=["server"]).history[-1]
+    """The model, the mean of the cache, waiting updates with their clients' last ones, their sum; and one vector a client."""
     size = 8 * train(rounds=1).summary["parameters"]
-    few = (2 + 6) * 8 * 8 + 3 * 8  # statistics of four channels: the model's, waiting, and sent; three counters
-    assert 3 * size <= last["server/bytes"] - last["ca2fl_cache_bytes"] <= 3 * size + few
-    assert last["ca2fl_cache_bytes"] >= 3 * size
+    few = (
+        2 + 6 + 3 * 4
+    ) * 8 * 8 + 3 * 8  # statistics of four channels: the model's, sent, and of waiting ones; counters
+    rows = train(rounds=6, diagnose=["server"]).history
+    for row in rows:
+        waiting = row["ca2fl_waiting"]
+        held = row["server/bytes"] - row["ca2fl_cache_bytes"]
+        assert (2 + waiting + bool(waiting)) * size <= held <= (2 + 2 * waiting + bool(waiting)) * size + few
+    assert max(row["ca2fl_waiting"] for row in rows) > 0
+    assert rows[-1]["ca2fl_cache_bytes"] >= 3 * size
 
 
 def test_an_update_that_is_not_finite_is_not_cached(monkeypatch):

@@ -285,14 +285,17 @@ def test_arrivals_between_searches_never_evict_each_other():
     assert server.anchors() == [float(deltas[k][0]) for k in longest]
 
 
-def test_a_buffer_waits_in_the_atlas_over_rounds():
-    server = Server(trigger="buffer", buffer_size=3, cohort=1, epochs=1)
-    deltas, before = server.noise(4, 0.1), server.v.clone()
-    assert len(server.arrive(deltas[0])) == 0
-    assert len(server.arrive(deltas[1])) == 0
-    assert torch.equal(server.v, before)
-    assert len(server.arrive(deltas[2], deltas[3])) == 3
-    assert server.state["numbers"][:, 5].tolist() == [0, 0, 1]
+def test_what_the_searches_of_a_round_find_is_told_together():
+    """Two buffers fill in the same round; in the next one only its own search counts."""
+    server = Server(trigger="buffer", buffer_size=3, cohort=1, epochs=1, atlas=9)
+    deltas = server.noise(9, 0.1)
+    assert len(server.arrive(*deltas[:3])) == 3
+    server.round -= 1
+    assert len(server.arrive(*deltas[3:6])) == 3 + 6
+    assert len(server.arrive(*deltas[6:])) == 9
+    waiting = [row["feddle_waiting"] for row in train("feddle:trigger=buffer,buffer_size=5,epochs=1", rounds=4).history]
+    assert max(waiting) > 0
+    assert all(0 <= n < 5 for n in waiting)
 
 
 def test_the_server_holds_one_model_per_anchor_and_one_more():

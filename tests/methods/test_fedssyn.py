@@ -26,7 +26,8 @@ from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
 from unskew.generators import synthetic_set as synthetic
 from unskew.generators.client_images import note, subset
-from unskew.methods.fedssyn.fedssyn import Fedssyn, refusing
+from unskew.methods.fedssyn.fedssyn import Fedssyn
+from unskew.methods.fedssyn.sets import refusing
 from unskew.protocol.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -11,10 +11,10 @@ from support.quadratic import Quadratics, problem
 from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
-from unskew.data.federation import ArrayClients
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import describe, method
 from unskew.protocol.rules import DataRule, ServerRule, Sync
+from unskew.protocol.workspace import Contributions, Dealt
 
 
 class HeadOften(Sync):
@@ -25,7 +25,7 @@ class HeadOften(Sync):
     def __init__(self, period):
         self.period = period
 
-    def travels(self, round, client, last, spec):
+    def travels(self, state, round, client, last, spec):
         head = tuple(spec.parts["head"])
         everything = (slice(0, spec.size),)
         missed = last is None or last // self.period < round // self.period
@@ -76,13 +76,14 @@ class Doubled(DataRule):
 
     name, summary, paper = "doubled", "for tests", "none"
 
-    def prepare(self, federation, seed, place):
-        parts = [(c.x, c.y) for c in federation.clients]
-        x = torch.cat([torch.cat([x, x]) for x, _ in parts])
-        y = torch.cat([torch.cat([y, y]) for _, y in parts])
-        offsets = np.concatenate([[0], np.cumsum([2 * len(y) for _, y in parts])])
-        clients = ArrayClients(x, y, offsets, offsets[1:])
-        return dataclasses.replace(federation, clients=clients), dict.fromkeys(range(len(parts)), (10, 20))
+    def contribute(self, prepared, seed, workspace):
+        return Contributions({c.id: {"x": torch.zeros(10, dtype=torch.uint8)} for c in prepared.federation.clients})
+
+    def deal(self, sent, facts, seed):
+        return Dealt({k: {"x": torch.zeros(20, dtype=torch.uint8)} for k in sent})
+
+    def receive(self, client, share):
+        return dataclasses.replace(client, x=torch.cat([client.x, client.x]), y=torch.cat([client.y, client.y]))
 
 
 def test_a_data_rule_changes_what_clients_hold_and_is_paid_for():

@@ -56,7 +56,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
                 assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
             chosen = method(cell.config.method)
             delayed = cell.config.network.delay != "none"
-            run = Proposed(federation, SPEC, cell.config.training, cell.config.rounds, delayed)
+            run = Proposed(federation, lambda: SPEC, cell.config.training, cell.config.rounds, delayed)
             for rule in chosen.client:
                 rule.check(run)
             assert not (delayed and chosen.sync)

@@ -219,9 +219,9 @@ def test_clients_are_judged_with_their_own_statistics(tmp_path):
     spec = ModelSpec(SmallBatchNorm(), fed.shape, 3)
     rights = []
     for k, (_, _, x, y) in enumerate(clients):
-        module = spec.load(result.vector, kept[f"{k}/buffers/b"])
+        module = spec.load(result.vector, kept[f"{k}/statistics"])
         rights.append((module(torch.from_numpy(x)).argmax(1).numpy() == y).mean())
-    assert len({kept[f"{k}/buffers/b"].sum().item() for k in range(3)}) == 3
+    assert len({kept[f"{k}/statistics"].sum().item() for k in range(3)}) == 3
     assert result.summary["client_accuracy_mean"] == pytest.approx(np.mean(rights))
     assert result.summary["client_accuracy_worst"] == pytest.approx(min(rights))
     shared = [(result.model(torch.from_numpy(x)).argmax(1).numpy() == y).mean() for _, _, x, y in clients]

@@ -121,7 +121,7 @@ def test_files_of_a_killed_session_are_not_taken_for_its_own(tmp_path):
 def test_tensors_that_share_memory_are_written(tmp_path):
     whole = torch.arange(6.0)
     store = ClientStore(tmp_path / "clients", limit=1)
-    given = {"rule": {"all": whole, "again": whole, "part": whole[2:4], "across": whole.view(2, 3).T}}
+    given = {"all": whole, "again": whole, "part": whole[2:4], "across": whole.view(2, 3).T}
     store.put(0, given)
     store.put(1, state(1))
     assert [k for k, _ in store.on_disk()] == [0]
@@ -182,7 +182,7 @@ class HeadOnly(unskew.Sync):
 
     name, summary, paper = "headonly", "", ""
 
-    def travels(self, round, client, last, spec):
+    def travels(self, state, round, client, last, spec):
         everything, head = (slice(0, spec.size),), tuple(spec.parts["head"])
         return (everything if last is None or round - last > 1 else head), head
 

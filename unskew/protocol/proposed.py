@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -18,7 +20,7 @@ class Proposed:
 
     Attributes:
         federation: The data.
-        spec: The model's layout.
+        build: Makes the model; called when a rule first asks for its layout, so that data are refused before it.
         training: The clients' budget.
         rounds: Number of rounds.
         delayed: Whether updates may arrive in later rounds than they were sent out in.
@@ -26,11 +28,16 @@ class Proposed:
     """
 
     federation: Federation
-    spec: ModelSpec
+    build: Callable[[], ModelSpec]
     training: Training
     rounds: int
     delayed: bool = False
     diagnose: tuple[str, ...] = ()
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model's layout."""
+        return self.build()
 
     def need_no_delays(self, name: str) -> None:
         """All updates of a round must have been sent out in that round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.data.checks import check_tokens
@@ -32,10 +33,11 @@ def check_method(
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)
-    spec = initial_spec(config, federation, model, method)
     delayed = config.network.delay != "none"
-    run = Proposed(federation, spec, config.training, config.rounds, delayed, config.diagnose)
+    build = partial(initial_spec, config, federation, model, method)
+    run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose)
     warnings = [text for rule in method.rules for text in rule.check(run)]
+    spec = run.spec
     if delayed and of_clients:
         raise ConfigError(
             f"diagnose={of_clients[0]} compares the clients of one round; it cannot be run with network.delay."
