@@ -170,8 +170,10 @@ def test_an_outcome_is_found_by_what_the_run_was():
     assert "begins_with" in run_identity(base, others[0])
 
 
-def make(tmp_path, preset="fedcog/table-1", rows=tuple(FEW), columns=("NIID-2",), **kw):
-    settings = {"engine": "inline", "model": "mlp", "local_steps": 3}
+SHORT = {"engine": "inline", "model": "mlp", "local_steps": 3}
+
+
+def make(tmp_path, preset="fedcog/table-1", rows=tuple(FEW), columns=("NIID-2",), settings=SHORT, **kw):
     folders = tmp_path / "runs", tmp_path / "results"
     made = sweep.Sweep(load_preset(preset), "smoke", *folders, settings, rows, columns, **kw)
     made.otherwise = True
@@ -366,7 +368,7 @@ def test_tables_can_be_drawn(tmp_path, name, rows, size):
 
     from unskew.reproduction.figures import draw_curves, draw_points
 
-    made = make(tmp_path, name, rows, None)
+    made = make(tmp_path, name, rows, None, {"engine": "inline"})
     found = list(made.carry_out([0]))
     entries = report.entries(made.preset, found)
     assert len({e.value for e in entries}) == size
