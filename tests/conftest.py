@@ -12,8 +12,9 @@ def threads():
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """For tests that run the command line and do not look at its figures."""
-    from matplotlib.figure import Figure
+def undrawn(request, monkeypatch):
+    """For files that run the command line; a test that looks at figures is marked with ``draws``."""
+    if request.node.get_closest_marker("draws") is None:
+        from matplotlib.figure import Figure
 
-    monkeypatch.setattr(Figure, "savefig", blank)
+        monkeypatch.setattr(Figure, "savefig", blank)

@@ -16,6 +16,8 @@ from support.running import TINY, Stop, StopAfter, assert_same_run, call, metric
 import unskew
 from unskew.config.experiment import Experiment
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 QUICK = (*TINY, "--rounds", "2")
 
 
@@ -139,6 +141,7 @@ def test_local_epochs(capsys):
     assert (config["local_epochs"], config["local_steps"]) == (3, None)
 
 
+@pytest.mark.draws
 def test_run_folder(capsys):
     outcome = call(capsys, "run", *QUICK, "--out", "a")
     assert outcome.code == 0
@@ -264,6 +267,7 @@ def test_methods(capsys):
         assert name in table
 
 
+@pytest.mark.draws
 def test_partition(capsys):
     outcome = call(capsys, "partition", "digits", "--partition", "dirichlet:0.3", "--clients", 6, "--out", "p/who.png")
     assert outcome.code == 0
@@ -322,6 +326,7 @@ def test_compare_shows_personal_models_in_a_second_table(capsys):
     assert [row["personal_accuracy_mean"] is None for row in rows] == [True, False]
 
 
+@pytest.mark.draws
 def test_compare(capsys):
     outcome = call(capsys, "compare", "fedavg", "fedprox:mu=0", "scaffold", "--seeds", 2, *QUICK, "--out", "c")
     assert outcome.code == 0, outcome.err
@@ -430,6 +435,7 @@ def test_tensorboard_of_a_run_that_died(capsys):
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_mlflow(capsys):
     client_class = importlib.import_module("mlflow").MlflowClient
     assert call(capsys, "run", *QUICK, "--set", "trackers=[mlflow]", "--out", "runs/a").code == 0

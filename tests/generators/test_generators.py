@@ -19,7 +19,7 @@ from unskew.generators.trained.privacy import Privacy
 from unskew.generators.trained.training import Average, Trained
 from unskew.generators.trained.vae import VAE, VAEGenerator, kl, negative_bound
 
-pytestmark = pytest.mark.xdist_group("diffusers")
+pytestmark = pytest.mark.xdist_group("heavy")
 
 TINY = {
     "ddpm": "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2",

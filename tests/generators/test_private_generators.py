@@ -17,7 +17,7 @@ from unskew.generators.job import Job
 from unskew.generators.trained.privacy import Privacy, PrivateSteps, epsilon_after, noise_for, without_batchnorm
 
 pytestmark = [
-    pytest.mark.xdist_group("diffusers"),
+    pytest.mark.xdist_group("heavy"),
     pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed"),
 ]
 TINY = "ddpm-small;steps=20;sampling_steps=3;width=8;batch=4;multipliers=1/2;blocks=1;attention=8/4"

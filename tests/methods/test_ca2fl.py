@@ -135,7 +135,7 @@ def test_the_cache_goes_on_after_an_interruption_in_memory_and_on_disk(tmp_path,
 
 
 def test_the_cache_counts_as_memory_of_the_server():
-    """The model and the mean of the cache; each waiting update, its client's last one and their sum; one vector per client."""
+    """The model, the mean of the cache, waiting updates with their clients' last ones, their sum; and one vector a client."""
     size = 8 * train(rounds=1).summary["parameters"]
     few = (
         2 + 6 + 3 * 4

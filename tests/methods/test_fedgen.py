@@ -232,7 +232,7 @@ def test_the_seed_decides_the_generator():
 
 
 def test_a_resumed_run_equals_one_without_interruption(tmp_path):
-    given = {"method": "fedgen+fedavgm", "model": "mlp", "rounds": 4, "lr": 0.05, "engine": "inline"}
+    given = {"method": "fedgen:gen_steps=10+fedavgm", "model": "mlp", "rounds": 4, "lr": 0.05, "engine": "inline"}
     fed = blobs(SIZES)
     unskew.run(fed, out=tmp_path / "straight", **given)
     with pytest.raises(Stop):

@@ -26,7 +26,8 @@ from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
 from unskew.generators import synthetic_set as synthetic
 from unskew.generators.client_images import note, subset
-from unskew.methods.fedssyn.fedssyn import Fedssyn, refusing
+from unskew.methods.fedssyn.fedssyn import Fedssyn
+from unskew.methods.fedssyn.sets import refusing
 from unskew.protocol.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -354,7 +355,7 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
         train("fedssyn", synthetic=str(folder))
 
 
-@pytest.mark.xdist_group("diffusers")
+@pytest.mark.xdist_group("heavy")
 def test_grey_images_and_a_small_diffusion_model_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = "fedssyn:generator=ddpm-small;width=8;steps=10;sampling_steps=2,epochs=1,n_syn=6,noise_multiplier=1"

@@ -194,9 +194,7 @@ def test_center_is_a_plain_loop_of_torch_over_all_rounds(optimizer):
 def test_engines_agree_and_runs_go_on(tmp_path, method):
     options = {"rounds": 5, "network": {"delay": "half-normal:2", "drop": 0.2}}
     whole = train(method, **options)
-    for engine in ("processes", "vectorized"):
-        other = train(method, engine=engine, workers=2, **options)
-        assert_engines_agree(other.vector, whole.vector)
+    assert_engines_agree(train(method, engine="vectorized", **options).vector, whole.vector)
     with pytest.raises(Stop):
         train(method, out=tmp_path / "a", checkpoint_every=1, callbacks=[StopAfter(3)], **options)
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.protocol import state_at
 from support.quadratic import Quadratics, gradient, problem
+from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
 from unskew.methods.catalogue import method
@@ -67,9 +68,18 @@ def scaffold_by_parts(A, b, rounds, cohort, start, alpha, momentum=0.0):
         yield server.copy(), c.copy()
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized"])
-@pytest.mark.parametrize("participation", [1.0, 0.5])
-@pytest.mark.parametrize(("variate", "momentum"), [("auto", 0.0), ("mean", 0.0), ("auto", 0.9)])
+CASES = [
+    (variate, momentum, participation, engine)
+    for variate, momentum in (("auto", 0.0), ("mean", 0.0), ("auto", 0.9))
+    for participation in (1.0, 0.5)
+    for engine in ("inline", "vectorized")
+]
+QUICK = [(*case, 0.5, "inline") for case in (("auto", 0.0), ("mean", 0.0), ("auto", 0.9))]
+
+
+@pytest.mark.parametrize(
+    ("variate", "momentum", "participation", "engine"), slow_but([*QUICK, ("auto", 0.9, 0.5, "vectorized")], CASES)
+)
 def test_scaffold_forgets_the_steps_before_a_body_that_it_missed(variate, momentum, participation, engine):
     A, b, mine = run(f"fedals:alpha=3+scaffold:variate={variate}", participation, engine, momentum)
     start = mine.server.v.numpy().copy()

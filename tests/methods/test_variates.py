@@ -36,8 +36,8 @@ def test_feddyn_equals_the_papers_algorithm(participation):
 def test_feddyn_reaches_the_optimum():
     A, b = problem(sizes=(6, 6, 6, 6))
     best = optimum(A, b, np.full(4, 0.25))
-    training = Training(local_steps=40, batch_size=100, lr=0.15, precision="fp64")
-    found = Quadratics(A, b, "feddyn:alpha=1", training).rounds(120)[-1]
+    training = Training(local_steps=10, batch_size=100, lr=0.3, precision="fp64")
+    found = Quadratics(A, b, "feddyn:alpha=1", training).rounds(40)[-1]
     assert np.linalg.norm(found - best) < 1e-6
 
 

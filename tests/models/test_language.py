@@ -34,7 +34,7 @@ from unskew.runs.session import Session
 from unskew.simulation import evaluate
 from unskew.tasks import TASKS
 
-pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("transformers")]
+pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("heavy")]
 
 TASK = TASKS["language"]
 LORA = {"r": 2, "alpha": 4, "targets": ["q_proj", "fc1"]}

@@ -20,7 +20,7 @@ from unskew.models.zoo.pretrained import HALVES, IMAGENET, RESNET18
 from unskew.runs.model import as_wanted
 from unskew.runs.run import resume
 
-pytestmark = pytest.mark.xdist_group("transformers")
+pytestmark = pytest.mark.xdist_group("heavy")
 
 KINDS = ("resnet-18", "vit-b16")
 

@@ -171,9 +171,9 @@ def test_an_outcome_is_found_by_what_the_run_was():
 
 
 def make(tmp_path, preset="fedcog/table-1", rows=tuple(FEW), columns=("NIID-2",), **kw):
-    made = sweep.Sweep(
-        load_preset(preset), "smoke", tmp_path / "runs", tmp_path / "results", {"engine": "inline"}, rows, columns, **kw
-    )
+    settings = {"engine": "inline", "model": "mlp", "local_steps": 3}
+    folders = tmp_path / "runs", tmp_path / "results"
+    made = sweep.Sweep(load_preset(preset), "smoke", *folders, settings, rows, columns, **kw)
     made.otherwise = True
     return made
 

@@ -11,6 +11,7 @@ from support.delays import Arrivals
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import an_update, some_updates
 from support.running import call
+from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
@@ -198,8 +199,12 @@ def test_a_single_client_and_a_round_in_which_all_are_on_their_way():
         assert [r["updates"] for r in result.history] == [0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("method", ["scaffold+fedavgm", "fedcog:start_round=0,n=6,g_steps=2"])
-@pytest.mark.parametrize("room", [0, 1 << 30])
+CASES = [
+    (method, room) for method in ("scaffold+fedavgm", "fedcog:start_round=0,n=6,g_steps=2") for room in (0, 1 << 30)
+]
+
+
+@pytest.mark.parametrize(("method", "room"), slow_but([CASES[0], CASES[3]], CASES))
 def test_a_run_goes_on_with_its_updates_on_their_way(tmp_path, monkeypatch, method, room):
     whole = train("half-normal:3", method, rounds=12)
     monkeypatch.setattr(session, "ClientStore", lambda folder: ClientStore(folder, room))

@@ -17,8 +17,6 @@ from unskew.errors import ConfigError
 from unskew.plots.pictures import grid_by_class
 from unskew.simulation.made_inputs import MadeInputs
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
 
 

@@ -32,7 +32,7 @@ def near(expected, operations: int = FORMULA, size: float | None = None, dtype: 
     """``pytest.approx`` of a number, a list or a dict with the tolerance of the arithmetic, as in :func:`assert_close`."""
     values = expected.values() if isinstance(expected, dict) else np.ravel(np.asarray(expected, dtype=object))
     size = _size([value for value in values if value is not None]) if size is None else size
-    return pytest.approx(expected, rel=0, abs=tolerance(operations, size, dtype))
+    return pytest.approx(expected, abs=tolerance(operations, size, dtype))
 
 
 def assert_close(actual, expected, operations: int = FORMULA, size: float | None = None, dtype=None, msg=""):

@@ -16,7 +16,7 @@ from unskew.models.vector import ModelSpec
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
-from unskew.simulation import checkpoint
+from unskew.simulation import checkpoint, restoring
 from unskew.simulation.server import Server
 
 RESUMABLE = ("rounds", "engine", "workers", "device", "trackers", "checkpoint_every", "target", "save_samples")
@@ -58,7 +58,7 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
         before = method(extra["config"]["method"])
     except ConfigError:  # a method that only Python knew
         before = None
-    checkpoint.branch(path, manifest, server, before)
+    restoring.branch(path, manifest, server, before)
     recorder.adopt(read_history(parent)[:done], extra["seconds"])
     return done
 

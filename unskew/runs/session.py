@@ -27,7 +27,7 @@ from unskew.records.recorder import Callback, Recorder, warn, write_summary
 from unskew.records.result import Result
 from unskew.runs.continuation import begin_where, check_frozen, check_same, data_identity
 from unskew.runs.summary import summarise
-from unskew.simulation import checkpoint, personal, trouble
+from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
 from unskew.simulation.loop import Interrupted, train
@@ -248,7 +248,7 @@ class Session:
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")
-        checkpoint.restore(path, manifest, self.server, self.network)
+        restoring.restore(path, manifest, self.server, self.network)
         self.recorder.resume(done, extra["seconds"])
         return done
 

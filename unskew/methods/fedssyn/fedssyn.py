@@ -25,7 +25,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -41,6 +40,7 @@ from unskew.generators.client_images import Recipe, make_set
 from unskew.generators.synthetic_set import SyntheticSet
 from unskew.generators.trained.privacy import Positive, Privacy
 from unskew.methods.fedssyn.ablations import mean_size, one_client, own_images
+from unskew.methods.fedssyn.sets import check_fits, figures, noted, refusing, vars_of
 from unskew.options import imported_callable
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.messages import Tensors
@@ -246,65 +246,3 @@ class Fedssyn(DataRule):
                 raise ConfigError(
                     f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
                 )
-
-
-def check_fits(made: SyntheticSet, federation: Federation) -> None:
-    """Refuse a given set that was made for other data.
-
-    Raises:
-        ConfigError: Classes, shape or clients differ.
-    """
-    here = {"classes": federation.classes, "shape": list(federation.shape), "clients": len(federation.clients)}
-    for name, value in here.items():
-        if made.about.get(name) != value:
-            raise ConfigError(f"The synthetic set has {name} {made.about.get(name)}, but the data here {value}.")
-
-
-def figures(about: dict[str, Any]) -> dict[str, object]:
-    """What the summary of a run says of its images, from how they were made."""
-    told: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
-    told["synthetic_seconds"] = about["seconds"]
-    if about.get("epsilon") and about["recipe"]["privacy"]:
-        spent = max(about["epsilon"].values())
-        share = "what it sends are images of that generator, and how many there are of each class is not covered."
-        told |= {"epsilon": spent, "privacy": Privacy(**about["recipe"]["privacy"]).sentence(spent, share)}
-    return told
-
-
-def noted(made: SyntheticSet, folder: Path) -> SyntheticSet:
-    """The set, knowing where it lies."""
-    return replace(made, about={**made.about, "folder": str(folder)})
-
-
-def vars_of(privacy: Privacy) -> dict[str, Any]:
-    """The options of a guarantee, by name."""
-    names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant")
-    return {name: getattr(privacy, name) for name in names}
-
-
-def refusing(refuse: str, clients: int | None = None) -> set[int]:
-    """Which clients refuse: ``"0;3"`` names them, ``"0.2"`` is a share, rounded, of those with the highest numbers.
-
-    Without the number of clients only what is wrong with any number is found.
-
-    Raises:
-        ConfigError: It is neither.
-
-    >>> sorted(refusing("0;3", 10)), sorted(refusing("0.2", 10)), refusing("", 10)
-    ([0, 3], [8, 9], set())
-    """
-    try:
-        if "." in refuse:
-            share = float(refuse)
-            if not 0 <= share <= 1:
-                raise ValueError
-            total = clients or 0
-            return set(range(total - round(share * total), total))
-        found = {int(piece) for piece in refuse.split(";") if piece.strip()}
-    except ValueError:
-        raise ConfigError(f"fedssyn:refuse={refuse} is neither clients such as 0;3 nor a share such as 0.2.") from None
-    if found and min(found) < 0:
-        raise ConfigError(f"fedssyn:refuse={refuse}: clients are numbered from 0.")
-    if found and clients is not None and max(found) >= clients:
-        raise ConfigError(f"fedssyn:refuse={refuse}: there are {clients} clients, numbered from 0.")
-    return found
