@@ -34,6 +34,7 @@ from unskew.engines.catalogue import make_engine
 from unskew.engines.machine import keep_freed_memory
 from unskew.methods.fedavg import FedAvg
 from unskew.models.catalogue import build_model
+from unskew.protocol.facts import FederationFacts
 from unskew.protocol.training import Training
 from unskew.simulation.loop import train
 from unskew.simulation.network import Network
@@ -66,7 +67,8 @@ class UnskewLoop:
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
         setup = Setup(spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu"))
         self.engine = make_engine(engine, setup)
-        self.server = Server(what, what.server or FedAvg(), spec, federation, what.weights or "samples")
+        facts = FederationFacts.of(federation)
+        self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
         self.network = Network(0.0, seed)
 

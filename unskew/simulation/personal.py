@@ -38,15 +38,16 @@ def shared(server: Server, clients: Sequence[int]) -> Served:
 
 def kept(server: Server, clients: Sequence[int]) -> Served:
     """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
-    slices = server.method.sync.own(server.spec) if server.method.sync else ()
-    own = mask_of(slices, len(server.v)).to(server.v.device)
-    shared_b = statistics_mask(server.spec, complement(slices, len(server.v))).to(server.v.device)
+    sync, size = server.method.sync, len(server.v)
+    slices = sync.own(server.spec) if sync is not None else ()
+    own = mask_of(slices, size).to(server.v.device)
     for client, (v, b) in zip(clients, shared(server, clients), strict=True):
         state = ClientState.of(server.store.get(client))
         if state.model is not None:
             v = torch.where(own, state.model.to(v.device), v)
-        if state.statistics is not None:
-            b = torch.where(shared_b, b, state.statistics.to(b.device))
+        if slices and state.statistics is not None:
+            sent = statistics_mask(server.spec, complement(slices, size)).to(b.device)
+            b = torch.where(sent, b, state.statistics.to(b.device))
         for rule in server.method.client:
             mine = rule.personal(state.rules.get(rule.name, {}))
             v = v if mine is None else mine
