@@ -138,7 +138,10 @@ class ClientInputs:
 
 
 def update_of(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
-    """The local result minus the broadcast, ``[d]``; 0 on slices that are not sent."""
+    """The local result minus the server's model, ``[d]``; 0 on slices that are not sent back.
+
+    Of slices that are sent back but were not sent to it, a client far away sends its values, and the server subtracts.
+    """
     if cast.up is None:
         return v - v_start
     return torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v.to(v.device), torch.zeros_like(v))
