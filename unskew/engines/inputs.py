@@ -13,10 +13,11 @@ from unskew.data.pixels import Pixels
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
+from unskew.errors import ConfigError
 from unskew.models.groups import statistics_mask
 from unskew.models.trainable import Model
 from unskew.models.vector import mask_of
-from unskew.protocol.context import Context
+from unskew.protocol.context import Context, ReadOnly
 from unskew.protocol.facts import Holdings
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
 from unskew.protocol.rules import ClientRule
@@ -118,16 +119,20 @@ class ClientInputs:
             "facts": self.facts(cast.client),
         }
 
-    def contexts(self, given: dict[str, Any], model: Model, round: int) -> list[Context]:
-        """One context per rule: its own state, download, upload, facts and common tensors, all else shared."""
+    def contexts(self, given: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
+        """One context per rule: its own state, download, upload, facts and common tensors, all else shared.
+
+        Once local training has ``ended``, state and upload may be written.
+        """
+        kind = dict if ended else ReadOnly
         shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts")}
         return [
             Context(
                 round=round,
                 model=model,
-                state=dict(given["state"].get(rule.name, {})),
+                state=kind(given["state"].get(rule.name, {})),
                 download=given["download"].get(rule.name, {}),
-                upload={},
+                upload=kind(),
                 facts=given["facts"][rule.name],
                 common=self.common.get(rule.name, {}),
                 **shared,
@@ -135,6 +140,27 @@ class ClientInputs:
             )
             for rule in self.setup.rules
         ]
+
+
+def after_training(
+    rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], v: Tensor, delta: Tensor
+) -> tuple[list[tuple[Tensors, Tensors]], Tensor]:
+    """What each rule keeps and uploads, and what is sent in the place of the update ``delta``.
+
+    Raises:
+        ConfigError: What a rule sends has another shape or precision.
+    """
+    for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
+        rule.end(ctx, carry, v)
+    for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
+        sent = rule.sends(ctx, carry, delta)
+        if not isinstance(sent, Tensor) or sent.shape != delta.shape or sent.dtype != delta.dtype:
+            what = f"{sent.dtype} {tuple(sent.shape)}" if isinstance(sent, Tensor) else type(sent).__name__
+            raise ConfigError(
+                f"{rule.name}.sends must return a tensor like the update, {delta.dtype} {tuple(delta.shape)}, not {what}."
+            )
+        delta = sent
+    return [(ctx.state, ctx.upload) for ctx in ctxs], delta
 
 
 def update_of(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:

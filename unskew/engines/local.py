@@ -12,7 +12,7 @@ from unskew.data.federation import take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import ClientInputs, client_key, finished, update_of
+from unskew.engines.inputs import ClientInputs, after_training, client_key, finished, update_of
 from unskew.errors import DataError
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
@@ -120,16 +120,12 @@ class LocalTrainer:
             v, moments = optimizers.step(training, v, g, moments, step, moves)
             total += self.model.loss
 
-        for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            rule.end(ctx, carry, v)
-        delta = update_of(cast, v_start, v)
-        for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            delta = rule.sends(ctx, carry, delta)
+        ctxs = self.inputs.contexts(given, self.model, cast.round, ended=True)
+        written, delta = after_training(setup.rules, ctxs, carries, v, update_of(cast, v_start, v))
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
             "steps": float(len(plan.batches)),
             "begin_seconds": ready - began,
             "train_seconds": time.perf_counter() - ready,
         }
-        written = [(ctx.state, ctx.upload) for ctx in ctxs]
         return finished(setup, cast, delta, v, self.model.b.clone(), written, metrics, made, moments)

@@ -20,12 +20,11 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import finished, update_of
+from unskew.engines.inputs import after_training, finished, update_of
 from unskew.engines.local import LocalTrainer, base_loss, inputs_made, movable_mask
 from unskew.models.trainable import Batch, FunctionalModel
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
-from unskew.protocol.rules import changes_updates
 from unskew.seeding import derive, fold
 
 Tree = Any
@@ -111,9 +110,9 @@ class VectorizedEngine:
         starts = [own["v_global"] for own in singly]
         given, dims = stack(singly)
 
-        def ctxs_of(given: dict[str, Any], b: Tensor) -> tuple[FunctionalModel, list[Context]]:
+        def ctxs_of(given: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
             model = FunctionalModel(setup.spec, b)
-            return model, inputs.contexts(given, model, casts[0].round)
+            return model, inputs.contexts(given, model, casts[0].round, ended)
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
             _, ctxs = ctxs_of(given, b)
@@ -136,17 +135,9 @@ class VectorizedEngine:
             )
             return model.b, v, carries, state, model.loss
 
-        def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor) -> list[tuple[Tensors, Tensors]]:
-            _, ctxs = ctxs_of(given, b)
-            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                rule.end(ctx, carry, v)
-            return [(ctx.state, ctx.upload) for ctx in ctxs]
-
-        def send(given: dict[str, Any], b: Tensor, carries: list[Tensors], delta: Tensor) -> Tensor:
-            _, ctxs = ctxs_of(given, b)
-            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                delta = rule.sends(ctx, carry, delta)
-            return delta
+        def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
+            _, ctxs = ctxs_of(given, b, ended=True)
+            return after_training(setup.rules, ctxs, carries, v, delta)
 
         b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
@@ -173,10 +164,8 @@ class VectorizedEngine:
                         put(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
                     )
                     total = put(total, index, rows(total, index) + new[4])
-            written = self._map(end, (dims, 0, 0, 0), given, b, carries, v)
             deltas = torch.stack([update_of(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
-            if changes_updates(setup.rules):
-                deltas = self._map(send, (dims, 0, 0, 0), given, b, carries, deltas)
+            written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         # Of the group's time, each client's even share.
         spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}

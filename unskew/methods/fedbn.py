@@ -41,12 +41,14 @@ class FedBN(Sync):
         return f"{other} and fedbn each give a client a personal model; leave out one of the two." if other else None
 
     def check(self, run: Proposed) -> Sequence[str]:
-        """Without BatchNorm it is FedAvg, which is told."""
+        """Without trainable BatchNorm all of the model is averaged, which is told."""
         super().check(run)
         return (
             ()
             if self.own(run.spec)
-            else ["fedbn keeps BatchNorm at the clients, but this model has none: it is fedavg."]
+            else [
+                "fedbn keeps BatchNorm at the clients, but this model trains none, so all of it is averaged, uniformly."
+            ]
         )
 
     def own(self, spec: ModelSpec) -> Slices:

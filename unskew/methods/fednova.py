@@ -37,7 +37,7 @@ class FedNova(ClientRule, ServerRule):
     def refuses(self, whole: Method) -> str | None:
         """What takes an update for the difference of two models, or sends a part of it."""
         if whole.sync is not None:
-            return f"fednova divides an update by the steps of its round; with {whole.sync.name} parts are of several rounds."
+            return f"fednova takes an update for a round of the whole model; with {whole.sync.name} parts of it stay."
         reader = next((rule.name for rule in whole.client if "individual" in rule.needs), None)
         return f"{reader} reads the clients' models out of their updates, which fednova normalises." if reader else None
 

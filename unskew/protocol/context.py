@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from unskew.data.pixels import AS_THEY_ARE, Pixels
+from unskew.errors import ConfigError
 from unskew.models.trainable import Model
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Tensors
 from unskew.protocol.training import Training
 from unskew.tasks import Task
+
+
+class ReadOnly(dict[str, Tensor]):
+    """What a rule may read now, but write in ``end`` and ``sends`` only: before, engines could not keep it alike."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(
+            "A rule writes to ctx.state or ctx.upload before the last step; it may do so in end and in sends. What begin "
+            "computes goes into the carry, whose entries gradient may replace."
+        )
+
+    __setitem__ = update = setdefault = pop = _refuse
 
 
 @dataclass(frozen=True)
@@ -24,9 +38,9 @@ class Context:
         v_global: The global model as the client knows it, ``[d]``: what was sent, and its own slices where nothing was. It is
             where local training starts.
         b_global: The statistics that it starts with, ``[m]``.
-        state: What this rule kept at this client (empty if it never took part); writes are kept if training succeeds.
+        state: What this rule kept at this client (empty if it never took part); ``end`` and ``sends`` may write to it.
         download: What the rule's server half sent beside the model.
-        upload: What the rule sends beside the update; counted in bytes.
+        upload: What the rule sends beside the update, written by ``end`` or ``sends``; counted in bytes.
         spec: The model's layout.
         model: The model in training, ``model(v, x) -> Output``.
         task: Loss and probabilities.

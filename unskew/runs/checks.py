@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
@@ -13,7 +14,7 @@ from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.proposed import Proposed
-from unskew.protocol.rules import NEEDS, Method
+from unskew.protocol.rules import NEEDS, Method, Rule, ServerRule
 from unskew.runs.model import ModelLike, initial_spec
 
 
@@ -36,7 +37,10 @@ def check_method(
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
     run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose)
-    warnings = [text for rule in method.rules for text in rule.check(run)]
+    warnings: list[str] = []
+    for rule in method.rules:
+        told = rule.check(run) or ()
+        warnings += [told] if isinstance(told, str) else told
     spec = run.spec
     if delayed and of_clients:
         raise ConfigError(
@@ -61,14 +65,12 @@ def check_task(method: Method, federation: Federation) -> None:
     """
     task = federation.task
     for rule in method.rules:
+        check_declared(rule)
         if task not in rule.tasks:
             reason = f", because {rule.tasks_reason}" if rule.tasks_reason else ""
             raise ConfigError(
                 f"{rule.name} cannot be trained for the task {task!r}{reason}. It is for: {', '.join(rule.tasks)}."
             )
-        for what in rule.needs:
-            if what not in NEEDS:
-                raise ConfigError(f"{rule.name}: {unknown('need', what, NEEDS)}")
 
 
 def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
@@ -91,3 +93,25 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         )
     if diagnose:
         raise ConfigError(f"diagnose={diagnose[0]} looks at single updates, which secure_aggregation=required forbids.")
+
+
+def check_declared(rule: Rule) -> None:
+    """Refuse what a rule says of itself that the core could not take at its word.
+
+    Raises:
+        ConfigError: Its name, its weights or its needs are none.
+    """
+    name = getattr(rule, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"{type(rule).__name__} needs a name of letters, digits, '-', '_' and '.', not {name!r}.")
+    if isinstance(rule.needs, str) or not isinstance(rule.needs, Collection):
+        raise ConfigError(f"{name}: needs is a tuple of words, such as needs = ('individual',), not {rule.needs!r}.")
+    for what in rule.needs:
+        if what not in NEEDS:
+            raise ConfigError(f"{name}: {unknown('need', str(what), NEEDS)}")
+    if rule.weights not in (None, "samples", "uniform"):
+        raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
+    if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):
+        raise ConfigError(f"{name}: steps_without must be 'updates', 'clients' or None, not {rule.steps_without!r}.")
+    if isinstance(rule, ServerRule) and (size := rule.buffer()) is not None and (not isinstance(size, int) or size < 1):
+        raise ConfigError(f"{name}.buffer must give a whole number of updates from 1, or None, not {size!r}.")

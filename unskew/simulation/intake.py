@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.errors import ConfigError
 from unskew.protocol.messages import ClientState, Tensors, Update
 from unskew.protocol.rules import Method, ServerRule
 from unskew.protocol.updates import Aggregate
@@ -135,3 +136,18 @@ def singles(method: Method) -> frozenset[str]:
 def empty(method: Method, rule: ServerRule) -> Gathered:
     """No update yet."""
     return Gathered(Aggregate(singles(method)), [] if "individual" in rule.needs else None)
+
+
+def check_state(rule: str, state: object, v: Tensor) -> None:
+    """Refuse what is no state of a server.
+
+    Raises:
+        ConfigError: There is no model in it, or one of another shape or precision.
+    """
+    new = state.get("v") if isinstance(state, dict) else None
+    if not isinstance(new, Tensor) or new.shape != v.shape or new.dtype != v.dtype:
+        what = f"{new.dtype} {tuple(new.shape)}" if isinstance(new, Tensor) else "none"
+        raise ConfigError(
+            f"{rule}.step must return a dictionary of tensors with the model 'v', {v.dtype} {tuple(v.shape)}; "
+            f"there is {what}."
+        )

@@ -19,7 +19,7 @@ from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training import Buffers
 from unskew.protocol.updates import Updates
 from unskew.seeding import derive
-from unskew.simulation.intake import Gathered, Intake, empty
+from unskew.simulation.intake import Gathered, Intake, check_state, empty
 from unskew.simulation.slices import Exchange, complement
 from unskew.simulation.store import ClientStore
 from unskew.simulation.traffic import Traffic, extras, sliced
@@ -247,6 +247,7 @@ class Server:
         for gathered in intake.for_rule():
             with self.meter():
                 made = self.rule.step(state, self._updates(round, gathered, b if done is None else done))
+            check_state(self.rule.name, made, self.v)
             done = made.get("b", done)
             state = self.exchange.only_sent(up, {name: t for name, t in made.items() if name != "b"}, state)
         sums = intake.whole.aggregate

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from unskew.errors import ConfigError
 from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.messages import Slices, Tensors
@@ -23,6 +25,23 @@ def complement(slices: Slices, size: int) -> Slices:
     return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
 
+def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: str) -> None:
+    """Refuse slices that are not in order, that overlap, or that are beyond the vector.
+
+    Raises:
+        ConfigError: They are not those of a part of a vector of ``size`` elements.
+    """
+    end = 0
+    for start, stop, step in edges:
+        whole = isinstance(start, int) and isinstance(stop, int) and step in (None, 1)
+        if not whole or not end <= start <= stop <= size:
+            raise ConfigError(
+                f"{who} must give slices of the {size} parameters in order, that do not overlap, with both ends and "
+                f"without a step; {slice(start, stop, step)} is not one."
+            )
+        end = stop
+
+
 class Exchange:
     """The ``sync`` slot of a method at work on one model; without one, everything travels.
 
@@ -34,6 +53,11 @@ class Exchange:
     def __init__(self, sync: Sync | None, spec: ModelSpec):
         self.sync, self.spec = sync, spec
         self._mask = lru_cache(maxsize=64)(self._made_mask)
+        self._checked = lru_cache(maxsize=64)(self._made_check)
+        if sync is not None:
+            check_slices(
+                [(piece.start, piece.stop, piece.step) for piece in sync.own(spec)], spec.size, f"{sync.name}.own"
+            )
 
     def slices(
         self, rules: dict[str, Tensors], round: int, client: int, last: int | None
@@ -48,7 +72,14 @@ class Exchange:
         """
         if self.sync is None:
             return None, None
-        return self.sync.travels(rules[self.sync.name], round, client, last, self.spec)
+        both = self.sync.travels(rules[self.sync.name], round, client, last, self.spec)
+        for slices in both:
+            if slices is not None:
+                self._checked(tuple((piece.start, piece.stop, piece.step) for piece in slices))
+        return both
+
+    def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
+        check_slices(edges, self.spec.size, f"{self.sync.name}.travels" if self.sync else "")
 
     def _made_mask(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
         return mask_of([slice(*pair) for pair in edges], self.spec.size).to(device)
