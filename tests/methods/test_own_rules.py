@@ -1,0 +1,114 @@
+"""Rules of one's own: the same on every engine, and what they say and return is checked where it enters."""
+
+import pytest
+import torch
+from support.federations import blobs
+from support.tolerance import assert_engines_agree
+
+import unskew
+from unskew.errors import ConfigError
+
+
+def train(rule, engine="inline", **options):
+    torch.manual_seed(0)
+    filled = {"rounds": 3, "lr": 0.05, "batch_size": 8, "local_epochs": 1, "precision": "fp64", **options}
+    return unskew.run(blobs([12, 20, 9]), model="logistic", method=rule, engine=engine, workers=2, **filled)
+
+
+class Own(unskew.ClientRule):
+    name, summary, paper = "own", "for tests", "none"
+
+
+class ErrorFeedback(Own):
+    """The largest entries are sent, the rest is added to the next update."""
+
+    def sends(self, ctx, carry, delta):
+        whole = delta + ctx.state.get("rest", torch.zeros_like(delta))
+        sent = torch.where(whole.abs() >= whole.abs().topk(20).values[-1], whole, 0.0)
+        ctx.state["rest"] = whole - sent
+        ctx.upload["count"] = (sent != 0).sum().to(delta.dtype)
+        return sent
+
+
+@pytest.mark.parametrize("engine", ["processes", "vectorized"])
+def test_what_is_sent_may_write_what_it_keeps_and_uploads_on_every_engine(engine):
+    reference = train(ErrorFeedback())
+    other = train(ErrorFeedback(), engine)
+    assert_engines_agree(other.vector, reference.vector)
+    assert other.summary["bytes_up"] == reference.summary["bytes_up"] == train("fedavg").summary["bytes_up"] + 3 * 3 * 8
+    forgetful = type("Forgetful", (ErrorFeedback,), {"end": lambda self, ctx, carry, v: ctx.state.clear()})
+    assert not torch.allclose(train(forgetful()).vector, reference.vector)
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+@pytest.mark.parametrize("way", ["begin", "gradient"])
+def test_writing_too_early_is_refused_on_every_engine(engine, way):
+    def begin(self, ctx):
+        ctx.state["x"] = ctx.v_global
+        return {}
+
+    def gradient(self, grad_fn, ctx, carry):
+        ctx.upload.update(x=ctx.v_global)
+        return grad_fn
+
+    hasty = type("Hasty", (Own,), {way: {"begin": begin, "gradient": gradient}[way]})
+    with pytest.raises(ConfigError, match="before the last step"):
+        train(hasty(), engine)
+
+
+def with_attributes(base=Own, **attributes):
+    return type("Declared", (base,), attributes)()
+
+
+class Server(unskew.ServerRule):
+    name, summary, paper = "server", "for tests", "none"
+
+    def step(self, state, updates):
+        return {"v": state["v"] + updates.aggregate.delta}
+
+
+class Part(unskew.Sync):
+    name, summary, paper = "part", "for tests", "none"
+
+    def travels(self, state, round, client, last, spec):
+        return self.pieces, (slice(0, spec.size),)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (with_attributes(name="a/b"), "needs a name of letters"),
+        (with_attributes(name=""), "needs a name of letters"),
+        (with_attributes(needs="individual"), r"such as needs = \('individual',\)"),
+        (with_attributes(needs=("indvidual",)), "Did you mean 'individual'"),
+        (with_attributes(weights="sample"), "weights must be 'samples'"),
+        (with_attributes(Server, steps_without="update"), "steps_without must be"),
+        (with_attributes(Server, buffer=lambda self: 0), "a whole number of updates from 1"),
+        (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
+        (
+            with_attributes(Server, step=lambda self, state, updates: {"v": state["v"].float()}),
+            "there is torch.float32",
+        ),
+        (with_attributes(sends=lambda self, ctx, carry, delta: delta[:3]), r"not torch.float64 \(3,\)"),
+        (with_attributes(sends=lambda self, ctx, carry, delta: delta.float()), "not torch.float32"),
+        (with_attributes(Part, pieces=(slice(0, 9), slice(5, 20))), "do not overlap"),
+        (with_attributes(Part, pieces=(slice(9, 20), slice(0, 5))), "in order"),
+        (with_attributes(Part, pieces=(slice(0, 10**6),)), "of the 219 parameters"),
+        (with_attributes(Part, pieces=(slice(None, 20),)), "with both ends"),
+        (with_attributes(Part, pieces=(slice(0, 20, 2),)), "without a step"),
+    ],
+)
+def test_what_a_rule_says_and_returns_is_checked(rule, words):
+    with pytest.raises(ConfigError, match=words):
+        train(rule)
+
+
+@pytest.mark.parametrize(("told", "count"), [(None, 0), ("be careful", 1), (["one", "two"], 2), ((), 0)])
+def test_a_check_may_return_a_sentence_several_or_nothing(told, count):
+    rule = with_attributes(check=lambda self, run: told)
+    if count:
+        with pytest.warns(UserWarning) as warned:  # noqa: PT030
+            train(rule)
+        assert len(warned) == count
+    else:
+        train(rule)
