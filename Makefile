@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
+# Bytecode is kept whatever the shell says: else each process that a test starts would compile the package again.
+export PYTHONDONTWRITEBYTECODE =
+
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: demo test test-all test-slow test-kernels check bench docs format clean

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unskew.data.reading.hub import hub_or_cache, unreachable
 from unskew.data.reading.tables import read_file
 from unskew.errors import DataError
 
@@ -51,13 +52,14 @@ def stamp(path: Path | None) -> tuple[int, int, int]:
 
 def hub_tables(hub: Hub) -> tuple[Any, Any | None]:
     """Training and test rows from the hub, or from the local copy that an earlier download left."""
-    with quiet_datasets() as datasets:
+    with quiet_datasets() as datasets, hub_or_cache() as reached:
         try:
             loaded = datasets.load_dataset(hub.name, hub.config)
         except Exception as error:  # whatever the network stack raises
+            reason = f"{type(error).__name__}: {error}. You can also" if reached else unreachable("it")
             raise DataError(
-                f"{hub.name} could not be loaded from the Hugging Face hub ({type(error).__name__}: {error}). Check the "
-                "network, or put its parquet files in a folder and name that folder (path=, --data-path)."
+                f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and name that folder (path=, "
+                "--data-path)."
             ) from error
     return loaded["train"].data.table, loaded[hub.test].data.table if hub.test else None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from unskew.data.reading.hub import hub_or_cache, unreachable
 from unskew.errors import DataError
 
 Text = tuple[str, ...]
@@ -59,14 +61,15 @@ class HuggingFace:
             ) from error
         folder = Path(name).expanduser()
         where = str(folder) if folder.is_dir() else name
-        try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-        except Exception as error:  # the hub and the files may fail in any way
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise DataError(
-                f"The tokeniser {name!r} cannot be loaded: {reason}. Name another with text.tokenizer: a name at the hub, a "
-                "folder, or bytes."
-            ) from error
+        with nullcontext(True) if folder.is_dir() else hub_or_cache() as reached:
+            try:
+                self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            except Exception as error:  # the hub and the files may fail in any way
+                reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else unreachable("it")
+                raise DataError(
+                    f"The tokeniser {name!r} cannot be loaded: {reason} name another with text.tokenizer: a name at the "
+                    "hub, a folder, or bytes."
+                ) from error
         self.size = len(self.tokenizer)
         if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):
             raise DataError(

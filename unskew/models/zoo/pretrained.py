@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from unskew.data.reading.hub import hub_or_cache, unreachable
 from unskew.errors import ConfigError, unknown
 from unskew.models.zoo.lora import add_lora, checked_lora, first_line
 from unskew.models.zoo.transformer import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
@@ -228,12 +229,18 @@ def image_scale(weights: str, settings: Any, revision: str | None, pretrained: b
 
 @contextmanager
 def sentences(weights: str) -> Iterator[None]:
-    """Within, what goes wrong in loading becomes a sentence."""
+    """Within, the hub is asked only if it can be reached, and what goes wrong in loading becomes a sentence."""
+    local = is_folder(weights)
     try:
-        yield
+        with nullcontext(True) if local else hub_or_cache() as reached:
+            yield
     except ConfigError:
         raise
     except Exception as error:  # the hub, the files and the model may fail in any way
+        if not reached:
+            raise ConfigError(
+                f"The model {weights!r} cannot be loaded: {unreachable('it')} name a folder that holds it."
+            ) from error
         hint = ""
         if "safetensors" in str(error):
             hint = (

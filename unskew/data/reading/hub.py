@@ -1,0 +1,39 @@
+"""The Hugging Face hub asked once whether it can be reached: its packages alone try for a minute, in a dozen lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+PATIENCE = 5.0
+
+
+def reachable() -> bool:
+    """Whether the hub answers anything within five seconds; proxies and the variable ``HF_ENDPOINT`` count."""
+    hub: Any = import_module("huggingface_hub")
+    if hub.constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=PATIENCE)
+    except Exception:  # whatever the network stack raises
+        return False
+    return True
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[bool]:
+    """Within, only what was downloaded before is taken if the hub cannot be reached; whether it can."""
+    constants: Any = import_module("huggingface_hub.constants")
+    before, reached = constants.HF_HUB_OFFLINE, reachable()
+    constants.HF_HUB_OFFLINE = not reached
+    try:
+        yield reached
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def unreachable(what: str) -> str:
+    """The sentence for something that is neither here nor to be had."""
+    return f"{what} is not on this machine, and the Hugging Face hub cannot be reached. Check the network, or"
