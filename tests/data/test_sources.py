@@ -2,6 +2,7 @@ import io
 import os
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.tolerance import FEW, near
 from unskew.data.load import load_federation
 from unskew.data.reading import files, images
 from unskew.data.reading.tables import split_rows
+from unskew.data.reading.tokens import HuggingFace
 from unskew.data.sources import catalogue as sources
 from unskew.data.sources.catalogue import HUB, SOURCES, load_source
 from unskew.errors import ConfigError, DataError
@@ -221,13 +223,22 @@ def test_image_errors(tmp_path):
 
 
 def test_the_hub_out_of_reach_is_a_sentence(monkeypatch):
-    def unreachable(*_, **__):
-        raise ConnectionError("Couldn't reach 'uoft-cs/cifar10' on the Hub")
+    asked = []
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    class NoNetwork:
+        def head(self, url, **_):
+            asked.append(url)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", NoNetwork)
     verbosity, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    with pytest.raises(DataError, match=r"could not be loaded from the Hugging Face hub.*--data-path"):
+    with pytest.raises(
+        DataError, match=r"not on this machine, and the Hugging Face hub cannot be reached\. .*--data-path"
+    ):
         load_source("cifar10")
+    assert len(asked) == 1, "asked once, and not again and again"
+    with pytest.raises(DataError, match=r"it is not on this machine, and the Hugging Face hub cannot be reached\."):
+        HuggingFace("no-such/tokeniser")
     assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == (verbosity, bars)
 
 
@@ -569,6 +580,7 @@ def real_cifar10() -> Path:
     return Path(os.environ.get("UNSKEW_CIFAR10") or beside)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not real_cifar10().is_dir(), reason="CIFAR-10 is not here; set UNSKEW_CIFAR10 to its folder")
 def test_real_cifar10():
     source = load_source("cifar10", path=real_cifar10())

@@ -134,6 +134,7 @@ def test_poisson_batches_have_their_rate_and_may_be_empty():
     assert all(len(set(batch.tolist())) == len(batch) for batch in batches)
 
 
+@pytest.mark.slow
 def test_a_private_diffusion_model_reports_its_epsilon_and_stops_in_time(tmp_path):
     x, y = torch.randint(0, 255, (12, 1, 8, 8), dtype=torch.uint8), torch.arange(12) % 3
     seen = []

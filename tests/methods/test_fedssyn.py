@@ -92,11 +92,11 @@ def test_the_permutation_is_uniform_over_places():
     fed = pictures([3, 3, 3, 3])
     rule = Fedssyn(n_syn=1, generator="support.colours:Colours", rho=1.0)
     ends = []
-    for seed in range(200):
+    for seed in range(80):
         made, after = rule.made(fed, seed, Workspace()), prepared(rule, fed, seed).federation
         ends.append(next(k for k in range(4) if torch.equal(after.clients[k].x[-1], made.x[0])))
     counts = np.bincount(ends, minlength=4)
-    assert ((counts - 50) ** 2 / 50).sum() < 16.3  # 99.9%
+    assert ((counts - 20) ** 2 / 20).sum() < 16.3  # 99.9%
 
 
 def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
@@ -355,7 +355,7 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
         train("fedssyn", synthetic=str(folder))
 
 
-@pytest.mark.xdist_group("heavy")
+@pytest.mark.slow
 def test_grey_images_and_a_small_diffusion_model_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = "fedssyn:generator=ddpm-small;width=8;steps=10;sampling_steps=2,epochs=1,n_syn=6,noise_multiplier=1"

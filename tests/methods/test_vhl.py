@@ -8,6 +8,7 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import context, holdings, prepared
 from support.running import Stop, StopAfter, assert_same_run
+from support.slow import slow_but
 from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
 
@@ -181,8 +182,10 @@ def test_the_virtual_set_is_paid_for_once(fed, cost):
         assert after["bytes_up"] == before["bytes_up"]
 
 
-@pytest.mark.parametrize("source", ["gaussian", "style"])
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (2, 5, 9)])
+SHAPES = [(source, shape) for source in ("gaussian", "style") for shape in ((1, 28, 28), (3, 32, 32), (2, 5, 9))]
+
+
+@pytest.mark.parametrize(("source", "shape"), slow_but([SHAPES[1], SHAPES[-1]], SHAPES))
 def test_each_class_is_a_cluster(source, shape):
     key, y = torch.tensor(5), torch.arange(200) % 10
     make = gaussian if source == "gaussian" else style_images

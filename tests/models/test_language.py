@@ -542,7 +542,9 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
         before, sent = v, up
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(LORA, id="lora")]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(lora, opt, texts, tmp_path):
     settings = {
         "method": "fedals:alpha=2,split=1+scaffold",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.federations import QUICK, SmallBatchNorm, blobs
+from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
 import unskew
@@ -22,7 +23,24 @@ def train(out=None, method="fedavg", rounds=4, **options):
 EVERY = [name for name in CATALOGUE if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn")]
 
 
-@pytest.mark.parametrize("method", [*EVERY, "fedals:alpha=3", "fedcog:start_round=1,n=6,g_steps=3+fedavgm:beta=0.9"])
+ALL = [*EVERY, "fedals:alpha=3", "fedcog:start_round=1,n=6,g_steps=3+fedavgm:beta=0.9"]
+# Variates, personal models, linear terms, previous models, a body that waits, a server's moments, its searches, waiting ones.
+KEEPING = [
+    "scaffold",
+    "ditto",
+    "feddyn",
+    "moon",
+    "fedrep",
+    "fedbn",
+    "fedadam",
+    "feddle",
+    "ca2fl",
+    "fedals:alpha=3",
+    ALL[-1],
+]
+
+
+@pytest.mark.parametrize("method", slow_but(KEEPING, ALL))
 def test_the_same_method_goes_on_as_if_it_had_never_stopped(tmp_path, method):
     options = {"momentum": 0.9} if "fedals" in method else {}
     whole = train(method=method, rounds=3, **options)

@@ -7,6 +7,7 @@ from unskew import Federation, ServerRule
 
 QUICK = {
     "dense": "dense:epochs=2,g_steps=2,batch=8",
+    "fedgen": "fedgen:gen_steps=10",
     "feddm": "feddm:images=2,server_epochs=2,image_lr=0.1",
     "fedssyn": "fedssyn:generator=vae-small,epochs=1",
 }

@@ -21,6 +21,8 @@ from unskew.config.reading import experiment
 from unskew.data.sources.catalogue import DRAWN
 from unskew.errors import ConfigError, plain, unknown
 
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Ten times as fast where the package yaml was built with it."""
 SCALES = ("smoke", "cpu", "paper")
 Options = dict[str, Any]
 
@@ -111,7 +113,8 @@ def load_preset(name: str) -> Preset:
 
 def read_yaml(name: str) -> Options:
     """The values of a preset's file, on top of those it extends."""
-    values: Options = yaml.safe_load((files("unskew") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+    text = (files("unskew") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+    values: Options = yaml.load(text, Loader=LOADER)
     base = values.pop("extends", None)
     return values if base is None else merged(read_yaml(base), values)
 
@@ -141,7 +144,7 @@ def filled(options: Options, values: Options) -> Options:
     result: Options = json.loads(text)
     for name, value in result.items():
         if isinstance(value, str) and "$" in str(options[name]) and re.fullmatch(r"-?\d+(\.\d+)?", value):
-            result[name] = yaml.safe_load(value)
+            result[name] = float(value) if "." in value else int(value)
     return result
 
 
