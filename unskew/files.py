@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,32 +102,88 @@ def unmake_folder(folder: Path, added: list[Path]) -> None:
             path.rmdir()
 
 
+_ours: set[Path] = set()
+"""Folders that a thread of this process works in: the system's locks are between processes only."""
+
+
 @contextmanager
 def locked(folder: Path | None) -> Iterator[None]:
-    """Within, no other process may work in ``folder``. The lock ends with the process, however that ends.
+    """Within, nobody else may work in ``folder``, which is there. The lock ends with the process, however that ends.
 
     Raises:
-        ConfigError: Another process is working there.
+        ConfigError: Another process, or another thread of this one, is working there.
     """
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        yield
-        return
     if folder is None:
         yield
         return
-    with writing(folder / ".lock"):
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    place, busy = (
+        folder.resolve(),
+        ConfigError(f"Another process is working in {folder}; wait for it, or stop it first."),
+    )
+    if place in _ours:
+        raise busy
+    _ours.add(place)
     try:
-        # lockf, not flock: a worker process that outlives this one for a moment must not keep the lock.
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(handle)
-            raise ConfigError(f"Another process is working in {folder}; wait for it, or stop it first.") from error
-    try:
-        yield
+        handle = _lock(folder / ".lock", busy)
+        try:
+            yield
+        finally:
+            (folder / ".lock").unlink(missing_ok=True)
+            if handle is not None:
+                os.close(handle)
     finally:
-        (folder / ".lock").unlink(missing_ok=True)
-        os.close(handle)
+        _ours.discard(place)
+
+
+def _lock(path: Path, busy: ConfigError) -> int | None:
+    """The locked file's handle; None on a system without such locks (Windows)."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    while True:
+        with writing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # lockf, not flock: a worker process that outlives this one for a moment must not keep the lock.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it may have removed the file before we had it: then others would lock another one.
+            if os.path.exists(path) and os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+            os.close(handle)
+        except OSError as error:
+            os.close(handle)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise busy from error
+            raise disk_error(path, error) from error
+
+
+@contextmanager
+def new_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> Iterator[None]:
+    """Within, ``folder`` is ours alone. A new one that fails before anything is worth keeping leaves nothing behind.
+
+    Args:
+        folder: It is made if it is not there.
+        resume: Whether something may be in it.
+        kept: Whether something is in it that must stay, asked if it fails.
+
+    Raises:
+        ConfigError: Something is in it, or somebody else works there.
+    """
+    if folder is None:
+        yield
+        return
+    if occupied(folder) and not resume:
+        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or resume it.")
+    added = make_folder(folder)
+    with locked(folder):
+        # Looked at again: whoever had the lock before may have finished just now.
+        fresh = not occupied(folder)
+        if not fresh and not resume:
+            raise ConfigError(f"The folder {folder} is already there; choose another with --out, or resume it.")
+        try:
+            yield
+        except BaseException:
+            if fresh and not kept():
+                unmake_folder(folder, added)
+            raise

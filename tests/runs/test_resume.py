@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from support.running import TIMES, TINY, Process, assert_same_run, call, end_all
 from support.slow import slow_but
 
 import unskew
-from unskew.errors import CheckpointError
+from unskew.errors import CheckpointError, UnskewError
+from unskew.files import locked
+from unskew.runs import run as run_module
 from unskew.simulation.checkpoint import FORMAT, checkpoints
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -375,6 +378,80 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path):
     first.process.kill()
     first.wait()
     assert Process(tmp_path, "resume", run).wait().code == 0, "the lock ends with the process"
+
+
+def test_a_folder_is_taken_before_anything_is_looked_at(tmp_path, monkeypatch):
+    """Two runs into one folder: while the first loads its data, the second one is refused and removes nothing."""
+    out, real, refused = tmp_path / "run", run_module.federation_of, []
+
+    def slowly(spec, seed):
+        monkeypatch.setattr(run_module, "federation_of", real)
+        for begin in (unskew.run, unskew.compare):
+            thread = threading.Thread(target=lambda begin=begin: refused.append(attempt(begin)))
+            thread.start()
+            thread.join()
+        return real(spec, seed)
+
+    def attempt(begin):
+        try:
+            begin(out=out, rounds=1, **({"methods": ["fedavg"]} if begin is unskew.compare else {}))
+        except UnskewError as error:
+            return str(error)
+
+    monkeypatch.setattr(run_module, "federation_of", slowly)
+    given = {"model": "logistic", "rounds": 2, "clients": 3, "partition": "iid", "local_steps": 1, "engine": "inline"}
+    unskew.run(out=out, **given)
+    assert [text and text.split(" in ")[0] for text in refused] == ["Another process is working"] * 2
+    assert rounds_on_disk(out) == 2
+    assert not (out / ".lock").exists()
+    assert "already there" in attempt(unskew.run)
+    assert rounds_on_disk(out) == 2, "what another one made is never removed"
+
+
+def test_a_lock_removed_by_the_one_before_is_no_lock(tmp_path, monkeypatch):
+    """Between opening the file and locking it, its owner may end and remove it; then a new one is locked."""
+    import fcntl
+
+    real, ends = fcntl.lockf, [1]
+
+    def lockf(handle, how):
+        if ends.pop() if ends else False:
+            (tmp_path / ".lock").unlink()
+        return real(handle, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").exists()
+
+
+def test_without_its_checkpoints_a_run_is_not_trained_again_in_silence(tmp_path, stopped):
+    shutil.rmtree(stopped / "checkpoints")
+    before = (stopped / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+        unskew.resume(stopped)
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_folder_is_used_from_elsewhere_and_its_data_may_move(tmp_path, monkeypatch):
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    other.mkdir()
+    draws = random.Random(0)
+    lines = [f"{draws.random():.3f},{draws.random():.3f},{i % 2}" for i in range(60)]
+    (home / "rows.csv").write_text("\n".join(["a,b,y", *lines]))
+    given = {"label": "y", "model": "logistic", "clients": 2, "partition": "iid", "engine": "inline"}
+    monkeypatch.chdir(home)
+    for name, data in (("straight", "table:rows.csv"), ("run", "table:rows.csv"), ("file", "rows.csv")):
+        unskew.run(data=data, out=name, rounds=3 if name == "straight" else 2, **given)
+    monkeypatch.chdir(other)
+    assert_same_run(home / "straight", unskew.resume(home / "file", rounds=3).folder)
+    shutil.move(home / "rows.csv", other / "moved.csv")
+    again = unskew.resume(home / "run", rounds=3, data="table:moved.csv")
+    assert_same_run(home / "straight", again.folder, (*TIMES, "data"))
+    moved = (other / "moved.csv").read_text().replace("0.1", "0.2")
+    (other / "moved.csv").write_text(moved)
+    with pytest.raises(CheckpointError, match="The data differ"):
+        unskew.resume(home / "run", rounds=4)
 
 
 # ---- a full disk ------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import make_folder, occupied, unmake_folder, write_atomic
+from unskew.files import new_folder, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.protocol.rules import Method
@@ -146,8 +147,6 @@ def compare(
     by_name = dict(zip(names, map(method, methods), strict=True))
     which = seed_list(seeds)
     folder = None if out is None else Path(out)
-    if folder is not None and occupied(folder) and not again:
-        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
     if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
     experiment({**options, "target": target})  # checks them, also the target
@@ -161,9 +160,12 @@ def compare(
         for name, m in by_name.items()
     }
     result = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder)
-    fresh = folder is not None and not occupied(folder)
-    new_folders = [] if folder is None else make_folder(folder)
-    try:
+
+    def begun() -> bool:
+        """Whether a run began, or something was made for several."""
+        return folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
+
+    with new_folder(folder, again, begun):
         for seed in which:
             data = federation or federation_of(configs[names[0], seed].data_spec, seed)
             if seed == which[0]:
@@ -185,19 +187,13 @@ def compare(
                 )
                 result.histories[name].append(history)
                 result.summaries[name].append(summary)
-    except BaseException:
-        # A comparison in which no run finished a round leaves nothing behind but what was made for it.
-        begun = folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
-        if folder is not None and fresh and not begun:
-            unmake_folder(folder, new_folders)
-        raise
-    if target is None:
-        means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
-        target = round(0.9 * max(means), 3)
-    result = replace(result, target=target)
-    if folder is not None:
-        result.plot(folder / "convergence.png")
-        write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
+        if target is None:
+            means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
+            target = round(0.9 * max(means), 3)
+        result = replace(result, target=target)
+        if folder is not None:
+            result.plot(folder / "convergence.png")
+            write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
     return result
 
 
@@ -227,9 +223,9 @@ def _one(
     """One run of a comparison: done already, to be resumed, or new."""
     begun = folder is not None and (folder / "config.yaml").is_file()
     if folder is not None and begun:
-        before = experiment(load_yaml(folder / "config.yaml"), method)
+        before = anchored(experiment(load_yaml(folder / "config.yaml"), method))
         try:
-            check_same(before.model_dump(mode="json"), config)
+            check_same(before.model_dump(mode="json"), anchored(config))
         except CheckpointError as error:
             raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
         if finished_rounds(folder) == config.rounds:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from unskew.config.experiment import Experiment
+from unskew.config.paths import wherever
+from unskew.config.reading import load_yaml
 from unskew.data.federation import ArrayClients
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
@@ -63,6 +67,24 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     return done
 
 
+def check_never_saved(folder: Path) -> None:
+    """Refuse to begin anew with a run whose checkpoints somebody removed.
+
+    Raises:
+        CheckpointError: It has more rounds than it would have gone without a checkpoint.
+    """
+    config = load_yaml(folder / "config.yaml")
+    parent = config.get("start_from")
+    common = len(read_history(Path(parent))) if parent else 0
+    metrics = folder / "metrics.jsonl"
+    rounds = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+    if rounds > common + int(config.get("checkpoint_every", 1)):
+        raise CheckpointError(
+            f"The run in {folder} has {rounds} rounds, but its checkpoints are gone, so it cannot go on. Bring the folder "
+            "checkpoints back, or start a new run with config.yaml."
+        )
+
+
 def data_identity(prepared: Prepared) -> str:
     """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
     federation, sizes = prepared.federation, ""
@@ -72,6 +94,34 @@ def data_identity(prepared: Prepared) -> str:
     synthetic = f", synthetic {prepared.digest}" if prepared.digest else ""
     partition = federation.fingerprint or "unknown"
     return f"partition {partition}, sizes {sizes}, test {len(federation.test[1])}, {server=}{synthetic}"
+
+
+def content_of(prepared: Prepared) -> str:
+    """A checksum of what is trained and evaluated on; empty where clients are not slices of one array."""
+    federation = prepared.federation
+    if not isinstance(federation.clients, ArrayClients):
+        return ""
+    crc = 0
+    for part in (federation.clients.x, federation.clients.y, *federation.test):
+        rows = part.permute(0, 2, 3, 1) if part.dim() == 4 else part  # as images lie in memory
+        raw: Any = rows.cpu().contiguous().view(torch.uint8).numpy()
+        crc = zlib.crc32(raw, crc)
+    return f"{crc:08x}"
+
+
+def check_data(extra: dict[str, Any], prepared: Prepared) -> None:
+    """Refuse to go on with other data.
+
+    Raises:
+        CheckpointError: They are not what the run was made with.
+    """
+    before, now = (extra["data"], extra.get("content")), (data_identity(prepared), content_of(prepared))
+    if before[0] != now[0] or before[1] not in (None, now[1]):
+        texts = [f"{identity}, content {content}" for identity, content in (now, before)]
+        raise CheckpointError(
+            f"The data differ from those of the run ({texts[0]} instead of {texts[1]}); resume it with the same data and "
+            "library versions."
+        )
 
 
 def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
@@ -88,14 +138,15 @@ def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
 
 
 def check_same(then: dict[str, Any], now: Experiment) -> None:
-    """Refuse to go on with a run under another configuration.
+    """Refuse to go on with a run under another configuration; its data may lie elsewhere by now.
 
     Raises:
         CheckpointError: A field differs that decides what the run is.
     """
-    current, neutral = now.model_dump(mode="json"), Experiment().model_dump(mode="json")
+    neutral = Experiment().model_dump(mode="json")
+    current, before = wherever(now.model_dump(mode="json")), wherever({**neutral, **then})
     for name in current:
-        was = then.get(name, neutral[name])
+        was = before[name]
         if isinstance(was, dict):  # a section may have more fields by now
             was = {**neutral[name], **was}
         if name not in RESUMABLE and was != current[name]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import locked, make_folder, occupied, unmake_folder
+from unskew.files import locked, new_folder
 from unskew.methods.catalogue import MethodLike
 from unskew.methods.catalogue import method as method_of
 from unskew.protocol.rules import Method
@@ -88,36 +91,63 @@ def run_experiment(
     A ``method`` that is given is the one that ``config`` names.
     """
     folder = None if out is None else Path(out)
+    if resume:
+        with resumed(folder):
+            return _carried_out(config, federation, model, method, folder, True, callbacks, shared)
+    with new_folder(folder, False, partial(worth_keeping, folder)):
+        return _carried_out(config, federation, model, method, folder, False, callbacks, shared)
+
+
+@contextmanager
+def resumed(folder: Path | None) -> Iterator[None]:
+    """Within, a folder with a run is ours alone.
+
+    Raises:
+        CheckpointError: There is no run in it.
+        ConfigError: Somebody else works there.
+    """
+    if folder is None or not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
+    with locked(folder):
+        yield
+
+
+def worth_keeping(folder: Path | None) -> bool:
+    """Whether a run that failed leaves a finished round behind, or what was made for it."""
+    if folder is None:
+        return False
+    metrics = folder / "metrics.jsonl"
+    return (folder / SYNTHETIC).exists() or (metrics.is_file() and b"\n" in metrics.read_bytes())
+
+
+def _carried_out(
+    config: Experiment,
+    federation: Federation | None,
+    model: ModelLike | None,
+    method: Method | None,
+    folder: Path | None,
+    resume: bool,
+    callbacks: Sequence[Callback],
+    shared: Path | None,
+) -> Result:
+    """See ``run_experiment``; the folder is ours."""
+    config = anchored(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
     trackers = make_trackers(config.trackers, folder)
-    if resume and (folder is None or not (folder / "config.yaml").is_file()):
-        raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
-    if folder is not None and not resume and occupied(folder):
-        raise ConfigError(f"The run folder {folder} is already there; choose another with --out, or resume it.")
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     original = federation_of(config.data_spec, config.seed) if federation is None else federation
     spec, warnings = check_method(config, original, model, method)
     check_given_set(config, method)
     original = as_wanted(original, spec)
-    new_folders = [] if folder is None else make_folder(folder)
-    with locked(folder):
-        session = None
-        try:
-            prepared = prepare(method, original, config, device, folder, shared, callbacks)
-            everyone = [*callbacks, *trackers]
-            session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
-            for client, (up, down) in prepared.traffic:
-                session.server.traffic.count(client, "up", up, 0)
-                session.server.traffic.count(client, "down", down, 0)
-            return session.go(resume)
-        except BaseException:
-            # A new run that did not finish a round leaves nothing behind but what was made for it.
-            rounds = session is not None and session.recorder.history
-            if folder is not None and not resume and not rounds and not (folder / SYNTHETIC).exists():
-                unmake_folder(folder, new_folders)
-            raise
+    prepared = prepare(method, original, config, device, folder, shared, callbacks)
+    everyone = [*callbacks, *trackers]
+    session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
+    for client, (up, down) in prepared.traffic:
+        session.server.traffic.count(client, "up", up, 0)
+        session.server.traffic.count(client, "down", down, 0)
+    return session.go(resume)
 
 
 def resume(
@@ -147,26 +177,19 @@ def resume(
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
     folder = Path(folder)
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
-    values = {**load_yaml(folder / "config.yaml"), **changes}
-    built = None if method is None else method_of(method)
-    if built is not None:
-        values["method"] = spelling_of(built)
-    config = experiment(values, built)
-    if federation is None and config.data == "arrays":
-        raise CheckpointError(f"The data of {folder} were given in Python; resume it there, with the same federation.")
-    check_unfinished(folder, config.rounds)
-    return run_experiment(
-        config,
-        federation=federation,
-        model=model,
-        method=built,
-        out=folder,
-        resume=True,
-        callbacks=callbacks,
-        shared=kept_beside(folder) if shared is None else shared,
-    )
+    with resumed(folder):
+        values = {**load_yaml(folder / "config.yaml"), **changes}
+        built = None if method is None else method_of(method)
+        if built is not None:
+            values["method"] = spelling_of(built)
+        config = experiment(values, built)
+        if federation is None and config.data == "arrays":
+            raise CheckpointError(
+                f"The data of {folder} were given in Python; resume it there, with the same federation."
+            )
+        check_unfinished(folder, config.rounds)
+        shared = kept_beside(folder) if shared is None else shared
+        return _carried_out(config, federation, model, built, folder, True, callbacks, shared)
 
 
 def check_unfinished(folder: Path, rounds: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Callback, Recorder, warn, write_summary
 from unskew.records.result import Result
-from unskew.runs.continuation import begin_where, check_frozen, check_same, data_identity
+from unskew.runs.continuation import (
+    begin_where,
+    check_data,
+    check_frozen,
+    check_never_saved,
+    check_same,
+    content_of,
+    data_identity,
+)
 from unskew.runs.summary import summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
@@ -220,17 +228,24 @@ class Session:
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
             "data": data_identity(self.prepared),
+            "content": self.content,
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
         self._saved = done
 
+    @cached_property
+    def content(self) -> str:
+        """A checksum of the data."""
+        return content_of(self.prepared)
+
     def _restore(self) -> int:
         """Load the newest whole checkpoint; returns the number of rounds done."""
         assert self.folder is not None
         found = checkpoint.newest(self.folder / "checkpoints")
         if found is None:
+            check_never_saved(self.folder)
             self.recorder.resume(0, 0.0)
             return self._branch()
         path, manifest, problems = found
@@ -240,11 +255,7 @@ class Session:
         check_same(extra["config"], self.config)
         if self.config.rounds < done:
             raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
-        if extra["data"] != data_identity(self.prepared):
-            raise CheckpointError(
-                f"The data differ from those of the run ({data_identity(self.prepared)} instead of {extra['data']}); "
-                "resume it with the same data and library versions."
-            )
+        check_data(extra, self.prepared)
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")

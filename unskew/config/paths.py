@@ -1,0 +1,53 @@
+"""Paths in a configuration made absolute: a run folder is used from other places than the one it was made in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.data.reading.files import TABLES
+from unskew.data.sources.catalogue import PATHS
+from unskew.models.catalogue import HUB
+
+PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
+"""Of names that go on with a path, as in ``table:PATH``."""
+
+
+def absolute(path: str | None) -> str | None:
+    """A path that is there, absolute; another as it is."""
+    there = path is not None and Path(path).expanduser().exists()
+    return str(Path(path).expanduser().absolute()) if path is not None and there else path
+
+
+def named(name: Any) -> Any:
+    """A name that goes on with a path, as ``table:PATH``, or is one, as ``patients.csv``, with that path absolute."""
+    if not isinstance(name, str):
+        return name
+    prefix, colon, path = name.partition(":")
+    if colon and prefix in PREFIXES:
+        return f"{prefix}:{absolute(path)}"
+    return absolute(name) if name.lower().endswith(TABLES) else name
+
+
+def anchored(config: Experiment) -> Experiment:
+    """The same run, with absolute paths to all that is there."""
+    places = {name: absolute(getattr(config, name)) for name in ("data_path", "server_path", "synthetic", "start_from")}
+    names = {
+        name: named(getattr(config, name))
+        for name in ("data", "server", "model")
+        if config.data_path is None or name != "data"
+    }
+    tokenizer = config.text.tokenizer
+    if tokenizer is not None and Path(tokenizer).expanduser().is_dir():
+        tokenizer = absolute(tokenizer)
+    text = config.text.model_copy(update={"tokenizer": tokenizer})
+    network = config.network.model_copy(update={"delay": named(config.network.delay)})
+    return config.model_copy(update={**places, **names, "text": text, "network": network})
+
+
+def wherever(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's values without the places of its data, which may be moved between two sittings of a run."""
+    moved = {name: str(values[name]).partition(":")[0] for name in ("data", "server") if ":" in str(values.get(name))}
+    files = {name: "table" for name in ("data", "server") if str(values.get(name)).lower().endswith(TABLES)}
+    return {**values, **files, **moved, "data_path": None, "server_path": None}
