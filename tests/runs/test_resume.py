@@ -4,14 +4,17 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support.running import TIMES, TINY, Process, assert_same_run, call, end_all, metrics
 from support.slow import slow_but
@@ -27,6 +30,28 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
 RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")
 RUN = (*RUN, "--partition", "iid", "--clients", "12")
+
+
+@dataclass(frozen=True)
+class Sleeper(unskew.ClientRule):
+    """Stops its own process, as somebody from outside may."""
+
+    name, summary, paper = "sleeper", "-", "-"
+
+    def begin(self, ctx):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+
+
+class Nothing:
+    def start(self, config, rounds_done):
+        pass
+
+    def round(self, row):
+        pass
+
+    def end(self, summary):
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +169,39 @@ def test_ctrl_c_finishes_the_round_and_saves(tmp_path, straight, engine):
     assert not process.alive()
     assert Process(tmp_path, "resume", run).wait().code == 0
     assert_same_run(straight, run, without=(*TIMES, "engine"))
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+def test_sigterm_is_ctrl_c_with_code_143(tmp_path, straight, everyone):
+    """To all processes of a job, as Slurm may send it, or to the first alone, as Kubernetes does."""
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    args = ["processes" if a == "inline" else a for a in RUN] + ["--set", "checkpoint_every=100"]
+    process = Process(tmp_path, "run", *args, "--out", run, hook="wait", value=marker)
+    assert process.wait_until(marker.exists), process.wait()
+    process.signal(signal.SIGTERM, everyone=everyone)
+    outcome = process.wait()
+    assert outcome.code == 143
+    assert f"Stopped; the run is saved. Go on with: unskew resume {run}" in outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    assert not process.alive()
+    if everyone:
+        assert Process(tmp_path, "resume", run).wait().code == 0
+        assert_same_run(straight, run, without=(*TIMES, "engine"))
+
+
+def test_a_worker_that_hangs_is_said(tmp_path):
+    """It is stopped at its first step, and continued as soon as that was said."""
+    text = []
+
+    def told(self, words):
+        text.append(words)
+        os.kill(int(re.search(r"Stopped by a signal: \[(\d+)\]", words)[1]), signal.SIGCONT)
+
+    watch = type("Watch", (Nothing,), {"warn": told})()
+    given = {"model": "logistic", "rounds": 1, "clients": 1, "partition": "iid", "local_steps": 1}
+    result = unskew.run(method=[Sleeper()], engine="processes", workers=1, patience=0.3, callbacks=[watch], **given)
+    assert "No worker process has answered for 0.3 s" in text[0]
+    assert torch.equal(result.vector, unskew.run(method="fedavg", engine="inline", **given).vector)
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path, straight):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -125,12 +127,20 @@ def free_name(base: Path) -> Path:
 
 @contextmanager
 def stoppable(folder: Path, again: str) -> Iterator[None]:
-    """Ctrl-C within ends the program with code 130 and says how to go on: with the command ``again``."""
+    """Ctrl-C within ends the program with code 130, SIGTERM with 143; it says how to go on: with the command ``again``."""
+    ended: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     except KeyboardInterrupt as stop:
         from unskew.simulation.loop import Interrupted
 
+        number = stop.number if isinstance(stop, Interrupted) else ended[0] if ended else signal.SIGINT
         if isinstance(stop, Interrupted):
             text = f"Stopped; the run is saved. Go on with: {again}"
         elif folder.exists():
@@ -138,4 +148,6 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
         else:
             text = "Stopped; nothing was written."
         print(text, file=sys.stderr)
-        raise typer.Exit(130) from stop
+        raise typer.Exit(128 + number) from stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

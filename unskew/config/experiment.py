@@ -123,6 +123,8 @@ class Experiment(Section):
     """How clients are trained; the numbers are the same."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``; one per core if None."""
+    patience: Positive = 600.0
+    """Seconds without an answer from a worker process after which that is said."""
     device: Annotated[str, Field(pattern=DEVICES)] = "auto"
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
     eval_every: Annotated[int, Field(ge=1)] = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +31,8 @@ class Setup:
         device: Where the model is.
         buffers: Whether normalisation statistics are averaged, stay at the client, or begin anew in every round.
         common: What each rule sent to every client alike before the first round.
+        patience: Seconds without an answer from a worker after which ``tell`` is called with a sentence.
+        tell: Tells the user something.
     """
 
     spec: ModelSpec
@@ -41,6 +44,8 @@ class Setup:
     device: torch.device
     buffers: Buffers = "average"
     common: dict[str, Tensors] = field(default_factory=dict)
+    patience: float = 600.0
+    tell: Callable[[str], None] = warnings.warn
 
 
 class Engine(Protocol):

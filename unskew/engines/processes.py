@@ -6,16 +6,20 @@ handed out first, so that no worker is left with a big one at the end. Results a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util  # its own end of all processes is registered before ours
 import signal
 import sys
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,7 +44,8 @@ def _work(
     setup: Setup, inbox: SharedMemory, outbox: SharedMemory, pipe: Connection, inherited: Sequence[Connection]
 ) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle: it finishes the round
+        signal.signal(number, signal.SIG_IGN)
     for theirs in inherited:
         theirs.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
     torch.set_num_threads(1)
@@ -67,10 +72,28 @@ def _work(
             _tell(pipe, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}"))
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, as by SIGSTOP."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def _tell(pipe: Connection, error: UnskewError) -> None:
     """Report an error; the parent may have stopped already because of another worker's."""
     with contextlib.suppress(OSError):
         pipe.send((False, error))
+
+
+_engines: weakref.WeakSet[ProcessesEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before multiprocessing, which would wait for workers that do not hear SIGTERM."""
+    for engine in list(_engines):
+        engine.close()
 
 
 class ProcessesEngine:
@@ -91,6 +114,7 @@ class ProcessesEngine:
             raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
         if setup.device.type != "cpu":
             raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}; use 'vectorized'.")
+        _engines.add(self)
         workers = workers or cores()
         # More threads of this process would spin on the cores that the workers need.
         self.threads_before = torch.get_num_threads()
@@ -125,7 +149,7 @@ class ProcessesEngine:
                 self._send(pipe, waiting, busy, packed, fresh)
         for place in range(len(casts)):
             while place not in done:
-                for ready in wait([p for p in self.pipes if busy[p]]):
+                for ready in self._answers([p for p in self.pipes if busy[p]]):
                     pipe = cast(Connection, ready)
                     result = self._receive(pipe)
                     done[busy[pipe].popleft()] = result
@@ -146,6 +170,20 @@ class ProcessesEngine:
             with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
                 pipe.send((pipe in fresh, packed[place]))
             fresh.discard(pipe)
+
+    def _answers(self, asked: list[Connection]) -> list[Any]:
+        """The pipes with an answer; if there is none for too long, the user is told who is waited for."""
+        ready = wait(asked, self.setup.patience)
+        if not ready:
+            pids = [self.processes[self.pipes.index(pipe)].pid for pipe in asked]
+            stopped = [pid for pid in pids if pid is not None and is_stopped(pid)]
+            why = f" Stopped by a signal: {stopped}; kill -CONT lets them go on." if stopped else ""
+            self.setup.tell(
+                f"No worker process has answered for {self.setup.patience:g} s (patience); waiting for {pids}.{why} "
+                "If they hang, kill them; the run can be resumed."
+            )
+            ready = wait(asked)
+        return ready
 
     def _receive(self, pipe: Connection) -> Update:
         try:

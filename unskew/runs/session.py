@@ -110,6 +110,8 @@ class Session:
             device,
             config.buffers,
             prepared.common,
+            config.patience,
+            self._warn,
         )
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)

@@ -18,9 +18,18 @@ from unskew.simulation.server import Server
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed; the round in progress was finished and saved in ``folder``."""
+    """Ctrl-C was pressed, or SIGTERM sent; the round in progress was finished and saved in ``folder``.
+
+    Attributes:
+        folder: The run folder, or None.
+        number: The signal.
+    """
 
     folder: Path | None = None
+
+    def __init__(self, number: int = signal.SIGINT):
+        super().__init__()
+        self.number = number
 
 
 def train(
@@ -43,27 +52,32 @@ def train(
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
             finished(t, {"cohort": len(cohort), **figures, **network.figures()})
-            if stopped() and t + 1 < rounds.stop:
-                raise Interrupted
+            if stopped and t + 1 < rounds.stop:
+                raise Interrupted(stopped[0])
 
 
 @contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C waits for the end of the round; the second one interrupts at once."""
-    pressed: list[int] = []
+def _interruptible() -> Iterator[list[int]]:
+    """Within, the first Ctrl-C or SIGTERM waits for the end of the round and is in the list; the next one acts at once."""
+    stopped: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield stopped
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, former in before.items():
+            signal.signal(number, former)
 
     def handler(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        signal.signal(signal.SIGINT, before)
+        stopped.append(number)
+        restore()
         # Not print: this may interrupt one.
         os.write(2, b"\nFinishing this round to save it; press Ctrl-C again to stop at once.\n")
 
-    signal.signal(signal.SIGINT, handler)
+    for number in before:
+        signal.signal(number, handler)
     try:
-        yield lambda: bool(pressed)
+        yield stopped
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
