@@ -1,5 +1,7 @@
 """Data, a model and a method given in Python: the configuration holds what they are called."""
 
+from dataclasses import dataclass
+
 import pytest
 import yaml
 
@@ -7,6 +9,7 @@ import unskew
 from unskew.config.reading import experiment
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
+from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedprox import FedProx
 
 BUDGET = {"local_steps": 1, "model": "logistic", "engine": "inline"}
@@ -49,7 +52,32 @@ def test_a_spelling_with_spaces_stays_as_it_was_written(fed, tmp_path):
 
 def test_two_methods_of_one_name_are_refused(fed):
     with pytest.raises(ConfigError, match="fedprox is there twice"):
-        unskew.compare(fed, methods=["fedprox", FedProx(mu=0.5)], rounds=1, **BUDGET)
+        unskew.compare(fed, methods=["fedprox", FedProx()], rounds=1, **BUDGET)
+
+
+@dataclass(frozen=True)
+class L1(unskew.ClientRule):
+    """Adds the sum of absolute values to the loss."""
+
+    name, summary, paper = "l1", "sparse weights", "-"
+    lam: float = 0.01
+
+    def loss(self, loss_fn, ctx, carry):
+        return lambda v, batch: loss_fn(v, batch) + self.lam * v.abs().sum()
+
+
+def test_options_of_ones_own_rules_are_part_of_what_a_run_is(fed, tmp_path):
+    rules = [L1(lam=0.001), L1(lam=0.1), L1()]
+    compared = unskew.compare(fed, methods=rules, seeds=1, rounds=1, out=tmp_path / "c", **BUDGET)
+    assert [row["method"] for row in compared.rows()] == ["l1:lam=0.001", "l1:lam=0.1", "l1"]
+    run = tmp_path / "c" / "l1-lam=0.1" / "seed-0"
+    assert yaml.safe_load((run / "config.yaml").read_text())["method"] == "l1:lam=0.1"
+    assert len(unskew.resume(run, method=L1(lam=0.1), federation=fed, rounds=2).history) == 2
+    with pytest.raises(
+        CheckpointError, match=r"was made with method='l1:lam=0\.1', but is resumed with method='l1:lam=0.2'"
+    ):
+        unskew.resume(run, method=L1(lam=0.2), federation=fed, rounds=3)
+    assert method(FedCOGAuthors(n=8)).spelling == "fedcog-authors:n=8"
 
 
 def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):

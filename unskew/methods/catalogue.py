@@ -110,7 +110,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
-        return dataclasses.replace(spec.build(), spelling=spec.name)
+        return dataclasses.replace(spec.build(), spelling=spelled(spec))
     if isinstance(spec, str):
         # A plus sign before a digit belongs to a number such as 1e+3.
         pieces = re.split(r"\+(?=\s*[A-Za-z_])", spec)
@@ -128,6 +128,21 @@ def method(spec: MethodLike, **options: object) -> Method:
     if not parts:
         raise ConfigError("An empty list is not a method.")
     return dataclasses.replace(_add(parts), spelling="+".join(p.spelling or p.name for p in parts))
+
+
+def spelled(rule: Rule) -> str:
+    """How a rule given in Python is written: its name, and the options that are not its class's defaults.
+
+    >>> from unskew.methods.fedprox import FedProx
+    >>> spelled(FedProx(mu=0.5))
+    'fedprox:mu=0.5'
+    """
+    cls = type(rule)
+    name = next((n for n, path in CATALOGUE.items() if path == f"{cls.__module__}:{cls.__qualname__}"), rule.name)
+    values = {key: (getattr(rule, key), default) for key, default in options_of(cls).items()}
+    changed = {key: value for key, (value, default) in values.items() if value is not default and value != default}
+    options = ",".join(f"{key}={getattr(value, '__name__', value)}" for key, value in changed.items())
+    return f"{name}:{options}" if options else name
 
 
 def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
