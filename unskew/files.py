@@ -173,14 +173,17 @@ def new_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> I
     if folder is None:
         yield
         return
+    there = ConfigError(
+        f"The folder {folder} is already there; choose another with --out, or go on: unskew resume, or compare --resume."
+    )
     if occupied(folder) and not resume:
-        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or resume it.")
+        raise there
     added = make_folder(folder)
     with locked(folder):
         # Looked at again: whoever had the lock before may have finished just now.
         fresh = not occupied(folder)
         if not fresh and not resume:
-            raise ConfigError(f"The folder {folder} is already there; choose another with --out, or resume it.")
+            raise there
         try:
             yield
         except BaseException:

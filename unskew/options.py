@@ -10,8 +10,12 @@ import dataclasses
 import functools
 import importlib
 import math
+import os
+import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
@@ -29,17 +33,57 @@ LARGEST = 3.4e38
 Built = TypeVar("Built")
 
 
+TRUST = "add --trust-code (in Python trust_code=True)"
+_from_files: ContextVar[tuple[tuple[str, str, str], ...]] = ContextVar("from files", default=())
+"""Files, and what they say: whoever sent them must not run code here."""
+
+
+@contextmanager
+def untrusted(values: object, source: object, remedy: str = TRUST) -> Iterator[None]:
+    """Within, no code is imported that these values name, which came from the file or folder ``source``.
+
+    Args:
+        values: Anything that says as text what it holds.
+        source: Where it came from.
+        remedy: What to do, in a refusal.
+    """
+    token = _from_files.set((*_from_files.get(), (str(values), str(source), remedy)))
+    try:
+        yield
+    finally:
+        _from_files.reset(token)
+
+
+def check_trusted(module: str, attribute: str, what: str) -> None:
+    """Refuse what an untrusted file names, unless it is our own.
+
+    Raises:
+        ConfigError: It is so.
+    """
+    if module.split(".")[0] == "unskew":
+        return
+    for text, source, remedy in _from_files.get():
+        if f"{module}:{attribute}" in text or f"{module}.{attribute}" in text:
+            raise ConfigError(
+                f"{source} names code of its own, {what}, and code that a file names is not run unasked. If you trust it, "
+                f"{remedy}."
+            )
+
+
 def imported(path: str, what: str) -> Any:
-    """The object at ``package.module:name``.
+    """The object at ``package.module:name``; the folder one works in is where its module is looked for last.
 
     Args:
         path: The module, and a name in it that may have dots.
         what: What the path stands for, as an error says it: ``the model 'package.module:name'``.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or a file that is not trusted names it.
     """
     module_name, _, attribute = path.partition(":")
+    check_trusted(module_name, attribute, what)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     # The module may be the user's, and importing it may fail in any way.

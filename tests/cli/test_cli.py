@@ -69,13 +69,16 @@ def test_help_names_every_flag(capsys, command, flags):
 
 
 def test_the_installed_program(tmp_path):
-    """As a user starts it: a mistake is a sentence on standard error and exit code 2."""
+    """As a user starts it: a mistake is a sentence on standard error and exit code 2; no file in the way takes part."""
+    for name in ("datasets", "queue", "logging", "typer"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file in the working folder')")
     program = Path(sys.executable).with_name("unskew")
-    done = subprocess.run([program, "run", "--method", "fedprix"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("unskew: There is no method 'fedprix'. Did you mean 'fedprox'")
-    assert not list(tmp_path.iterdir())
+    for start in ([program], [sys.executable, "-m", "unskew"]):
+        command = [*start, "run", "--method", "fedprix"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.stderr.startswith("unskew: There is no method 'fedprix'. Did you mean 'fedprox'")
+        assert (done.returncode, done.stdout) == (2, "")
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 # ---- run --------------------------------------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ def test_a_model_and_a_method_of_ones_own_from_the_folder_one_works_in(capsys, m
     assert call(capsys, "run", *QUICK, *args, "--out", "a").code == 0
     assert summary("a")["parameters"] == 650
     Path("a/summary.json").unlink()
-    assert call(capsys, "resume", "a").code == 0
+    assert call(capsys, "resume", "a", "--trust-code").code == 0
 
 
 # ---- methods, partition -----------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def test_resolve_imports_a_factory(monkeypatch):
     monkeypatch.setitem(sys.modules, "users_models", module)
     assert resolve_model("users_models:make", (4,), 2).out_features == 2
     assert resolve_model("users_models:Group.ready", (4,), 2) is module.Group.ready
-    with pytest.raises(ConfigError, match="but got 7"):
+    with pytest.raises(ConfigError, match="but is 7"):
         resolve_model("users_models:number", (4,), 2)
     with pytest.raises(ConfigError, match="'users_models' has no 'mak'"):
         resolve_model("users_models:mak", (4,), 2)

@@ -22,10 +22,12 @@ from unskew.cli.options import (
     EngineName,
     Rounds,
     Sets,
+    TrustCode,
     console_for,
     free_name,
     overridden_by,
     print_json,
+    resuming,
     stoppable,
     values_of,
 )
@@ -53,6 +55,7 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run folder; runs/DATA-METHOD-seedN by default.")] = None,
+    trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one model across clients with one method."""
@@ -65,7 +68,7 @@ def run(
     name = folder_name(f"{Path(checked.data).name}-{checked.method}-seed{checked.seed}")
     folder = out or free_name(Path("runs") / name)
     console = console_for(as_json)
-    with stoppable(folder, shlex.join(["unskew", "resume", str(folder)])), make_progress(console) as progress:
+    with stoppable(folder, resuming(folder, checked)), make_progress(console) as progress:
         result = run_experiment(checked, out=folder, callbacks=[ProgressLine(progress, checked.method)])
     _show(result, folder, console, as_json)
 
@@ -82,6 +85,7 @@ def compare(
         Path | None, typer.Option("--out", help="Folder of the comparison; runs/compare-DATA by default.")
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
+    trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare methods on the same data, partition, cohorts and initial model per seed."""
@@ -132,6 +136,7 @@ def resume(
     engine: EngineName = None,
     device: Device = None,
     sets: Sets = None,
+    trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Go on with an interrupted run, or make a finished one longer with --rounds."""
@@ -144,8 +149,9 @@ def resume(
     for assignment in sets or []:
         set_field(changes, assignment)
     console = console_for(as_json)
-    with stoppable(folder, shlex.join(["unskew", "resume", str(folder)])), make_progress(console) as progress:
-        result = resume_run(folder, callbacks=[ProgressLine(progress, folder.name)], **changes)
+    again = shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if trust_code else [])])
+    with stoppable(folder, again), make_progress(console) as progress:
+        result = resume_run(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
     _show(result, folder, console, as_json)
 
 
@@ -172,8 +178,6 @@ def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
-    # Models and methods given as "package.module:name" may lie in the folder one works in.
-    sys.path.insert(0, str(Path.cwd()))
     try:
         app(prog_name="unskew")
     except (UnskewError, OSError) as error:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from unskew.config.experiment import Experiment
 
 FLAGS: dict[str, tuple[type, str]] = {
     "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH."),
@@ -56,6 +61,7 @@ Rounds = Annotated[int | None, _flag("rounds")]
 EngineName = Annotated[str | None, _flag("engine")]
 Device = Annotated[str | None, _flag("device")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
@@ -73,13 +79,30 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
         @functools.wraps(command)
         def call(**arguments: Any) -> None:
-            command(**{name: arguments[name] for name in own})
+            with from_file(arguments):
+                command(**{name: arguments[name] for name in own})
 
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return call
 
     return with_flags
+
+
+@contextmanager
+def from_file(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Within, what the command's ``--config`` names of code is not run, unless that is asked for or a flag says it, too."""
+    from unskew.config.reading import load_yaml
+    from unskew.options import untrusted
+
+    config = arguments.get("config")
+    if config is None or arguments.get("trust_code"):
+        yield
+        return
+    said = {name for name, value in arguments.items() if value is not None}
+    said |= {text.partition("=")[0].partition(".")[0] for text in arguments.get("sets") or []}
+    with untrusted({name: value for name, value in load_yaml(config).items() if name not in said}, config):
+        yield
 
 
 def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
@@ -123,6 +146,13 @@ def free_name(base: Path) -> Path:
         number += 1
         path = base.with_name(f"{base.name}-{number}")
     return path
+
+
+def resuming(folder: Path, config: Experiment) -> str:
+    """The command that goes on with a run."""
+    own = ":" in config.model and not config.model.startswith("hf:")
+    own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
+    return shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if own else [])])
 
 
 @contextmanager

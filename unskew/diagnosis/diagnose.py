@@ -24,6 +24,7 @@ from unskew.measures.heterogeneity import Scope, ids_of, label_figures, measure
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
+from unskew.options import untrusted
 from unskew.runs.given import unnamed, values_of
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in
@@ -89,17 +90,19 @@ def diagnose(
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:
             raise ConfigError(f"The run in {folder} says what its {wrong} is; leave it out.")
-        values = {**load_yaml(folder / "config.yaml"), **options}
+        stored = load_yaml(folder / "config.yaml")
+        values = {**stored, **options}
         if synthetic is None and image_files(folder):
             synthetic = folder
         if federation is None and values.get("data") == "arrays":
             raise CheckpointError(f"The data of {folder} were given in Python; give them there again.")
     else:
-        values = values_of(options, federation, model)
-    config = experiment(values)
-    device = pick_device(config.device)
-    fed = federation_of(config.data_spec, config.seed) if federation is None else federation
-    spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
+        values, stored, folder = values_of(options, federation, model), {}, Path()
+    with untrusted(stored, folder, "give the model in Python: unskew.diagnose(run=..., model=...)"):
+        config = experiment(values)
+        device = pick_device(config.device)
+        fed = federation_of(config.data_spec, config.seed) if federation is None else federation
+        spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
     sizes, times = np.unique(fed.sizes, return_counts=True)
     scope = check_scope(
         Scope(

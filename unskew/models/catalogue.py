@@ -183,9 +183,22 @@ def resolve_model(
                 "Remove them, or give a factory."
             )
         return target
+    if isinstance(model, str) and not may_be_model(target):
+        raise ConfigError(
+            f"{model!r} is no model: it must be a torch.nn.Module, a subclass of it, or a Python function that returns one, "
+            f"but is {str(target)[:60]}."
+        )
     if not callable(target):
         raise ConfigError(f"A model is a name, a module, or a function that returns a module, but got {target!r}.")
     return _call(label, target, shape, classes, options, task)
+
+
+def may_be_model(target: object) -> bool:
+    """Whether what an import path leads to makes modules; nothing else is called, such as a command of the system."""
+    if isinstance(target, functools.partial):
+        return may_be_model(target.func)
+    made = inspect.isclass(target) and issubclass(target, nn.Module)
+    return made or inspect.isfunction(target) or inspect.ismethod(target)
 
 
 def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:

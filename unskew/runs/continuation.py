@@ -17,6 +17,7 @@ from unskew.data.federation import ArrayClients
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
+from unskew.options import untrusted
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder
 from unskew.records.result import read_history
@@ -68,8 +69,10 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     if extra["data"] != data:
         raise ConfigError(f"The run in {parent} was made on other data or another partition.")
     check_frozen(extra, server.spec)
+    then = extra["config"]["method"]
     try:
-        before = method(extra["config"]["method"])
+        with untrusted(None if then == config.method else then, parent):
+            before = method(then)
     except ConfigError:  # a method that only Python knew
         before = None
     restoring.branch(path, manifest, server, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, new_folder
 from unskew.methods.catalogue import MethodLike
 from unskew.methods.catalogue import method as method_of
+from unskew.options import untrusted
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
 from unskew.records.result import Result
@@ -158,6 +159,7 @@ def resume(
     method: MethodLike | None = None,
     callbacks: Sequence[Callback] = (),
     shared: Path | None = None,
+    trust_code: bool = False,
     **changes: Any,
 ) -> Result:
     """Go on with an interrupted run; the result is bit for bit that of an uninterrupted one.
@@ -170,15 +172,21 @@ def resume(
         callbacks: Followers of the run.
         shared: Where what its method made before training is kept for several runs, if not in ``folder``; found by itself
             where ``unskew compare`` and ``unskew reproduce`` keep it.
-        changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers``, ``checkpoint_every``,
-            ``target`` or ``save_samples``.
+        trust_code: Whether a model or a method of one's own that the folder's ``config.yaml`` names may be imported, which
+            runs its code.
+        changes: New values for ``rounds``, ``engine``, ``workers``, ``patience``, ``device``, ``trackers``,
+            ``checkpoint_every``, ``target`` or ``save_samples``, and for where the data lie: ``data_path``, or ``data`` with
+            another path.
 
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
     folder = Path(folder)
-    with resumed(folder):
-        values = {**load_yaml(folder / "config.yaml"), **changes}
+    with resumed(folder), ExitStack() as within:
+        stored = load_yaml(folder / "config.yaml")
+        if not trust_code:
+            within.enter_context(untrusted({k: v for k, v in stored.items() if k not in changes}, folder))
+        values = {**stored, **changes}
         built = None if method is None else method_of(method)
         if built is not None:
             values["method"] = spelling_of(built)
