@@ -69,7 +69,7 @@ def run(
     folder = out or free_name(Path("runs") / name)
     console = console_for(as_json)
     with stoppable(folder, resuming(folder, checked)), make_progress(console) as progress:
-        result = run_experiment(checked, out=folder, callbacks=[ProgressLine(progress, checked.method)])
+        result = run_experiment(checked, out=folder, callbacks=[ProgressLine(progress, checked.method, columns=True)])
     _show(result, folder, console, as_json)
 
 

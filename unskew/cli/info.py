@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.options import AsJson, DataPath, Sets, console_for, print_json
+from unskew.cli.options import AsJson, DataPath, Exclude, Features, Sets, console_for, print_json
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -63,6 +63,8 @@ def partition(
         str | None, typer.Option("--label-separator", help="What stands between the labels of a row, in text.")
     ] = None,
     image: Annotated[str | None, typer.Option("--image", help="Image column of a table.")] = None,
+    features: Features = None,
+    exclude: Exclude = None,
     text: Annotated[str | None, typer.Option("--text", help="Text column, or a pair: premise,hypothesis.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="Of texts: a name at the hub, a folder, or bytes.")
@@ -73,15 +75,15 @@ def partition(
     as_json: AsJson = False,
 ) -> None:
     """Show what each client would hold: a table, a plot, and the partition's hash."""
-    from unskew.cli.tables import partition_table
+    from unskew.cli.tables import columns_table, partition_table
     from unskew.config.reading import experiment
     from unskew.data.load import federation_of
     from unskew.plots.curves import clients_by_class
 
     values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
-    values |= {"label_separator": label_separator, "image": image, "holdout": 0.0} | (
-        {} if clients is None else {"clients": clients}
-    )
+    values |= {"label_separator": label_separator, "image": image, "holdout": 0.0}
+    said = {"clients": clients, "features": features, "exclude": exclude}
+    values |= {name: value for name, value in said.items() if value is not None}
     texts = {"columns": text, "tokenizer": tokenizer}
     values["text"] = {name: value for name, value in texts.items() if value is not None}
     config = experiment(values)
@@ -107,6 +109,8 @@ def partition(
         )
         return
     console = console_for()
+    if fed.columns:
+        console.print(columns_table(fed.columns))
     console.print(partition_table(counts, names, sizes=fed.sizes))
     console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
 

@@ -26,6 +26,8 @@ FLAGS: dict[str, tuple[type, str]] = {
     "data_path": (str, "Folder with the source's files, for offline use."),
     "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
     "clients": (int, "Number of clients."),
+    "features": (str, "Columns of a table that are inputs: age,income; all numbers by default."),
+    "exclude": (str, "Columns of a table that are no inputs: patient_id,row."),
     "server": (str, "Data at the server: a number of test samples, or another data source."),
     "server_path": (str, "Folder with the files of that other source."),
     "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
@@ -48,7 +50,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
 }
 """Fields of a configuration that have a flag of their own: the type and the help of each."""
-DATA = ("data", "data_path", "partition", "clients")
+DATA = ("data", "data_path", "partition", "clients", "features", "exclude")
 BUDGET = ("local_steps", "local_epochs", "batch_size")
 
 
@@ -57,6 +59,8 @@ def _flag(name: str) -> Any:
 
 
 DataPath = Annotated[str | None, _flag("data_path")]
+Features = Annotated[str | None, _flag("features")]
+Exclude = Annotated[str | None, _flag("exclude")]
 Rounds = Annotated[int | None, _flag("rounds")]
 EngineName = Annotated[str | None, _flag("engine")]
 Device = Annotated[str | None, _flag("device")]

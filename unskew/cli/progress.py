@@ -17,7 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from unskew.cli.tables import percent
+from unskew.cli.tables import columns_table, percent
+from unskew.data.federation import Federation
 from unskew.records.recorder import Row
 
 
@@ -50,14 +51,26 @@ class ProgressLine:
         transient: Remove the line when the run ends.
         warnings: Print what the run warns of.
         named: Say the title before a warning, as one of several runs.
+        columns: Show what is done to each column of a table.
     """
 
     def __init__(
-        self, progress: Progress, title: str, transient: bool = False, warnings: bool = True, named: bool = False
+        self,
+        progress: Progress,
+        title: str,
+        transient: bool = False,
+        warnings: bool = True,
+        named: bool = False,
+        columns: bool = False,
     ):
         self.progress, self.title, self.transient = progress, title, transient
-        self.warnings, self.named = warnings, named
+        self.warnings, self.named, self.columns = warnings, named, columns
         self.making: TaskID | None = None
+
+    def loaded(self, federation: Federation) -> None:
+        """What of a table is trained on."""
+        if self.columns and federation.columns:
+            self.progress.console.print(columns_table(federation.columns))
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Show the line."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
+
+from unskew.data.reading.columns import described
 
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
@@ -121,6 +124,16 @@ def partition_table(
         table.add_row(str(client), str(int(sizes[client])), *cells)
     if len(counts) > most:
         table.caption = f"{most} of {len(counts)} clients"
+    return table
+
+
+def columns_table(columns: Mapping[str, str]) -> Table:
+    """What is done to each column of a table."""
+    table = Table(title="Columns of the table", title_justify="left")
+    for name in ("column", "what is done to it"):
+        table.add_column(name, overflow="fold")
+    for row in described(columns):
+        table.add_row(*map(escape, row))
     return table
 
 

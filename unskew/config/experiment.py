@@ -16,7 +16,7 @@ from pydantic import Field
 from pydantic_core import PydanticSerializationError
 
 from unskew.config.sections import NetworkConfig, Section, TextConfig
-from unskew.data.spec import DataSpec, TextSpec
+from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.catalogue import HUB, named_model
@@ -44,6 +44,10 @@ class Experiment(Section):
     """What stands between the labels of a sample, in a label column of text."""
     image: str | None = None
     """Image column of a table; for ``leaf``, the folder of image files."""
+    features: tuple[str, ...] = ()
+    """Columns of a table that are inputs, in this order; if none is named, all that hold numbers."""
+    exclude: tuple[str, ...] = ()
+    """Columns of a table that are no inputs."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Side in pixels to which images are brought; None leaves them as they are."""
     keep_classes: Annotated[int, Field(ge=2)] | None = None
@@ -139,6 +143,11 @@ class Experiment(Section):
     """Accuracy for which the number of rounds needed is reported."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Where figures are sent beside the run folder."""
+
+    @pydantic.field_validator("features", "exclude", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return names_in(value) if isinstance(value, str) else value
 
     @pydantic.model_validator(mode="before")
     @classmethod

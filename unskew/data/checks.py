@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ def as_tensor(values: object, problem: str) -> Tensor:
     """An array or a tensor as a tensor in memory; ``problem`` begins the error where it is neither."""
     try:
         tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(f"{problem}: {error}.") from error
+    if tensor.is_complex():
+        raise DataError(f"{problem}: they are complex; give real and imaginary parts, or magnitudes.")
     return tensor.detach().cpu()
 
 
@@ -33,7 +37,7 @@ def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
         DataError: Empty, not numeric, NaN or infinite, or of a shape that is neither images nor a table.
     """
     x = as_tensor(values, f"The inputs of {who} are not a numeric array")
-    if x.dim() < 2:
+    if not 2 <= x.dim() <= 4:
         raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
     if len(x) == 0:
         raise DataError(f"The data of {who} is empty; at least one sample is needed.")
@@ -106,6 +110,31 @@ def check_targets(y: Tensor, classes: int, who: str, task: str = "classification
     elif len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
         bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
         raise DataError(f"The labels of {who} hold {bad}; with {classes} classes they must be 0 to {classes - 1}.")
+
+
+def check_classes(names: Sequence[str], who: str, task: str) -> None:
+    """Refuse a data set in which there is nothing to tell apart.
+
+    Raises:
+        DataError: It has a single class.
+    """
+    if task == "classification" and len(names) < 2:
+        raise DataError(
+            f"All samples of {who} have the same label, {', '.join(names)}; a classifier needs two classes."
+        )
+
+
+def check_differ(labels: Sequence[Tensor], task: str) -> None:
+    """Refuse labels that are all the same, where they are what the classes are found from.
+
+    Raises:
+        DataError: They are.
+    """
+    if task == "classification" and all(bool((y == labels[0][0]).all()) for y in labels):
+        raise DataError(
+            f"All labels are {int(labels[0][0])}, but a classifier needs two classes. If there are more, of which these data "
+            "have one, say how many: classes=."
+        )
 
 
 def check_tokens(x: Tensor, tokens: int, who: str) -> None:

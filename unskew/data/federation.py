@@ -8,15 +8,25 @@ normalised batch by batch on the device that trains.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.arrays import (
+    check_clients,
+    checked_names,
+    checked_pair,
+    client_samples,
+    fitting,
+    given_pair,
+    whole_number,
+)
+from unskew.data.checks import check_differ, check_targets
 from unskew.data.normalisation import Normalisation
+from unskew.data.reading.columns import described
 from unskew.errors import DataError, unknown
 from unskew.tasks import TASKS
 
@@ -97,6 +107,7 @@ class Federation:
         name: The data set and partition, for tables.
         fingerprint: Hash of the partition (which sample sits where); every run records it.
         kinds: Rows of each kind at each client ``[K, G]`` and the kinds' names, where a column decided the partition.
+        columns: Of a table, what is done to each column: ``"input"``, ``"label"``, ``"left out: text"``, ...
     """
 
     clients: Sequence[ClientData]
@@ -110,6 +121,14 @@ class Federation:
     partition: str = "given"
     fingerprint: str = ""
     kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
+    columns: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        """A line on who holds what, and of a table a line for each column."""
+        held = f"{len(self.clients)} clients, {self.partition}, {int(self.sizes.sum())} samples to train on"
+        what = {"classification": "classes", "language": "tokens"}.get(self.task, "labels")
+        lines = [f"{self.name}: {held}, {len(self.test[1])} to test on, {self.classes} {what}"]
+        return "\n".join([*lines, *(f"  {name}: {done}" for name, done in described(self.columns))])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,8 +196,8 @@ class Federation:
             name: Name shown in tables.
 
         Raises:
-            DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, or there is no
-                such task.
+            DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, there is one class
+                only, or an argument is of the wrong kind.
 
         >>> import numpy as np
         >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 0, 1])
@@ -188,78 +207,41 @@ class Federation:
         """
         if task not in TASKS:
             raise DataError(unknown("task", task, TASKS))
-        if not clients:
-            raise DataError("A federation needs at least one client; 'clients' is empty.")
-        for who, pair in (("test", test), ("server", server)):
-            if not (isinstance(pair, tuple | list) and len(pair) == 2) and not (who == "server" and pair is None):
-                raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
-        if isinstance(clients, dict):
-            raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
-        xs, ys, splits = [], [], []
-        for k, arrays in enumerate(clients):
-            if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
-                raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-            x, y = as_inputs(arrays[0], f"client {k}", task), as_targets(arrays[1], f"client {k}", task)
-            if len(x) != len(y):
-                raise DataError(f"Client {k} has {len(x)} inputs but {len(y)} labels.")
-            if len(arrays) == 4:
-                who = f"client {k} (test)"
-                xt, yt = as_inputs(arrays[2], who, task), as_targets(arrays[3], who, task)
-                if len(xt) != len(yt):
-                    raise DataError(f"Client {k} has {len(xt)} test inputs but {len(yt)} test labels.")
-                if y.shape[1:] != yt.shape[1:]:
-                    raise DataError(f"Client {k} has {y.shape[1]} labels to train on but {yt.shape[1]} to test on.")
-                splits.append(len(x))
-                x, y = torch.cat([x, xt]), torch.cat([y, yt])
-            else:
-                order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed * 1_000_003 + k))
-                x, y = x[order], y[order]
-                splits.append(training_size(len(y), holdout))
-            xs.append(x)
-            ys.append(y)
-        named = {f"client {k}": x for k, x in enumerate(xs)}
-        pairs = {"the test set": (as_inputs(test[0], "the test set", task), as_targets(test[1], "the test set", task))}
+        check_clients(clients)
+        whole_number(seed, "seed")
+        xs, ys, splits = zip(
+            *(client_samples(k, one, task, holdout, seed) for k, one in enumerate(clients)), strict=True
+        )
+        pairs = {"the test set": checked_pair(*given_pair(test, "test"), "the test set", task)}
         if server is not None:
-            pairs["the server"] = (as_inputs(server[0], "the server", task), as_targets(server[1], "the server", task))
-        named |= {who: pair[0] for who, pair in pairs.items()}
+            pairs["the server"] = checked_pair(*given_pair(server, "server"), "the server", task)
         shape = tuple(xs[0].shape[1:])
-        for who, inputs in named.items():
+        for who, inputs in [*((f"client {k}", x) for k, x in enumerate(xs)), *((w, x) for w, (x, _) in pairs.items())]:
             if tuple(inputs.shape[1:]) != shape:
                 raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, client 0 of {shape}.")
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
-            classes = ys[0].shape[1] if task == "multilabel" else max(int(y.max()) for y in in_domain if len(y)) + 1
+            classes = ys[0].shape[1] if task == "multilabel" else max(int(y.max()) for y in in_domain) + 1
+            check_differ(in_domain, task)
+        else:
+            whole_number(classes, "classes", least=2 if task == "classification" else 1)
         for who, pair in [*((f"client {k}", (xs[k], ys[k])) for k in range(len(xs))), *pairs.items()]:
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
-            if len(pair[0]) != len(pair[1]):
-                raise DataError(f"{who} has {len(pair[0])} inputs but {len(pair[1])} labels.")
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
         x_all, y_all = cat_inputs(xs), torch.cat(ys)
-        if not isinstance(normalise, Normalisation):
-            wanted = normalise is not False and x_all.dtype == torch.uint8
-            normalise = Normalisation.fit(x_all) if wanted else None
         return Federation(
             clients=ArrayClients(x_all, y_all, offsets, offsets[:-1] + np.array(splits)),
             test=pairs["the test set"],
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
             classes=classes,
-            normalisation=normalise,
-            class_names=tuple(class_names),
+            normalisation=fitting(normalise, x_all),
+            class_names=checked_names(class_names, 0 if task == "language" else classes),
             name=name,
             fingerprint=fingerprint_of(y_all.numpy(), offsets),
         )
-
-
-def training_size(n: int, holdout: float) -> int:
-    """How many of a client's ``n`` samples it trains on; at least one is held out when there are two or more."""
-    if not 0 <= holdout < 1:
-        raise DataError(f"holdout must be a share from 0 to below 1, not {holdout}.")
-    if holdout == 0 or n < 2:
-        return n
-    return n - min(n - 1, max(1, round(n * holdout)))
 
 
 def cat_inputs(parts: Sequence[Tensor]) -> Tensor:

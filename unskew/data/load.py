@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.federation import ArrayClients, Federation, ServerData, take, training_size
+from unskew.data.arrays import training_size, whole_number
+from unskew.data.federation import ArrayClients, Federation, ServerData, take
 from unskew.data.partition.make import Partition, make_partition
-from unskew.data.partition.spelling import parse
+from unskew.data.partition.spelling import column_of, parse
+from unskew.data.reading.columns import Choice
 from unskew.data.reading.images import with_channels, with_size
 from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
 from unskew.data.sources.catalogue import load_source
-from unskew.data.spec import DataSpec, TextSpec
+from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, DataError
 
 
@@ -40,6 +42,8 @@ def load_federation(
     tokenizer: str | None = None,
     block: int = 128,
     set_aside: int = 0,
+    features: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> Federation:
     """Load a data set and divide it among clients.
 
@@ -64,6 +68,10 @@ def load_federation(
         block: At most so many tokens a text.
         set_aside: At least so many test samples are not used for evaluation, those that ``server=set_aside`` would take.
 
+        features: Columns of a table that are inputs, in this order; without them, all that hold numbers and neither are the
+            label nor decide the partition.
+        exclude: Columns of a table that are no inputs.
+
     Raises:
         ConfigError: Arguments do not fit together.
         DataError: The data cannot be used as asked.
@@ -72,6 +80,10 @@ def load_federation(
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
+    counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
+    for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
+        if value is not None:
+            whole_number(value, field)
     spec = DataSpec(
         data=name,
         data_path=path,
@@ -86,8 +98,10 @@ def load_federation(
         holdout=holdout,
         server=server,
         server_path=server_path,
-        text=TextSpec(tuple(text), tokenizer, block),
+        text=TextSpec(names_in(text), tokenizer, block),
         set_aside=set_aside,
+        features=names_in(features),
+        exclude=names_in(exclude),
     )
     return federation_of(spec, seed)
 
@@ -130,13 +144,17 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         partition=parts.name,
         fingerprint=parts.fingerprint,
         kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
+        columns=source.columns,
     )
 
 
 def source_of(spec: DataSpec) -> Source:
     """The samples, before anybody holds them."""
     path, label, text = spec.data_path, spec.label, spec.text
+    choice = Choice(spec.features, spec.exclude, column_of(spec.partition))
     if is_text(spec.data):
+        if spec.features or spec.exclude:
+            raise ConfigError(f"features and exclude choose among the columns of a table; {spec.data} holds texts.")
         for_images = (spec.image, spec.label_separator, spec.image_size, spec.keep_classes)
         if any(option is not None for option in for_images):
             raise ConfigError(
@@ -145,6 +163,8 @@ def source_of(spec: DataSpec) -> Source:
         return load_texts(
             spec.data, path=path, label=label, columns=text.columns, tokenizer=text.tokenizer, block=text.block
         )
+    if text.columns:
+        raise ConfigError(f"text.columns={','.join(text.columns)} names columns of texts, but {spec.data} holds none.")
     source = load_source(
         spec.data,
         path=path,
@@ -153,6 +173,7 @@ def source_of(spec: DataSpec) -> Source:
         label_separator=spec.label_separator,
         size=spec.image_size,
         classes=spec.keep_classes,
+        choice=choice,
     )
     if spec.image_size is not None and source.train.x.dim() != 4:
         raise ConfigError(f"image_size={spec.image_size} belongs to images, but the inputs of {source.name} are none.")

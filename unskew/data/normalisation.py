@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from unskew.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,18 @@ class Normalisation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        try:
+            mean, std, scale = (np.atleast_1d(np.asarray(v, float)) for v in (self.mean, self.std, self.scale))
+        except (TypeError, ValueError) as error:
+            raise DataError("The mean, std and scale of a normalisation are numbers.") from error
+        if mean.ndim > 1 or mean.shape != std.shape or not mean.size:
+            raise DataError(f"A normalisation needs as many means as stds, not {mean.size} and {std.size}.")
+        if not (np.isfinite(std).all() and (std > 0).all()):
+            raise DataError(f"The std of a normalisation must be above 0 and finite, not {self.std}.")
+        if not (np.isfinite(mean).all() and np.isfinite(scale).all()):
+            raise DataError(f"The mean and scale of a normalisation must be finite, not {self.mean} and {self.scale}.")
 
     @staticmethod
     def fit(x: Tensor) -> Normalisation:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from unskew.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,21 @@ class DataSpec:
     server_path: str | Path | None = None
     text: TextSpec = TextSpec()
     set_aside: int = 0
+    features: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+def names_in(value: object) -> tuple[str, ...]:
+    """Names in a list, or in text with commas between them.
+
+    Raises:
+        ConfigError: It is neither.
+
+    >>> names_in("age, income"), names_in(["a,b"])
+    (('age', 'income'), ('a,b',))
+    """
+    if isinstance(value, str):
+        return tuple(piece.strip() for piece in value.split(",") if piece.strip())
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{value!r} is no list of names; write text such as 'age,income', or a list of it.")
+    return tuple(value)

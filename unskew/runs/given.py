@@ -20,9 +20,14 @@ def values_of(
     """The values of an experiment; data and a model that are given stand there by their names.
 
     Raises:
-        ConfigError: An option says something else about the data.
+        ConfigError: The data are no federation, or an option says something else about the data.
     """
     values = dict(options)
+    if federation is not None and not isinstance(federation, Federation):
+        raise ConfigError(
+            f"Data are given as a federation, not as {type(federation).__name__}: make one with unskew.load_federation or "
+            "unskew.Federation.from_arrays."
+        )
     if federation is not None:
         names = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
         for field in dataclasses.fields(DataSpec):

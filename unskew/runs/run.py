@@ -139,6 +139,7 @@ def _carried_out(
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     original = federation_of(config.data_spec, config.seed) if federation is None else federation
+    tell_data(callbacks, original)
     spec, warnings = check_method(config, original, model, method)
     check_given_set(config, method)
     original = as_wanted(original, spec)
@@ -149,6 +150,13 @@ def _carried_out(
         session.server.traffic.count(client, "up", up, 0)
         session.server.traffic.count(client, "down", down, 0)
     return session.go(resume)
+
+
+def tell_data(callbacks: Sequence[Callback], federation: Federation) -> None:
+    """Show the data to the callbacks that have a function ``loaded``, before anything is trained."""
+    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "loaded")]
+    for listener in listeners:
+        listener.loaded(federation)
 
 
 def resume(

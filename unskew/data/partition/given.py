@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,15 @@ def from_function(
     name = getattr(function, "__name__", type(function).__name__)
     if clients is None:
         raise ConfigError(f"The partition function {name} needs the number of clients.")
-    parts = [np.asarray(part).reshape(-1) for part in function(labels, clients, rng)]
+    made: Any = function(labels, clients, rng)
+    if not isinstance(made, Iterable) or isinstance(made, str | Mapping):
+        raise DataError(
+            f"The partition {name} must return a list with the sample ids of each client, not {type(made).__name__}."
+        )
+    try:
+        parts = [np.asarray(part).reshape(-1) for part in made]
+    except ValueError as error:
+        raise DataError(f"The partition {name} must give each client a flat list of sample ids ({error}).") from error
     owner = owner_of(parts, len(labels), clients, name)
     if (owner < 0).any():
         out = int((owner < 0).sum())

@@ -21,6 +21,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "quantity": ("min",),
     "natural": ("min",),
 }
+LARGEST = 10**12  # more samples than anybody has
 EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "quantity:0.5", "natural": "natural:user"}
 
 
@@ -54,6 +55,19 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
     return name, value, options
 
 
+def column_of(spec: object) -> str | None:
+    """The column whose values decide a partition, however it is given; None if none does.
+
+    >>> column_of("natural:user"), column_of("dirichlet:0.1,by=genre"), column_of("sorted")
+    ('user', 'genre', None)
+    """
+    if not isinstance(spec, str):  # a partitioner of flwr_datasets may have one
+        by = getattr(spec, "_partition_by", None)
+        return by if isinstance(by, str) else None
+    name, value, options = parse(spec)
+    return options.get("by") or (value if name in ("natural", "sorted") else None) or None
+
+
 def positive(text: str, what: str) -> float:
     """A positive finite number."""
     try:
@@ -66,13 +80,15 @@ def positive(text: str, what: str) -> float:
 
 
 def whole(text: str, what: str) -> int:
-    """A whole number of at least one."""
+    """A whole number of at least one that is not absurdly large."""
     try:
         number = int(text)
     except ValueError:
         raise ConfigError(f"{what} must be a whole number, not {text!r}.") from None
     if number < 1:
         raise ConfigError(f"{what} must be at least 1, not {number}.")
+    if number > LARGEST:
+        raise ConfigError(f"{what} must be at most {LARGEST:,}, not {number}.")
     return number
 
 

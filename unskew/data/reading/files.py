@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -45,9 +45,14 @@ def stamp(path: Path | None) -> tuple[int, int, int]:
     if path is None:
         return (0, 0, 0)
     # A single file is stamped with its folder: train.csv reads the test.csv next to it.
-    files = path.rglob("*") if path.is_dir() else path.parent.glob(f"*{path.suffix}")
+    files = path.rglob("*") if path.is_dir() else with_suffix(path.parent.iterdir(), path.suffix)
     stats = [file.stat() for file in files if file.is_file()]
     return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
+
+
+def with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
+    """Those with this suffix, in small or capital letters, sorted."""
+    return sorted(file for file in files if file.suffix.lower() == suffix.lower())
 
 
 def hub_tables(hub: Hub) -> tuple[Any, Any | None]:
@@ -90,12 +95,27 @@ def local_files(kind: str, hub: Hub, path: Path) -> dict[str, list[Path]]:
 
 def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
     """The files of one split: ``train*.parquet``, or all files of a folder ``train``."""
-    return sorted(folder.glob(f"{split}*{suffix}")) or sorted((folder / split).glob(f"*{suffix}"))
+    return with_suffix(folder.glob(f"{split}*"), suffix) or with_suffix((folder / split).glob("*"), suffix)
 
 
 def folder_tables(path: Path) -> tuple[Any, Any | None]:
     """Rows of a folder with one folder of images per class."""
+    splits = class_folders(path)
+    train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
+    if "label" not in train.column_names:
+        raise DataError(f"The images of {path} must lie directly in the folders of their classes.")
+    return train, test
+
+
+def class_folders(path: Path) -> dict[str, Path]:
+    """The folder of each part, in which there is one folder of images per class.
+
+    Raises:
+        DataError: There are no such folders.
+    """
     splits = {split: path / split for split in ("train", "test") if (path / split).is_dir()} or {"train": path}
+    if not path.is_dir():
+        raise DataError(f"{path} is a file; folder: needs a folder, in which there is one folder of images per class.")
     if "train" not in splits:
         raise DataError(f"{path} has a folder 'test' but no folder 'train'.")
     for folder in splits.values():
@@ -104,10 +124,7 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
             raise DataError(
                 f"{folder} must hold one folder of images per class, at least two; it has {classes or 'none'}."
             )
-    train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
-    if "label" not in train.column_names:
-        raise DataError(f"The images of {path} must lie directly in the folders of their classes.")
-    return train, test
+    return splits
 
 
 def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None]:
@@ -123,16 +140,25 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
 
 def file_tables(path: Path) -> tuple[Any, Any | None]:
     """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
+    train, test = table_files(path)
+    return joined(train), joined(test) if test else None
+
+
+def table_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files of the training and of the test part of a table; of the latter there may be none.
+
+    Raises:
+        DataError: There is no file of a kind that can be read.
+    """
     if path.is_dir():
         for suffix in TABLES:
             train, test = (split_files(path, split, suffix) for split in ("train", "test"))
             if train:
-                return joined(train), joined(test) if test else None
+                return train, test
         raise DataError(f"{path} holds no train*.parquet, no train*.csv and no train*.jsonl.")
-    if path.suffix not in TABLES:
+    if path.suffix.lower() not in TABLES:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
-    sibling = path.with_stem("test")
-    return read_file(path), read_file(sibling) if path.stem == "train" and sibling.is_file() else None
+    return [path], with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
 
 
 def joined(files: list[Path]) -> Any:

@@ -17,6 +17,8 @@ from unskew.data.federation import cat_inputs
 from unskew.errors import DataError
 
 JPEG = b"\xff\xd8"
+MOST_PIXELS = 2**27
+"""Larger JPEGs are left to pillow, which refuses what would fill the memory."""
 
 
 def decode_column(column: Any, who: str, folder: Path | None = None, size: int | None = None) -> Tensor:
@@ -66,8 +68,8 @@ def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
     """One image ``[H, W, C]``: three channels if ``colour`` is asked for or found, otherwise one."""
     if simplejpeg is not None and data[:2] == JPEG:
         try:
-            space = simplejpeg.decode_jpeg_header(data)[2]
-            if space in ("YCbCr", "RGB", "Gray"):
+            height, width, space = simplejpeg.decode_jpeg_header(data)[:3]
+            if space in ("YCbCr", "RGB", "Gray") and height * width <= MOST_PIXELS:
                 wanted = "GRAY" if space == "Gray" and not colour else "RGB"
                 return np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
         except ValueError:
@@ -76,12 +78,15 @@ def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
         from PIL import Image
     except ImportError as error:
         raise DataError("Decoding images needs the package pillow: pip install 'unskew[hub]'.") from error
-    with Image.open(io.BytesIO(data)) as image:
-        if image.mode.startswith(("I", "F")):
-            raise ValueError(f"it has more than 8 bits a channel, pillow mode {image.mode}")
-        if image.mode in ("1", "L", "LA") and not colour:
-            return np.asarray(image.convert("L"))[..., None]
-        return np.asarray(image.convert("RGB"))
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"it has more than 8 bits a channel, pillow mode {image.mode}")
+            if image.mode in ("1", "L", "LA") and not colour:
+                return np.asarray(image.convert("L"))[..., None]
+            return np.asarray(image.convert("RGB"))
+    except Image.DecompressionBombError as error:  # a small file that would fill the memory
+        raise ValueError(f"it has too many pixels: {error}") from error
 
 
 def encoded(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:

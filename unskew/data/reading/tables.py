@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.checks import as_inputs, as_targets, check_classes, check_targets
 from unskew.data.federation import take
 from unskew.data.normalisation import Normalisation
+from unskew.data.reading.columns import Choice, beside_images, choose, is_numeric
 from unskew.data.reading.images import decode_column, is_binary, with_channels, with_size
 from unskew.data.reading.labels import class_names_of, read_labels
 from unskew.errors import ConfigError, DataError, unknown
@@ -47,7 +48,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set with a training and a test part. Its arrays are shared: do not change them in place."""
+    """A data set with a training and a test part. Its arrays are shared: do not change them in place.
+
+    ``columns`` says of a table what is done to each of its columns.
+    """
 
     name: str
     train: Table
@@ -55,6 +59,7 @@ class Source:
     class_names: tuple[str, ...]
     classes: int
     task: str = "classification"
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def sized(self, size: int | None) -> Source:
         """The same with images of this side; inputs that are no images stay as they are."""
@@ -101,6 +106,7 @@ def source_from_tables(
     label: str | None,
     image: str | None = None,
     label_separator: str | None = None,
+    choice: Choice | None = None,
     folder: Path | None = None,
     size: int | None = None,
     test_share: float = 0.2,
@@ -112,14 +118,16 @@ def source_from_tables(
         train: Training rows.
         test: Test rows; None splits ``test_share`` off the training rows, stratified by class where there is one each.
         label: Name of the label column; where it holds lists, the task is multi-label.
-        image: Name of the column of encoded images; None takes every numeric column as a feature.
+        image: Name of the column of encoded images; None takes numeric columns as features.
         label_separator: What stands between the labels of a row, in a column of text; then the task is multi-label.
+        choice: Which columns are features; None where the columns are known and nothing is to be told of them.
         folder: Where relative paths in the image column start.
         size: Side to which images are brought.
         test_share: Share of the rows to test on when there is no test part.
 
     Raises:
-        DataError: A column is missing, empty, not numeric or holds missing values.
+        ConfigError: What is said of the columns does not fit together.
+        DataError: A column is missing, empty, not numeric or holds missing values, or the rows have one class only.
     """
     parts = {"the training rows": train} | ({} if test is None else {"the test rows": test})
     for where, part in parts.items():
@@ -132,10 +140,12 @@ def source_from_tables(
         raise DataError(f"Say which column of {name} holds the labels (label=): {', '.join(train.column_names)}.")
     columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
     names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
+    check_classes(names, name, task)
     if image is None:
-        numeric = feature_names(train, label, name)
+        numeric, done = choose(train, label, choice or Choice(), name)
         xs = [features(part, numeric, f"{name}, {where}") for where, part in parts.items()]
     else:
+        done = {} if choice is None else beside_images(train, label, image, choice, name)
         xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
         channels = max(x.shape[1] for x in xs)
         xs = [with_channels(x, channels) for x in xs]
@@ -148,7 +158,7 @@ def source_from_tables(
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
         tables.append(Table(x, y, further_columns(part, {label, image})))
-    return Source(name, *with_test(tables, test_share), names, len(names), task)
+    return Source(name, *with_test(tables, test_share), names, len(names), task, done)
 
 
 def with_test(tables: Sequence[Table], share: float) -> tuple[Table, Table]:
@@ -184,29 +194,6 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
     return np.setdiff1d(np.arange(len(labels)), held), held
 
 
-def is_numeric(kind: Any) -> bool:
-    """Whether a pyarrow type is a number or a truth value."""
-    import pyarrow as pa
-
-    t = pa.types
-    return bool(t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind))
-
-
-def feature_names(table: Any, label: str, name: str) -> list[str]:
-    """The numeric columns of a table, less the label and a stored row index."""
-    names = [
-        field.name
-        for field in table.schema
-        if field.name != label and is_numeric(field.type) and not field.name.startswith("__index_level_")
-    ]
-    if not names:
-        raise DataError(
-            f"{name} has no numeric columns besides the label {label!r} (columns: {', '.join(table.column_names)}). "
-            "For images, name their column (image=)."
-        )
-    return names
-
-
 def features(table: Any, names: Sequence[str], where: str) -> Tensor:
     """The named columns as float32 ``[n, f]``."""
     import pyarrow as pa
@@ -223,7 +210,10 @@ def features(table: Any, names: Sequence[str], where: str) -> Tensor:
             out[:, j] = table.column(column).cast(pa.float64(), safe=False).to_numpy()
         bad = int((~np.isfinite(out[:, j])).sum())
         if bad:
-            raise DataError(f"{where}: column {column!r} has {bad} missing or infinite values; fill them or drop it.")
+            raise DataError(
+                f"{where}: column {column!r} has {bad} missing or infinite values; fill them, or leave it out "
+                "with exclude (--exclude)."
+            )
     return as_inputs(out, where)
 
 
@@ -246,13 +236,14 @@ def read_file(path: Path) -> Any:
         from pyarrow import json as lines
     except ImportError as error:
         raise DataError("Reading tables needs the package pyarrow: pip install 'unskew[hub]'.") from error
+    kind = path.suffix.lower()
     try:
-        if path.suffix == ".parquet":
+        if kind == ".parquet":
             table = parquet.read_table(path)
         else:
             # One block, so that a column's type is found from all of its rows; empty and NA cells are missing values.
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            if path.suffix == ".jsonl":
+            if kind == ".jsonl":
                 table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
             else:
                 empty = csv.ConvertOptions(strings_can_be_null=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.checks import check_classes
 from unskew.data.reading.files import Hub, existing, file_tables, hub_tables, joined, local_files, stamp
 from unskew.data.reading.labels import class_names_of, read_labels
 from unskew.data.reading.tables import Source, Table, further_columns, with_test
@@ -131,6 +132,7 @@ def cached(
             for x, y, further in zip(filled, labels.ys, beside, strict=True)
         ]
         names, classes, task = labels.names, len(labels.names), labels.task
+        check_classes(names, name, task)
         check_known(tables, classes, label, name)
     return Source(name, *with_test(tables, test_share), names, classes, task)
 

@@ -7,24 +7,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unskew.data.reading.columns import Choice
 from unskew.data.reading.files import (
     TABLES,
     Hub,
+    class_folders,
     existing,
     file_tables,
     folder_tables,
     hub_tables,
     local_tables,
     stamp,
+    table_files,
 )
 from unskew.data.reading.tables import Source, Table, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
-from unskew.data.sources.leaf import leaf_source
+from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.shapes import shapes
 from unskew.errors import ConfigError, unknown
 
@@ -55,6 +59,12 @@ PATHS = ("folder", "table", "leaf")
 """Sources that are written with their path."""
 
 
+LAYOUTS: dict[str, Callable[[Path], object]] = {"leaf": leaf_root, "folder": class_folders, "table": table_files}
+"""What refuses a path that is of another kind, before all files under it are looked at."""
+
+ALL = Choice()
+"""Nothing is said of a table's columns."""
+
 HUB: dict[str, Hub] = {
     "cifar10": Hub("uoft-cs/cifar10", None, "img", "label"),
     "cifar100": Hub("uoft-cs/cifar100", None, "img", "fine_label"),
@@ -75,6 +85,7 @@ def load_source(
     label_separator: str | None = None,
     size: int | None = None,
     classes: int | None = None,
+    choice: Choice = ALL,
     test_share: float = 0.2,
 ) -> Source:
     """Load a data set; the last few are kept in memory until their files change.
@@ -90,6 +101,7 @@ def load_source(
         label_separator: What stands between the labels of a row, in a table's label column of text.
         size: Side to which images are brought.
         classes: Keep the samples of the first so many classes only.
+        choice: Which columns of a table are its features.
         test_share: Share of the rows to test on where the data brings no test part (stratified by class, always the same
             rows).
 
@@ -106,7 +118,7 @@ def load_source(
                     f"{name!r} names a path already; leave out path={str(path)!r} or use the name {prefix!r}."
                 )
             kind, path = prefix, name.removeprefix(prefix + ":")
-    if name.endswith(TABLES) and kind == name:
+    if name.lower().endswith(TABLES) and kind == name:
         kind, path = "table", Path(path or "") / name
     count = kind.removeprefix("dsprites:") if kind.startswith("dsprites:") else None
     if count is not None and not count.isdecimal():
@@ -125,8 +137,14 @@ def load_source(
         raise ConfigError("Data in LEAF's layout take no label column; their labels are y.")
     if label_separator is not None and kind != "table":
         raise ConfigError(f"label_separator belongs to tables; the labels of {kind!r} are known.")
+    if kind != "table":
+        if choice.features or choice.exclude:
+            raise ConfigError(f"features and exclude choose among the columns of a table; {name!r} is none.")
+        choice = ALL
     where = existing(path)
-    request = Request(kind, where, label, image, label_separator, size, classes, test_share)
+    if kind in LAYOUTS and where is not None:
+        LAYOUTS[kind](where)
+    request = Request(kind, where, label, image, label_separator, size, classes, choice, test_share)
     return cached(request, stamp(where))
 
 
@@ -140,6 +158,7 @@ class Request(NamedTuple):
     label_separator: str | None
     size: int | None
     classes: int | None
+    choice: Choice
     test_share: float
 
 
@@ -169,6 +188,5 @@ def loaded(request: Request) -> Source:
     train, test = file_tables(path)
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
-    return source_from_tables(
-        name, train, test, label=label, image=image, label_separator=request.label_separator, folder=folder, **how
-    )
+    how |= {"label_separator": request.label_separator, "choice": request.choice, "folder": folder}
+    return source_from_tables(name, train, test, label=label, image=image, **how)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets
+from unskew.data.checks import as_inputs, as_targets, check_classes
 from unskew.data.reading.images import decode_column, with_channels
 from unskew.data.reading.labels import encode, label_values
 from unskew.data.reading.tables import Source, Table, with_test
@@ -47,9 +47,7 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
     Raises:
         DataError: A file is missing or not of this layout, or inputs differ in kind or length.
     """
-    root = path if (path / "train").is_dir() else path / "data"
-    if not (root / "train").is_dir():
-        raise DataError(f"{path} is not in LEAF's layout: it has no folder 'train' of .json files, nor has its 'data'.")
+    root = leaf_root(path)
     splits = {split: read_split(root / split) for split in ("train", "test") if (root / split).is_dir()}
     kinds = {samples.x.dtype.kind for samples in splits.values()}
     if len(kinds) > 1:
@@ -64,6 +62,7 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
         channels = max(x.shape[1] for x in xs)
         xs = [with_channels(x, channels) for x in xs]
     names, ys = encode([labels(s.y, f"{path}, {split}") for split, s in splits.items()], ())
+    check_classes(names, str(path), "classification")
     tables = [
         Table(x, as_targets(y, str(path)), {"user": np.array(s.users)})
         for x, y, s in zip(xs, ys, splits.values(), strict=True)
@@ -71,6 +70,20 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
     if tables[0].x.shape[1:] != tables[-1].x.shape[1:]:
         raise DataError(f"The training inputs of {path} have another shape than its test inputs.")
     return Source(path.name, *with_test(tables, test_share), names, len(names))
+
+
+def leaf_root(path: Path) -> Path:
+    """The folder that holds ``train``: ``path`` or its ``data``.
+
+    Raises:
+        DataError: Neither does, or there is no .json file in it.
+    """
+    root = path if (path / "train").is_dir() else path / "data"
+    if not (root / "train").is_dir():
+        raise DataError(f"{path} is not in LEAF's layout: it has no folder 'train' of .json files, nor has its 'data'.")
+    if not any((root / "train").glob("*.json")):
+        raise DataError(f"{root / 'train'} holds no .json file.")
+    return root
 
 
 def read_split(folder: Path) -> Samples:

@@ -1,0 +1,186 @@
+"""Which columns of a table are inputs, and what is done to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from unskew.errors import ConfigError, DataError, unknown
+
+INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
+FEWEST = 20  # in fewer rows all values of a measurement may well differ
+COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
+SHOWN = 40
+
+
+class Choice(NamedTuple):
+    """What the user says of a table's columns.
+
+    Attributes:
+        features: Only these are inputs, in this order; if empty, every numeric column.
+        exclude: These are no inputs.
+        divides: Decides the partition; it is an input only where ``features`` names it.
+    """
+
+    features: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    divides: str | None = None
+
+
+def choose(table: Any, label: str, choice: Choice, name: str) -> tuple[list[str], dict[str, str]]:
+    """The columns that are inputs, in order, and what is done to every column of the table.
+
+    Args:
+        table: The training rows, a pyarrow table.
+        label: Name of the label column.
+        choice: What the user says.
+        name: What the table is called, for errors.
+
+    Raises:
+        ConfigError: A column is both chosen and excluded, or chosen twice.
+        DataError: There is no such column, a chosen one holds no numbers, one looks like an identifier, or no input is left.
+    """
+    check_named(table, label, choice, name)
+    done = {field.name: role(table.column(field.name), field.name, label, choice) for field in table.schema}
+    for column in choice.features:
+        if not is_numeric(table.column(column).type):
+            reason = left_out(table.column(column)).removeprefix("left out: ")
+            raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}).")
+    numbered = [column for column, what in done.items() if what == INPUT and is_identifier(table.column(column))]
+    suspects = [column for column in numbered if column and column not in choice.features]
+    if suspects:
+        raise DataError(
+            f"{name}: the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers, "
+            f"another one in each of the {table.num_rows} rows. Leave it out with exclude (--exclude {','.join(suspects)}); "
+            "if it is a measurement, name it and the other inputs in features (--features)."
+        )
+    if "" in numbered and "" not in choice.features:  # it has no name that could be excluded
+        done[""] = "left out: numbers of rows"
+    inputs = list(choice.features) or [column for column, what in done.items() if what == INPUT]
+    if not inputs:
+        listed = ", ".join(f"{column} ({what})" for column, what in described(done))
+        raise DataError(
+            f"{name} has no numeric columns besides the label {label!r} that could be inputs: {listed}. "
+            "For images, name their column (image=)."
+        )
+    return inputs, done
+
+
+def beside_images(table: Any, label: str, image: str, choice: Choice, name: str) -> dict[str, str]:
+    """What is done to every column of a table whose inputs are images.
+
+    Raises:
+        ConfigError: Features are chosen or excluded.
+    """
+    if choice.features or choice.exclude:
+        raise ConfigError(
+            f"The inputs of {name} are the images of its column {image!r}; it takes no features or exclude."
+        )
+    known = {choice.divides: DIVIDES, label: LABEL, image: INPUT}
+    return {column: known.get(column, "left out: the inputs are images") for column in table.column_names}
+
+
+def check_named(table: Any, label: str, choice: Choice, name: str) -> None:
+    """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label."""
+    for field in ("features", "exclude"):
+        for column in getattr(choice, field):
+            if column not in table.column_names:
+                raise DataError(f"{name}, {field}: {unknown('column', column, table.column_names)}")
+    if len(set(choice.features)) < len(choice.features):
+        twice = next(column for column in choice.features if choice.features.count(column) > 1)
+        raise ConfigError(f"features names the column {twice!r} twice.")
+    both = [column for column in choice.features if column in choice.exclude]
+    if both:
+        raise ConfigError(f"The column {both[0]!r} is both in features and in exclude; name it in one of them.")
+    if label in choice.features:
+        raise ConfigError(f"The column {label!r} is the label, which is predicted; take it out of features.")
+
+
+def role(column: Any, name: str, label: str, choice: Choice) -> str:
+    """What is done to one column."""
+    if name == label:
+        return LABEL
+    if name in choice.features:
+        return f"{INPUT}, and {DIVIDES}" if name == choice.divides else INPUT
+    if name == choice.divides:
+        return DIVIDES
+    if name in choice.exclude:
+        return "left out: excluded"
+    if choice.features:
+        return "left out: not among the features"
+    if name.startswith("__index_level_"):
+        return "left out: numbers of rows"
+    return INPUT if is_numeric(column.type) else left_out(column)
+
+
+def left_out(column: Any) -> str:
+    """Why a column that holds no numbers is no input, and what would help."""
+    import pyarrow as pa
+
+    if pa.types.is_null(column.type):
+        return "left out: empty"
+    if not is_string(column.type):
+        return f"left out: {column.type}"
+    return "left out: decimal commas, write points" if has_decimal_commas(column) else "left out: text"
+
+
+def is_numeric(kind: Any) -> bool:
+    """Whether a pyarrow type is a number or a truth value."""
+    import pyarrow as pa
+
+    t = pa.types
+    return bool(t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind))
+
+
+def is_string(kind: Any) -> bool:
+    """Whether a pyarrow type is text, or categories of text."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_identifier(column: Any) -> bool:
+    """Whether a column holds whole numbers that all differ, in enough rows to tell."""
+    import pyarrow as pa
+
+    if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
+        return False
+    return len(column.unique()) == len(column)
+
+
+def has_decimal_commas(column: Any) -> bool:
+    """Whether a column of text holds numbers such as 1,5."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = column.cast(pa.string()).drop_null()
+    if not pc.any(pc.match_substring(texts, ",")).as_py():
+        return False
+    return bool(pc.all(pc.match_substring_regex(texts, COMMA_NUMBER)).as_py())
+
+
+def described(columns: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Each column and what is done to it; of a wide table, a line for all columns to which the same is done.
+
+    >>> described({"age": "input", "name": "left out: text"})
+    [('age', 'input'), ('name', 'left out: text')]
+    """
+    named = {name or "(no name)": what for name, what in columns.items()}
+    if len(named) <= SHOWN:
+        return list(named.items())
+    alike: dict[str, list[str]] = {}
+    for name, what in named.items():
+        alike.setdefault(what, []).append(name)
+    return [(shortened(names), what) for what, names in alike.items()]
+
+
+def shortened(names: list[str], most: int = 5) -> str:
+    """The first few names, and how many more there are.
+
+    >>> shortened(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
