@@ -90,7 +90,7 @@ def run_experiment(
     folder = None if out is None else Path(out)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
-    trackers = make_trackers(config.trackers, folder)
+    trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
     if resume and (folder is None or not (folder / "config.yaml").is_file()):
         raise CheckpointError(f"There is no run to resume in {out}: it has no config.yaml.")
     if folder is not None and not resume and occupied(folder):
