@@ -51,7 +51,7 @@ def fake(monkeypatch):
 @pytest.mark.parametrize("moment", ["start", "round", "end"])
 def test_a_tracker_that_fails_is_one_warning(tmp_path, fake, monkeypatch, moment):
     monkeypatch.setattr(fake, "fails", moment)
-    with pytest.warns(UserWarning) as seen:
+    with pytest.warns(UserWarning, match="The tracker") as seen:
         result = unskew.run(**QUICK, trackers="mlflow", out=tmp_path / "run")
     (text,) = [str(warning.message) for warning in seen]
     assert text == "The tracker 'mlflow' failed, and the run goes on without it: no such table"

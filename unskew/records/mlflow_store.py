@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,12 @@ def make(path: Path) -> None:
     """Make the database."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
+    store: Callable[..., Any] = SqlAlchemyStore
     fresh = path.with_name(".mlflow.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        SqlAlchemyStore(address(fresh / path.name), str(fresh))
+        store(address(fresh / path.name), str(fresh))
         os.replace(fresh / path.name, path)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -85,7 +86,7 @@ def make(path: Path) -> None:
 
 @contextmanager
 def unpooled() -> Iterator[None]:
-    """Within, MLflow opens databases without keeping connections: one to a file that was replaced would write into nowhere."""
+    """Within, MLflow opens databases and keeps no connections: one to a file that was replaced would write into nowhere."""
     name = "MLFLOW_SQLALCHEMYSTORE_POOLCLASS"
     before = os.environ.get(name)
     os.environ[name] = "NullPool"
