@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,43 @@ def unmake_folder(folder: Path, added: list[Path]) -> None:
 
 _ours: set[Path] = set()
 """Folders that a thread of this process works in: the system's locks are between processes only."""
+
+
+@contextmanager
+def waiting_for(path: Path, seconds: float) -> Iterator[None]:
+    """Within, no other thread or process has the lock file ``path``; it is made, waited for and removed.
+
+    The lock ends with the process, however that ends.
+
+    Raises:
+        ConfigError: Another one has it for more than ``seconds``.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        yield
+        return
+    end = time.monotonic() + seconds
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # flock, not lockf: threads of one process wait for each other, too.
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it before may have removed this file, and a third one made another.
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.ENOENT):
+                break  # no such locks here
+        os.close(handle)
+        if time.monotonic() > end:
+            raise ConfigError(f"Another process has had {path} for {seconds:g} seconds; wait for it, or stop it first.")
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
 
 
 @contextmanager

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.records.recorder import Callback, Row
+from unskew.records.mlflow_store import NAME, opened, whole
+from unskew.records.recorder import Callback, Row, warn
+
+EXPERIMENT = "unskew"
+FOLDER = "unskew.folder"
+"""Tag of an MLflow run: its run folder."""
+QUOTES = "'\"`\\"
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -44,32 +49,51 @@ class TensorBoard:
 
 
 class MLflow:
-    """Logs to the local store ``mlflow.db`` beside the run folder; a resumed run goes on in its MLflow run."""
+    """Logs to a local store that several runs share; a resumed run goes on in its MLflow run.
 
-    def __init__(self, folder: Path):
+    Args:
+        folder: The run folder.
+        store: Folder of the database ``mlflow.db``.
+        resumed: Whether the run goes on.
+    """
+
+    def __init__(self, folder: Path, store: Path, resumed: bool = False):
         try:
-            from mlflow import MlflowClient, entities
+            from mlflow import entities
         except ImportError as error:
             raise ConfigError("The tracker 'mlflow' needs: pip install 'unskew[mlflow]'.") from error
-        self.open: Callable[..., Any] = MlflowClient
         self.entities: Any = entities
-        self.folder = folder.absolute()
+        self.folder, self.store, self.resumed = folder.absolute(), store.absolute(), resumed
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Find the run of this folder, or make it and note the configuration."""
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # the making of the tables interests nobody
-        self.client = self.open(f"sqlite:///{self.folder.parent / 'mlflow.db'}")
-        ours = self.client.get_experiment_by_name("unskew")
-        place = (self.folder.parent / "mlflow-artifacts").as_uri()
-        home = ours.experiment_id if ours else self.client.create_experiment("unskew", artifact_location=place)
-        tag = {"unskew.folder": str(self.folder)}
-        query = f"tags.`unskew.folder` = '{self.folder}'"
-        runs = self.client.search_runs([home], filter_string=query, max_results=1) if rounds_done else []
-        if not runs:
-            runs = [self.client.create_run(home, run_name=f"{config['method']}, seed {config['seed']}", tags=tag)]
+        run = self._earlier() if self.resumed else None
+        if run is None:
+            self.client = opened(self.store)
+            ours = self.client.get_experiment_by_name(EXPERIMENT)
+            place = (self.store / "mlflow-artifacts").as_uri()
+            home = ours.experiment_id if ours else self.client.create_experiment(EXPERIMENT, artifact_location=place)
+            name, tags = f"{config['method']}, seed {config['seed']}", {FOLDER: str(self.folder)}
+            run = self.client.create_run(home, run_name=name, tags=tags)
             params = [self.entities.Param(k, str(v)) for k, v in config.items()]
-            self.client.log_batch(runs[0].info.run_id, params=params)
-        self.run_id = runs[0].info.run_id
+            self.client.log_batch(run.info.run_id, params=params)
+        self.run_id = run.info.run_id
+
+    def _earlier(self) -> Any:
+        """The MLflow run of this folder, None if there is none; a run of a comparison may be resumed on its own."""
+        for place in dict.fromkeys([self.store, self.folder.parent, self.folder.parent.parent]):
+            if not whole(place / NAME):
+                continue
+            self.client = opened(place)
+            home = self.client.get_experiment_by_name(EXPERIMENT)
+            # A quote cannot be written in a filter: there, any character will do, and the whole is compared below.
+            like = "".join("_" if c in QUOTES else c for c in str(self.folder))
+            query = f"tags.`{FOLDER}` LIKE '{like}'"
+            runs = self.client.search_runs([home.experiment_id], filter_string=query) if home else []
+            ours = [run for run in runs if run.data.tags[FOLDER] == str(self.folder)]
+            if ours:
+                return ours[0]  # the newest
+        return None
 
     def _log(self, figures: dict[str, float], step: int) -> None:
         now = time.time_ns() // 1_000_000
@@ -87,8 +111,57 @@ class MLflow:
         self.client.set_terminated(self.run_id)
 
 
-def make_trackers(names: tuple[str, ...], folder: Path | None) -> list[Callback]:
+class Guarded:
+    """A tracker whose first failure, whatever it is, is a warning: the run goes on without it.
+
+    Args:
+        name: Of the tracker.
+        tracker: It.
+        followers: Who is warned.
+    """
+
+    def __init__(self, name: str, tracker: Callback, followers: Sequence[Callback]):
+        self.name, self.tracker, self.followers = name, tracker, followers
+        self.failed = False
+
+    def _do(self, step: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        try:
+            step()
+        except Exception as error:
+            self.failed = True
+            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            warn(self.followers, f"The tracker {self.name!r} failed, and the run goes on without it: {said[:300]}")
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """The run begins."""
+        self._do(lambda: self.tracker.start(config, rounds_done))
+
+    def round(self, row: Row) -> None:
+        """A round is finished."""
+        self._do(lambda: self.tracker.round(row))
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """The run is finished."""
+        self._do(lambda: self.tracker.end(summary))
+
+
+def make_trackers(
+    names: tuple[str, ...],
+    folder: Path | None,
+    store: Path | None = None,
+    resumed: bool = False,
+    followers: Sequence[Callback] = (),
+) -> list[Callback]:
     """The trackers of a run; they write nothing before it starts.
+
+    Args:
+        names: Which.
+        folder: The run folder.
+        store: Folder of what several runs share, such as that of a comparison; beside the run folder if None.
+        resumed: Whether the run goes on.
+        followers: Who is warned when one fails.
 
     Raises:
         ConfigError: A tracker is not installed, or there is no run folder.
@@ -97,5 +170,8 @@ def make_trackers(names: tuple[str, ...], folder: Path | None) -> list[Callback]
         return []
     if folder is None:
         raise ConfigError("Trackers need a run folder; give out='runs/NAME'.")
-    kinds: dict[str, Callable[[Path], Callback]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
-    return [kinds[name](folder) for name in dict.fromkeys(names)]
+    kinds: dict[str, Callable[[], Callback]] = {
+        "tensorboard": lambda: TensorBoard(folder),
+        "mlflow": lambda: MLflow(folder, folder.absolute().parent if store is None else store, resumed),
+    }
+    return [Guarded(name, kinds[name](), followers) for name in dict.fromkeys(names)]

@@ -135,7 +135,7 @@ def _carried_out(
     config = anchored(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
-    trackers = make_trackers(config.trackers, folder)
+    trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     original = federation_of(config.data_spec, config.seed) if federation is None else federation
