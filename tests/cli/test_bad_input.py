@@ -88,6 +88,11 @@ OPTIONS = [
     ("--device gpu", "device='gpu'"),
     ("--device meta", "device='meta'"),
     ("--device cuda:99", "device 'cuda:99' is not available here"),
+    # methods that would do nothing in so few rounds
+    ("--method fedcog", "fedcog would never act: with start_round=50 it does so after 50 rounds, and the run has 1"),
+    ("--method scaffold+fedcog-authors:start_round=1", "the run more rounds than that"),
+    ("--method dense:start_round=1", "dense would never act"),
+    ("--method fedals:auto --set momentum=0.9", "fedals:auto would never act: with longest=50"),
     # numbers
     ("--clients 0", "clients=0"),
     ("--clients -3", "clients=-3"),
@@ -200,6 +205,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --device meta", "device='meta'"),
         ("compare fedavg --config nowhere.yaml", "nowhere.yaml cannot be read"),
         ("compare fedavg fedavgm+fedadam", "both fill the slot"),
+        ("compare fedavg fedcog:start_round=50 --rounds 20", "Give it a smaller start_round"),
         ("resume", "Missing argument"),
         ("resume nowhere", "no run to resume"),
         ("partition digit", "Did you mean 'digits'"),

@@ -141,7 +141,7 @@ def resume(
         shared: Where what its method made before training is kept for several runs, if not in ``folder``; found by itself
             where ``unskew compare`` and ``unskew reproduce`` keep it.
         changes: New values for ``rounds``, ``engine``, ``workers``, ``device``, ``trackers``, ``checkpoint_every``,
-            ``target`` or ``save_samples``.
+            ``target``, ``save_samples`` or ``to_be_continued``.
 
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
