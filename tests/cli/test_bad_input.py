@@ -86,7 +86,8 @@ OPTIONS = [
     ("--partition=", "no partition ''"),
     ("--engine gpu", "engine='gpu'"),
     ("--device gpu", "device='gpu'"),
-    ("--device meta", "device='meta'"),
+    ("--device meta", "device='meta' is not valid: the devices of this machine are auto, cpu"),
+    ("--device cpu:1", "device='cpu:1' is not valid: the devices of this machine are"),
     ("--device cuda:99", "device 'cuda:99' is not available here"),
     # methods that would do nothing in so few rounds
     ("--method fedcog", "fedcog would never act: with start_round=50 it does so after 50 rounds, and the run has 1"),
@@ -277,6 +278,10 @@ def test_place_that_cannot_be_the_run_folder(capsys, out):
     assert words in refused(capsys, *RUN, "--out", out, files=files)
     assert words in refused(capsys, "compare", "fedavg", *TINY, "--rounds", "1", "--out", out, files=files)
     assert Path("there/mine").read_text() == Path("a.txt").read_text() == "mine"
+
+
+def test_the_processor_may_be_called_as_pytorch_calls_it():
+    assert experiment({"device": "cpu:0"}).device == "cpu"
 
 
 def test_empty_folder_may_be_the_run_folder(capsys):

@@ -156,6 +156,8 @@ class Experiment(Section):
             values.setdefault("clients", None)
         if isinstance(values.get("server"), str) and values["server"].isdigit():
             values["server"] = int(values["server"])
+        if values.get("device") == "cpu:0":  # as PyTorch also calls it
+            values["device"] = "cpu"
         if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false
             values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
         if isinstance(values.get("network"), str):  # as on the command line
