@@ -86,8 +86,14 @@ OPTIONS = [
     ("--partition=", "no partition ''"),
     ("--engine gpu", "engine='gpu'"),
     ("--device gpu", "device='gpu'"),
-    ("--device meta", "device='meta'"),
+    ("--device meta", "device='meta' is not valid: the devices of this machine are auto, cpu"),
+    ("--device cpu:1", "device='cpu:1' is not valid: the devices of this machine are"),
     ("--device cuda:99", "device 'cuda:99' is not available here"),
+    # methods that would do nothing in so few rounds
+    ("--method fedcog", "fedcog would never act: with start_round=50 it does so after 50 rounds, and the run has 1"),
+    ("--method scaffold+fedcog-authors:start_round=1", "the run more rounds than that"),
+    ("--method dense:start_round=1", "dense would never act"),
+    ("--method fedals:auto --set momentum=0.9", "fedals:auto would never act: with longest=50"),
     # numbers
     ("--clients 0", "clients=0"),
     ("--clients -3", "clients=-3"),
@@ -200,6 +206,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --device meta", "device='meta'"),
         ("compare fedavg --config nowhere.yaml", "nowhere.yaml cannot be read"),
         ("compare fedavg fedavgm+fedadam", "both fill the slot"),
+        ("compare fedavg fedcog:start_round=50 --rounds 20", "Give it a smaller start_round"),
         ("resume", "Missing argument"),
         ("resume nowhere", "no run to resume"),
         ("partition digit", "Did you mean 'digits'"),
@@ -271,6 +278,10 @@ def test_place_that_cannot_be_the_run_folder(capsys, out):
     assert words in refused(capsys, *RUN, "--out", out, files=files)
     assert words in refused(capsys, "compare", "fedavg", *TINY, "--rounds", "1", "--out", out, files=files)
     assert Path("there/mine").read_text() == Path("a.txt").read_text() == "mine"
+
+
+def test_the_processor_may_be_called_as_pytorch_calls_it():
+    assert experiment({"device": "cpu:0"}).device == "cpu"
 
 
 def test_empty_folder_may_be_the_run_folder(capsys):

@@ -1,7 +1,9 @@
 import dataclasses
 import inspect
+from collections.abc import Sequence
 
 import pytest
+from support.federations import blobs
 
 import unskew
 from unskew.config.experiment import Experiment
@@ -40,3 +42,19 @@ def test_both_ways_give_the_same_federation(seed):
     assert public.fingerprint == by_spec.fingerprint
     assert public.clients.x.equal(by_spec.clients.x)
     assert public.test[0].equal(by_spec.test[0])
+
+
+def test_a_federation_is_shown_in_a_line_and_no_client_is_loaded_for_it():
+    fed = blobs([6, 9])
+    about = "classes=3, shape=(2, 6, 6), partition='given', task='classification'"
+    assert str(fed) == repr(fed) == f"Federation(name='arrays', clients=2, samples=15, test=60, server=13, {about})"
+    assert repr(fed.clients[1]) == "ClientData(id=1, samples=9, held_out=0)"
+
+    class OnDisk(Sequence):
+        def __len__(self):
+            return 1_000_000
+
+        def __getitem__(self, k):
+            raise AssertionError("a client was loaded")
+
+    assert "clients=1000000, test=60" in repr(dataclasses.replace(fed, clients=OnDisk()))

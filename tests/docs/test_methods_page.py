@@ -115,7 +115,7 @@ def test_the_costs_of_methods_are_those_counted():
     options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
     for name in CATALOGUE:
         traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
-        result = unskew.run(method=QUICK.get(name, name), server=100, **options)
+        result = unskew.run(method=QUICK.get(name, name), server=100, to_be_continued=True, **options)
         size = result.summary["parameters"]
         g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
         numbers = {

@@ -54,12 +54,16 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
                     "seed",
                 )
                 assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
-            chosen = method(cell.config.method)
             delayed = cell.config.network.delay != "none"
-            run = Proposed(federation, lambda: SPEC, cell.config.training, cell.config.rounds, delayed)
-            for rule in chosen.client:
-                rule.check(run)
-            assert not (delayed and chosen.sync)
+            for config in filter(None, (cell.config, cell.parent)):
+                chosen = method(config.method)
+                run = Proposed(
+                    federation, lambda: SPEC, config.training, config.rounds, delayed,
+                    to_be_continued=config.to_be_continued,
+                )  # fmt: skip
+                for rule in (*chosen.client, *filter(None, [chosen.server])):
+                    rule.check(run)
+                assert not (delayed and chosen.sync)
         for value in preset.values:
             stem, slash, _ = value.partition("/")
             if slash and stem in ("consensus", "generalization", "gradients"):

@@ -18,8 +18,9 @@ from unskew.cli.tables import megabytes, partition_table, percent, summary_table
 from unskew.comparison.compare import Comparison, folder_name, mean_std
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
+from unskew.plots import curves
 from unskew.plots.curves import clients_by_class, convergence, signs
-from unskew.plots.figure import new_figure
+from unskew.plots.figure import new_figure, over_rounds
 from unskew.records.recorder import Recorder, reaching
 from unskew.records.result import read_history
 from unskew.simulation.evaluate import ClientScores
@@ -341,6 +342,18 @@ def test_comparison_rows_by_hand():
     assert reaching([row(1, None), row(2, 0.4)], 0.4) == row(2, 0.4)
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_a_methods_spelling_is_never_broken_inside_a_word(width):
+    names = ["fedssyn:generator=gan-small,epochs=1+scaffold", "feddecorr:beta=0.1"]
+    runs = {name: [[row(1, 0.5)]] for name in names}
+    ends = {name: [summary_of(0.5)] for name in names}
+    text = shown(comparison_table(Comparison(runs, ends, target=0.5, folder=None).rows()), width)
+    lines = [line.split()[0] for line in text.splitlines() if line[:1] == " " and line[1:2].strip(" ─")]
+    assert "".join(lines) == "method" + "".join(names)
+    assert all(line[-1] in "+,:" or f"{line}." in f"{'. '.join(['method', *names])}." for line in lines)
+    assert width < 200 or lines == ["method", *names]
+
+
 def test_numbers_as_text():
     assert [megabytes(x) for x in (0, 4_520, 999_000, 1e6, 123_456_789, 2e9)] == [
         "0", "0.0045", "1", "1.0", "123.5", "2,000",
@@ -369,9 +382,28 @@ def test_figures_of_anything(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"deep", "b.pdf", "c.png"}
 
 
+def test_rounds_are_whole_numbers_also_on_an_axis():
+    """Left to itself, matplotlib marks round 2.5 of five."""
+    _, ((axis,),) = new_figure(5, 4)
+    axis.plot([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert any(tick != int(tick) for tick in axis.get_xticks())
+    over_rounds(axis)
+    assert all(tick == int(tick) for tick in axis.get_xticks())
+
+
+def test_convergence_is_drawn_over_whole_rounds(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(curves, "save_figure", lambda figure, path: drawn.append(figure))
+    convergence({"a": [[row(t, bytes_up=t, bytes_down=t) for t in (1, 2, 3)]]}, tmp_path / "a.png")
+    left, _ = drawn[0].axes
+    assert left.get_xlabel() == "communication round"
+    assert all(tick == int(tick) for tick in left.get_xticks())
+
+
 def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     _, ((axis,),) = new_figure(4, 3)
     signs(axis, [1, 3, 5], [2, 4, 1], [1, 0, 5])
+    assert all(tick == int(tick) for tick in axis.get_xticks())
     assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
     assert {bar.get_width() for bar in axis.patches} == {2}
     row = {"round": 1, "coefficients/positive": 3, "coefficients/negative": 2}

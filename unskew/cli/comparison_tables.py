@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from unskew.cli.tables import F1, megabytes, number, percent
 from unskew.comparison.target import TargetCost
 
-SHORT = 20  # letters of a method's spelling that are never folded
 WORDS = ("model", "over")
 """Columns that hold words, not figures."""
 COST = ("MB up", "MB down", "seconds")
 
 
-def table_of(title: str, methods: Iterable[str], *columns: str) -> Table:
-    """A table with a line per method; long spellings are folded, so that the figures keep their room."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", overflow="fold", no_wrap=max(map(len, methods)) <= SHORT)
-    for name in columns:
-        table.add_column(name, justify="left" if name in WORDS else "right")
-    return table
+def pieces(spelling: str) -> list[str]:
+    """Where a method's spelling may be folded: behind ``+``, ``,`` and ``:``.
+
+    >>> pieces("fedprox:mu=0.1+scaffold")
+    ['fedprox:', 'mu=0.1+', 'scaffold']
+    """
+    return re.findall(r"[^+,:]*[+,:]|[^+,:]+", spelling)
+
+
+class Spelling:
+    """A method as it was written, in as few lines as there is room for; no word of it is broken."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for piece in pieces(self.text):
+            if lines[-1] and len(lines[-1] + piece) > options.max_width:
+                lines.append("")
+            lines[-1] += piece
+        yield Text("\n".join(lines), no_wrap=True)
+
+
+class ByMethod(Table):
+    """A line per method: the figures come first to the room that there is, and spellings are folded into the rest."""
+
+    def __init__(self, title: str, methods: Iterable[str], *columns: str):
+        super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        names = ["method", *methods]
+        self.most, self.least = max(map(len, names)), max(len(piece) for name in names for piece in pieces(name))
+        self.add_column("method")
+        for name in columns:
+            self.add_column(name, justify="left" if name in WORDS else "right")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.columns[0].width, self.padding = 0, (0, 1)
+        figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
+        self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))
+        self.padding = (0, 1) if figures + self.least <= options.max_width else (0, 1, 0, 0)
+        yield from super().__rich_console__(console, options)
 
 
 def over_seeds(row: dict[str, Any]) -> str:
@@ -36,12 +72,12 @@ def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
     rounds = f"rounds to {percent(rows[0]['target'])}%"
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds)
-    table = table_of(title, (row["method"] for row in rows), *figures, *COST)
+    table = ByMethod(title, (row["method"] for row in rows), *figures, *COST)
     for row in rows:
         losses = [number(row.get(name), row.get(f"{name}_std")) for name in ("loss", "best_loss", "perplexity")]
         shares = [percent(row[name], row[f"{name}_std"]) for name in ("accuracy", "client_accuracy_mean")]
         traffic = [megabytes(row[name]) for name in ("bytes_up", "bytes_down")]
-        table.add_row(row["method"], *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}")
+        table.add_row(Spelling(row["method"]), *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}")
     return table
 
 
@@ -58,10 +94,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     several = F1 if rows[0].get("o_f1") is not None else {}
     rounds = f"rounds to {percent(rows[0]['target'])}%"
     figures = ("last round", "best round", "clients, mean", "worst client", rounds, *several)
-    table = table_of(f"Test accuracy in %, {over_seeds(rows[0])}", (row["method"] for row in rows), *figures, *COST)
+    table = ByMethod(f"Test accuracy in %, {over_seeds(rows[0])}", (row["method"] for row in rows), *figures, *COST)
     for row in rows:
         table.add_row(
-            row["method"],
+            Spelling(row["method"]),
             percent(row["accuracy"], row["accuracy_std"]),
             percent(row["best_accuracy"], row["best_accuracy_std"]),
             percent(row["client_accuracy_mean"], row["client_accuracy_mean_std"]),
@@ -79,12 +115,12 @@ def reaching_table(rows: Sequence[TargetCost], target: float) -> Table:
     """What a target accuracy costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
     title = f"Rounds and traffic to {percent(target)}% test accuracy"
     figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")
-    table = table_of(title, (row.method for row in rows), *figures)
+    table = ByMethod(title, (row.method for row in rows), *figures)
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
         saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
         table.add_row(
-            row.method,
+            Spelling(row.method),
             f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}",
             faster,
             row.against or "",
@@ -100,10 +136,10 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
         return None
     title = "Accuracy in % on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
-    table = table_of(title, (row["method"] for row in rows), *figures)
+    table = ByMethod(title, (row["method"] for row in rows), *figures)
     for row in rows:
         for label, whose in (("global", "client"), ("personal", "personal")):
             keys = [f"{whose}_accuracy_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row[keys[0]] is not None:
-                table.add_row(row["method"], label, *(percent(row[key], row[f"{key}_std"]) for key in keys))
+                table.add_row(Spelling(row["method"]), label, *(percent(row[key], row[f"{key}_std"]) for key in keys))
     return table

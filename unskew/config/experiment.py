@@ -119,6 +119,8 @@ class Experiment(Section):
     """What is measured beside the method, in rounds that are evaluated."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
+    to_be_continued: bool = False
+    """Other runs begin with this one (``start_from``), so its method may be one that acts only in their rounds."""
     synthetic: str | None = None
     """Folder of a run whose synthetic images are used again instead of making new ones."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -165,6 +167,8 @@ class Experiment(Section):
             values.setdefault("clients", None)
         if isinstance(values.get("server"), str) and values["server"].isdigit():
             values["server"] = int(values["server"])
+        if values.get("device") == "cpu:0":  # as PyTorch also calls it
+            values["device"] = "cpu"
         if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false
             values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
         if isinstance(values.get("network"), str):  # as on the command line

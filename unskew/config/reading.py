@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import NetworkConfig, TextConfig
+from unskew.engines.catalogue import devices
 from unskew.errors import ConfigError, plain, unknown
 from unskew.protocol.rules import Method
 
@@ -35,7 +36,7 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
         if first["type"] == "string_pattern_mismatch":
-            reason = "Input should be auto, cpu, cuda or, for the second of several, cuda:1"
+            reason = f"the devices of this machine are {', '.join(devices())}"
         raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error
 
 

@@ -49,6 +49,9 @@ class ClientData:
         """Number of training samples."""
         return len(self.y)
 
+    def __repr__(self) -> str:
+        return f"ClientData(id={self.id}, samples={self.examples}, held_out={len(self.y_test)})"
+
 
 class ArrayClients(Sequence[ClientData]):
     """Clients as slices of shared arrays: ``k`` trains on ``offsets[k]:splits[k]``, holds out up to ``offsets[k+1]``."""
@@ -129,6 +132,17 @@ class Federation:
         what = {"classification": "classes", "language": "tokens"}.get(self.task, "labels")
         lines = [f"{self.name}: {held}, {len(self.test[1])} to test on, {self.classes} {what}"]
         return "\n".join([*lines, *(f"  {name}: {done}" for name, done in described(self.columns))])
+
+    def __repr__(self) -> str:
+        """What there is in a line, not the arrays; no client is loaded for it."""
+        about: dict[str, object] = {"name": self.name, "clients": len(self.clients)}
+        if isinstance(self.clients, ArrayClients):
+            about["samples"] = int(self.sizes.sum())
+        about["test"] = len(self.test[1])
+        if self.server is not None:
+            about["server"] = len(self.server.y)
+        about |= {name: getattr(self, name) for name in ("classes", "shape", "partition", "task")}
+        return f"Federation({', '.join(f'{name}={value!r}' for name, value in about.items())})"
 
     @property
     def shape(self) -> tuple[int, ...]:

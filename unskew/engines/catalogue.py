@@ -13,6 +13,13 @@ from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import ConfigError
 
 
+def devices() -> list[str]:
+    """What ``device`` may be on this machine."""
+    several = {"cuda": torch.cuda, "xpu": torch.xpu}
+    found = [f"{kind}:{i}" for kind, module in several.items() for i in range(module.device_count())]
+    return ["auto", "cpu", *found, *(["mps"] if torch.backends.mps.is_available() else [])]
+
+
 def pick_device(name: str) -> torch.device:
     """The device that ``name`` means; ``auto`` is CUDA where there is one.
 
@@ -27,7 +34,7 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"The device {name!r} is not available here: {reason}. Use device='cpu' or 'auto'."
+            f"The device {name!r} is not available here: {reason}. There is: {', '.join(devices())}."
         ) from error
     return device
 

@@ -78,9 +78,10 @@ class Dense(ServerRule):
         """The generator makes images, and all models of a round are of that round.
 
         Raises:
-            ConfigError: The data are no images, or updates are delayed.
+            ConfigError: The data are no images, updates are delayed, or the run ends before the first distillation.
         """
         run.need_no_delays(self.name)
+        run.need_rounds_after(self.name, "start_round", self.start_round)
         spec = run.spec
         if len(spec.shape) != 3 or spec.integers:
             raise ConfigError(f"dense generates images, but an input here has the shape {spec.shape}.")

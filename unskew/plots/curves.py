@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unskew.plots.figure import MARKERS, new_figure, save_figure
+from unskew.plots.figure import MARKERS, new_figure, over_rounds, save_figure
 
 
 def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) -> Path:
@@ -43,8 +43,9 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
         for axis, x in ((left, rounds), (right, traffic)):
             axis.plot(x, mean, label=name, linewidth=1.4, markersize=5, alpha=0.9, **style)
             axis.fill_between(x, mean - spread, mean + spread, alpha=0.1, color=style["color"], linewidth=0)
-    for axis, label in ((left, "communication round"), (right, "traffic, up and down (MB)")):
-        axis.set_xlabel(label)
+    over_rounds(left)
+    right.set_xlabel("traffic, up and down (MB)")
+    for axis in (left, right):
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
@@ -65,7 +66,7 @@ def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Seque
     axis.bar(rounds, [-n for n in below], width, color="C3", label="below zero")
     axis.axhline(0, color="black", linewidth=0.6)
     axis.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    axis.set_xlabel("communication round")
+    over_rounds(axis)
     axis.set_ylabel("coefficients")
     axis.legend(frameon=False, fontsize=8)
 

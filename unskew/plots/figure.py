@@ -22,6 +22,14 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def over_rounds(axis: Any) -> None:
+    """Communication rounds from left to right; ticks are whole numbers, as rounds are."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("communication round")
+
+
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure; the ending of ``path`` decides the format.
 

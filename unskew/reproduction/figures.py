@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from unskew.plots.curves import signs
-from unskew.plots.figure import MARKERS, new_figure, save_figure
+from unskew.plots.figure import MARKERS, new_figure, over_rounds, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 from unskew.reproduction.report import Entry, expanded, shown
@@ -54,7 +54,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
             axis.plot(rounds, mean, label=row, marker=MARKERS[number % len(MARKERS)], markersize=3)
             axis.fill_between(rounds, mean - spread, mean + spread, alpha=0.15, linewidth=0)
         axis.set_title(f"{column}: {label}", fontsize=8)
-        axis.set_xlabel("communication round")
+        over_rounds(axis)
         axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, fontsize=8)
     return save_figure(figure, path)

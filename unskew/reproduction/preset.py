@@ -184,7 +184,7 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
 
             # The common run takes from the row what changes the data or the model, but not its method.
             rest = {k: v for k, v in mine.items() if k != "method"}
-            parent = None if after is None else build({**rest, **preset.common[after]})
+            parent = None if after is None else build({**rest, **preset.common[after], "to_be_continued": True})
             table.append(Cell(row, column, build(mine), parent))
     return table
 

@@ -36,7 +36,7 @@ def check_method(
         check_sums_suffice(method, of_clients)
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
-    run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose)
+    run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose, config.to_be_continued)
     warnings: list[str] = []
     for rule in method.rules:
         told = rule.check(run) or ()

@@ -60,15 +60,15 @@ class AutoPeriods(ClientRule, Sync):
     longest: int
 
     def check(self, run: Proposed) -> Sequence[str]:
-        """A run in which the periods are never set anew is told."""
+        """The periods must be set at least once.
+
+        Raises:
+            ConfigError: The run is over before that, so it would be one of plain FedALS.
+        """
         super().check(run)
         self.first.periods_of(run.spec)
-        if run.rounds > self.longest:
-            return ()
-        return [
-            f"fedals:auto measures for longest={self.longest} rounds before it first sets periods, and the run has "
-            f"{run.rounds}: it keeps those of plain fedals. Take more rounds or a smaller longest."
-        ]
+        run.need_rounds_after("fedals:auto", "longest", self.longest)
+        return ()
 
     # ---- at a client ----------------------------------------------------------------------------------------------------
 

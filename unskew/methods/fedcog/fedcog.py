@@ -110,7 +110,11 @@ class FedCOG(ClientRule):
             )
 
     def check(self, run: Proposed) -> Sequence[str]:
-        """Labels must be classes of the data; a network and augmentation need images, further labels several ones."""
+        """Labels must be classes of the data; a network and augmentation need images, further labels several ones.
+
+        Raises:
+            ConfigError: An option does not fit the data, or the run ends before the first round with generation.
+        """
         federation = run.federation
         run.need_numbers(self.name)
         if self.source == "noise" and (self.generator == "network" or self.augment):
@@ -128,12 +132,8 @@ class FedCOG(ClientRule):
                 f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
                 "leave the option out."
             )
-
-        if run.rounds > self.start_round:
-            return ()
-        return [
-            f"fedcog begins in round {self.start_round}, but the run has {run.rounds}: set fedcog:start_round or rounds."
-        ]
+        run.need_rounds_after(self.name, "start_round", self.start_round)
+        return ()
 
     def facts(self, data: Holdings) -> Tensors:
         """The client's samples of each label ``[C]``, and of each pair of labels ``[C, C]`` for rates of co-occurrence."""

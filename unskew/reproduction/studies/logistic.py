@@ -30,7 +30,7 @@ from unskew.comparison.compare import mean_std
 from unskew.data.reading.tables import Source
 from unskew.data.sources.catalogue import load_source
 from unskew.errors import DataError
-from unskew.plots.figure import new_figure, save_figure
+from unskew.plots.figure import new_figure, over_rounds, save_figure
 from unskew.reproduction.study import ByPart, Line
 from unskew.seeding import derive, generator
 
@@ -195,7 +195,7 @@ class LogisticStudy:
                     low, top = curves.mean(0) - curves.std(0, ddof=1), curves.mean(0) + curves.std(0, ddof=1)
                     axis.fill_between(range(1, curves.shape[1] + 1), low, top, color=f"C{row}", alpha=0.15, linewidth=0)
             axis.set_title(part, fontsize=9)
-            axis.set_xlabel("communication round")
+            over_rounds(axis)
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
         axes[0][0].set_ylabel("test loss")
