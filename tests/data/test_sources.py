@@ -6,6 +6,8 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from support.tolerance import FEW, near
 
 from unskew.data.load import load_federation
@@ -80,6 +82,12 @@ def test_digits():
     counts = np.bincount(source.test.y.numpy())
     assert counts.min() >= 34
     assert counts.max() <= 38
+    # What is written down is what scikit-learn gives.
+    data = load_digits()
+    rows = train_test_split(np.arange(1797), test_size=0.2, stratify=data.target, random_state=0)
+    for part, ids in zip((source.train, source.test), rows, strict=True):
+        np.testing.assert_array_equal(part.x[:, 0], (data.images[ids] * 15).astype("uint8"))
+        np.testing.assert_array_equal(part.y, data.target[ids])
     assert load_source("digits") is source  # decoded once
     with pytest.raises(ConfigError, match="takes no path, label or image"):
         load_source("digits", path=".")

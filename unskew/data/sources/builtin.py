@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -9,14 +12,32 @@ from unskew.data.checks import as_inputs
 from unskew.data.reading.tables import Source, Table
 
 
-def digits() -> Source:
-    """Scikit-learn's digits as uint8 images, with a stratified test part of 20 %."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+def _digits() -> np.ndarray:
+    """Pixels from 0 to 16 and the class, ``[1797, 65]``; from scikit-learn's file, without importing the package."""
+    package = find_spec("sklearn")
+    file = (
+        None
+        if package is None or package.origin is None
+        else Path(package.origin).parent / "datasets/data/digits.csv.gz"
+    )
+    if file is not None and file.is_file():
+        return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits  # a version that keeps them elsewhere
 
     data = load_digits()
-    images, labels = (data.images * 15).astype(np.uint8), data.target.astype(np.int64)
-    parts = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    return np.column_stack([data.data, data.target])
+
+
+def digits() -> Source:
+    """Scikit-learn's digits as uint8 images, with a stratified test part of 20 %.
+
+    The rows of both parts are those of ``train_test_split(..., test_size=0.2, stratify=labels, random_state=0)``, written
+    down: to import scikit-learn takes as long as a short run.
+    """
+    values = _digits()
+    images, labels = (values[:, :-1].reshape(-1, 8, 8) * 15).astype(np.uint8), values[:, -1].astype(np.int64)
+    order = np.load(Path(__file__).with_name("digits-split.npy"))
+    parts = np.split(order, [int(0.8 * len(order))])
     train, test = (Table(as_inputs(images[rows], "digits"), torch.from_numpy(labels[rows]), {}) for rows in parts)
     return Source("digits", train, test, tuple(str(c) for c in range(10)), 10)
 
