@@ -316,6 +316,23 @@ def test_natural_partition_has_as_many_clients_as_there_are(capsys):
     assert (ran["clients"], ran["partition_hash"]) == (5, report.json()["hash"])
 
 
+def test_the_columns_of_a_table_are_shown_once_and_never_in_json(capsys):
+    rows = [f"{i},{i % 9},{i % 7}.5,{i % 2}" for i in range(40)]
+    Path("my.csv").write_text("\n".join(["number,age,height,label", *rows]))
+    table = ("--partition", "iid", "--clients", 2, "--exclude", "number")
+    told = call(capsys, "partition", "table:my.csv", "--label", "label", *table, "--features", "age").out
+    assert [word in told for word in ("left out: excluded", "left out: not among the features")] == [True, True]
+    options = (*table, "--data", "table:my.csv", "--set", "label=label", "--model", "logistic", "--rounds", 1)
+    ran = call(capsys, "run", *options, "--engine", "inline", "--out", "a")
+    assert ran.out.count("what is done to it") == ran.out.count("left out: excluded") == 1, ran
+    assert ran.out.index("left out") < ran.out.index("test accuracy, last round")
+    compared = call(capsys, "compare", "fedavg", *options, "--engine", "inline", "--seeds", 1, "--out", "c", "--json")
+    assert (len(compared.json()["rows"]), "left out" in compared.out) == (1, False)
+    quiet = call(capsys, "run", *options, "--engine", "inline", "--out", "b", "--json")
+    assert (quiet.json()["parameters"], "left out" in quiet.out) == (6, False)
+    assert "'number' looks like an identifier" in call(capsys, "run", *options, "--set", "exclude=[]").err
+
+
 # ---- compare ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 import numpy as np
@@ -101,10 +101,10 @@ def fitting(normalise: object, x: Tensor) -> Normalisation | None:
     return Normalisation.fit(x) if normalise is not False and x.dtype == torch.uint8 else None
 
 
-def checked_names(class_names: Sequence[str], classes: int) -> tuple[str, ...]:
+def checked_names(class_names: object, classes: int) -> tuple[str, ...]:
     """Class names, if there are any, one for each class at least."""
-    if isinstance(class_names, str):
-        raise DataError(f"class_names must be a list with a name for each class, not the text {class_names!r}.")
+    if isinstance(class_names, str) or not isinstance(class_names, Iterable):
+        raise DataError(f"class_names must be a list with a name for each class, not {class_names!r}.")
     names = tuple(class_names)
     if names and len(names) < classes:
         raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")

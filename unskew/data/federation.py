@@ -126,6 +126,9 @@ class Federation:
     kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
     columns: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    def __post_init__(self) -> None:
+        whole_number(self.classes, "classes", least=1)
+
     def __str__(self) -> str:
         """A line on who holds what, and of a table a line for each column."""
         held = f"{len(self.clients)} clients, {self.partition}, {int(self.sizes.sum())} samples to train on"
@@ -219,8 +222,8 @@ class Federation:
         >>> len(fed.clients), fed.classes, fed.sizes.tolist()
         (2, 2, [3, 3])
         """
-        if task not in TASKS:
-            raise DataError(unknown("task", task, TASKS))
+        if not isinstance(task, str) or task not in TASKS:
+            raise DataError(unknown("task", str(task), TASKS))
         check_clients(clients)
         whole_number(seed, "seed")
         xs, ys, splits = zip(

@@ -80,10 +80,14 @@ def load_federation(
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {name!r}.")
     counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
     for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
         if value is not None:
             whole_number(value, field)
+    if server is not None and not isinstance(server, str):
+        whole_number(server, "server")
     spec = DataSpec(
         data=name,
         data_path=path,

@@ -22,12 +22,8 @@ def values_of(
     Raises:
         ConfigError: The data are no federation, or an option says something else about the data.
     """
+    check_federation(federation)
     values = dict(options)
-    if federation is not None and not isinstance(federation, Federation):
-        raise ConfigError(
-            f"Data are given as a federation, not as {type(federation).__name__}: make one with unskew.load_federation or "
-            "unskew.Federation.from_arrays."
-        )
     if federation is not None:
         names = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
         for field in dataclasses.fields(DataSpec):
@@ -38,6 +34,19 @@ def values_of(
         named = isinstance(model, str | Mapping)
         values["model"] = model if named else str(getattr(model, "__name__", type(model).__name__))
     return values
+
+
+def check_federation(federation: object) -> None:
+    """Refuse what is given in place of a federation.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if federation is not None and not isinstance(federation, Federation):
+        raise ConfigError(
+            f"Data are given as a federation, not as {type(federation).__name__}: make one with unskew.load_federation or "
+            "unskew.Federation.from_arrays."
+        )
 
 
 def unnamed(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:

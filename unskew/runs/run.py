@@ -25,7 +25,7 @@ from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.checks import check_method
-from unskew.runs.given import spelling_of, unnamed, values_of
+from unskew.runs.given import check_federation, spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike, as_wanted
 from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
 from unskew.runs.session import Session
@@ -91,6 +91,7 @@ def run_experiment(
 
     A ``method`` that is given is the one that ``config`` names.
     """
+    check_federation(federation)
     folder = None if out is None else Path(out)
     if resume:
         with resumed(folder):

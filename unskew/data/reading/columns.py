@@ -45,7 +45,7 @@ def choose(table: Any, label: str, choice: Choice, name: str) -> tuple[list[str]
     for column in choice.features:
         if not is_numeric(table.column(column).type):
             reason = left_out(table.column(column)).removeprefix("left out: ")
-            raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}).")
+            raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
     numbered = [column for column, what in done.items() if what == INPUT and is_identifier(table.column(column))]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:

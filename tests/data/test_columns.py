@@ -1,0 +1,196 @@
+"""Columns of a table: what is done to each, what the user chooses, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+import unskew
+from unskew.cli.tables import columns_table
+from unskew.data.load import load_federation
+from unskew.data.partition.spelling import column_of
+from unskew.data.reading.columns import SHOWN, described
+from unskew.data.sources import catalogue as sources
+from unskew.data.sources.catalogue import load_source
+from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache():
+    yield
+    sources.cached.cache_clear()
+
+
+def write(file, n=30, **more):
+    """Rows with an identifier, two measurements, decimal commas, text, a numbered ward and a label."""
+    rng = np.random.default_rng(0)
+    columns = {
+        "patient_id": np.arange(100, 100 + n),
+        "age": rng.integers(20, 30, n),
+        "bmi": rng.normal(25, 3, n).round(2),
+        "dose": [f'"{i},5"' for i in range(n)],
+        "name": [f"n{i}" for i in range(n)],
+        "ward": np.arange(n) % 3,
+        "outcome": np.arange(n) % 2,
+    } | more
+    lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+    file.write_text("\n".join(lines) + "\n")
+    return f"table:{file}"
+
+
+@pytest.fixture
+def patients(tmp_path):
+    return write(tmp_path / "patients.csv")
+
+
+def load(name, partition="iid", clients=2, **options):
+    return load_federation(name, **{"label": "outcome", "partition": partition, "clients": clients, **options})
+
+
+def test_what_is_done_to_each_column_is_told(patients):
+    fed = load(patients, "natural:ward", clients=None, exclude=["patient_id"])
+    assert fed.columns == {
+        "patient_id": "left out: excluded",
+        "age": "input",
+        "bmi": "input",
+        "dose": "left out: decimal commas, write points",
+        "name": "left out: text",
+        "ward": "decides the partition",
+        "outcome": "label",
+    }
+    assert fed.shape == (2,)
+    assert [line.strip() for line in str(fed).splitlines()] == [
+        f"patients: 3 clients, natural:ward, {fed.sizes.sum()} samples to train on, {len(fed.test[1])} to test on, 2 classes",
+        *(f"{name}: {done}" for name, done in fed.columns.items()),
+    ]
+    assert "\n" not in str(load_federation("digits", partition="iid", clients=2))
+
+
+@pytest.mark.parametrize(
+    ("partition", "inputs"),
+    [
+        ("iid", ("age", "bmi", "ward")),
+        ("natural:ward", ("age", "bmi")),
+        ("sorted:age", ("bmi", "ward")),
+        ("dirichlet:1,by=ward,min=1", ("age", "bmi")),
+    ],
+)
+def test_what_decides_the_partition_is_no_input(patients, partition, inputs):
+    fed = load(patients, partition, exclude=["patient_id"])
+    assert tuple(name for name, done in fed.columns.items() if done == "input") == inputs
+    assert fed.shape == (len(inputs),)
+
+
+def test_features_are_taken_in_the_order_they_are_named_in(patients):
+    source = load_source(patients, label="outcome", choice=sources.Choice(("bmi", "age")))
+    other = load_source(patients, label="outcome", choice=sources.Choice(exclude=("patient_id", "ward")))
+    assert torch.equal(source.train.x, other.train.x[:, [1, 0]])
+    # Named by hand, the column of the partition and one that looks like an identifier are inputs.
+    fed = load(patients, "natural:ward", clients=None, features="ward, patient_id")
+    assert (fed.shape, fed.columns["ward"]) == ((2,), "input, and decides the partition")
+    assert fed.columns["patient_id"] == "input"
+    assert fed.columns["age"] == "left out: not among the features"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "the column 'patient_id' looks like an identifier.*--exclude patient_id.*features"),
+        ({"features": ["agee"]}, "features: There is no column 'agee'. Did you mean 'age'"),
+        ({"exclude": ["patient"]}, "exclude: There is no column 'patient'. Did you mean 'patient_id'"),
+        ({"features": ["age", "bmi"], "exclude": ["bmi"]}, "'bmi' is both in features and in exclude"),
+        ({"features": ["age", "age"]}, "names the column 'age' twice"),
+        ({"features": ["name"]}, r"'name' of features holds no numbers \(text\)"),
+        ({"features": ["dose"]}, r"'dose' of features holds no numbers \(decimal commas, write points\)"),
+        ({"features": ["outcome"]}, "'outcome' is the label"),
+        ({"features": 3}, "3 is no list of names"),
+        ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"could be inputs: .*age \(left out: excluded\)"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(patients, options, words):
+    with pytest.raises(UnskewError, match=words):
+        load(patients, **options)
+
+
+@pytest.mark.parametrize(
+    ("n", "values", "refused"),
+    [
+        (20, lambda n: np.arange(n), True),
+        (19, lambda n: np.arange(n), False),  # too few rows to tell
+        (20, lambda n: np.arange(n) // 2, False),
+        (20, lambda n: np.arange(n) + 0.5, False),  # a measurement
+    ],
+)
+def test_identifiers_are_whole_numbers_that_all_differ(tmp_path, n, values, refused):
+    name = write(tmp_path / "t.csv", n, visit=values(n))
+    if refused:
+        with pytest.raises(DataError, match="'visit' looks like an identifier"):
+            load(name, exclude=["patient_id"])
+    else:
+        assert load(name, exclude=["patient_id"]).columns["visit"] == "input"
+
+
+def test_row_numbers_that_pandas_stores_are_left_out(tmp_path):
+    text = "\n".join([",age,outcome", *(f"{i},{i % 5},{i % 2}" for i in range(30))])
+    (tmp_path / "t.csv").write_text(text)
+    fed = load(f"table:{tmp_path}/t.csv")
+    assert (fed.columns[""], fed.shape) == ("left out: numbers of rows", (1,))
+    assert described(fed.columns)[0] == ("(no name)", "left out: numbers of rows")
+    half = [i / 2 for i in range(30)]
+    table = pa.table(
+        {"age": half, "outcome": [0, 1] * 15, "__index_level_0__": half, "when": [[1]] * 30, "no": [None] * 30}
+    )
+    parquet.write_table(table, tmp_path / "t.parquet")
+    columns = load(f"table:{tmp_path}/t.parquet").columns
+    assert columns["__index_level_0__"] == "left out: numbers of rows"
+    assert (columns["no"], columns["when"].split(":")[0]) == ("left out: empty", "left out")
+
+
+def test_only_tables_of_numbers_have_features(tmp_path):
+    for name, options in (("digits", {}), ("sentences", {"tokenizer": "bytes"})):
+        for field in ("features", "exclude"):
+            with pytest.raises(ConfigError, match="choose among the columns of a table"):
+                load_federation(name, partition="iid", **options, **{field: "a"})
+    assert load_federation("digits", partition="iid", clients=2).columns == {}
+    image = pytest.importorskip("PIL.Image")
+    for i in range(4):
+        image.fromarray(np.full((2, 2), i, np.uint8)).save(tmp_path / f"{i}.png")
+    (tmp_path / "t.csv").write_text("\n".join(["photo,who,outcome", *(f"{i}.png,{i % 2},{i % 2}" for i in range(4))]))
+    given = {"label": "outcome", "image": "photo", "clients": None}
+    fed = load_federation(f"table:{tmp_path}/t.csv", partition="natural:who", **given)
+    assert fed.columns == {"photo": "input", "who": "decides the partition", "outcome": "label"}
+    with pytest.raises(ConfigError, match="are the images of its column 'photo'"):
+        load_federation(f"table:{tmp_path}/t.csv", partition="natural:who", exclude="who", **given)
+
+
+def test_a_wide_table_is_told_in_a_few_lines():
+    columns = {f"gene{i}": "input" for i in range(SHOWN)} | {"[who]": "label"}
+    assert described(columns) == [("gene0, gene1, gene2, gene3, gene4 and 35 more", "input"), ("[who]", "label")]
+    assert columns_table(columns).row_count == 2
+
+
+def test_the_column_of_a_partition():
+    class Partitioner:
+        _partition_by = "user"
+
+    assert [column_of(p) for p in ("natural:user,min=3", Partitioner(), len)] == ["user", "user", None]
+
+
+def test_a_run_goes_on_with_the_same_features_only(patients, tmp_path):
+    options = {"data": patients, "label": "outcome", "partition": "iid", "clients": 2, "model": "logistic"}
+    unskew.run(**options, features="age,bmi", rounds=1, engine="inline", out=tmp_path / "run")
+    with pytest.raises(
+        CheckpointError, match="features=\\['age', 'bmi'\\], but is resumed with features=\\['bmi', 'age'\\]"
+    ):
+        unskew.run(**options, features=["bmi", "age"], rounds=2, engine="inline", out=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("train", ["T.CSV", "train.CSV"])
+def test_capital_suffixes_are_read(tmp_path, train):
+    write(tmp_path / train, 18)
+    write(tmp_path / "test.csv", 6)
+    for name in (f"table:{tmp_path}/{train}", f"{tmp_path}/{train}", *([f"table:{tmp_path}"] * (train != "T.CSV"))):
+        source = load_source(name, label="outcome")
+        assert (len(source.train), len(source.test)) == ((14, 4) if train == "T.CSV" else (18, 6))

@@ -1,0 +1,157 @@
+"""Data that cannot be used are refused where they enter, in a sentence."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+import unskew
+from unskew.data.load import load_federation
+from unskew.data.normalisation import Normalisation
+from unskew.data.reading.images import decode_column
+from unskew.data.sources import catalogue as sources
+from unskew.data.sources.catalogue import load_source
+from unskew.errors import ConfigError, DataError, UnskewError
+
+X, Y = np.random.default_rng(0).normal(size=(12, 4)).astype("float32"), np.arange(12) % 3
+IMAGES = np.zeros((12, 5, 5, 3), np.uint8)
+DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"classes": "3"}, "classes must be a whole number, not '3'"),
+        ({"classes": True}, "classes must be a whole number"),
+        ({"classes": 0}, "classes must be at least 2"),
+        ({"seed": "1"}, "seed must be a whole number"),
+        ({"holdout": "0.1"}, "holdout must be a share"),
+        ({"task": ["multilabel"]}, "There is no task"),
+        ({"normalise": "yes"}, "normalise must be True, False"),
+        ({"class_names": ["a", "b"]}, "3 classes but only 2 class_names"),
+        ({"class_names": "abc"}, "class_names must be a list"),
+        ({"clients": X}, "a list with one .x, y. per client, not ndarray"),
+        ({"clients": [(X, Y * 0)], "test": (X, Y * 0)}, "All labels are 0, but a classifier needs two classes"),
+        ({"clients": [(X.astype(complex), Y)]}, "inputs of client 0 are not a numeric array: they are complex"),
+        ({"clients": [(X, Y.astype(complex))]}, "labels of client 0 are not numeric: they are complex"),
+        ({"clients": [(DEEP, Y)], "test": (DEEP, Y)}, r"have shape \(12, 1, 2, 3, 4\); expected"),
+        ({"clients": [([[1], [1, 2]], [0, 1])]}, "not a numeric array"),
+        ({"clients": [(X, Y, X[:, :2], Y)]}, r"shape \(4,\), but \(2,\) to test on"),
+        (
+            {"clients": [(IMAGES, Y)], "test": (IMAGES, Y), "normalise": Normalisation((0.0,), (1.0,))},
+            "1 means; the inputs have 3",
+        ),
+    ],
+)
+def test_arrays(options, words):
+    with pytest.raises(DataError, match=words):
+        unskew.Federation.from_arrays(**{"clients": [(X, Y)], "test": (X, Y), **options})
+
+
+def test_one_class_of_several_may_be_all_there_is():
+    fed = unskew.Federation.from_arrays([(X, Y * 0)], test=(X, Y * 0), classes=np.int64(2))
+    assert fed.class_counts().tolist() == [[11, 0]]
+    with pytest.raises(DataError, match="classes must be a whole number"):
+        unskew.Federation(fed.clients, fed.test, classes="2")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (((0.0, 0.0), (1.0, 0.0)), "std of a normalisation must be above 0"),
+        (((0.0,), (float("nan"),)), "std of a normalisation must be above 0 and finite"),
+        (((float("inf"),), (1.0,)), "must be finite"),
+        (((0.0, 0.0), (1.0,)), "as many means as stds, not 2 and 1"),
+        (("a", "b"), "are numbers"),
+    ],
+)
+def test_normalisations(values, words):
+    with pytest.raises(DataError, match=words):
+        Normalisation(*values)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda given: unskew.run(given), "not as ndarray"),
+        (lambda given: unskew.compare(given, methods="fedavg"), "not as ndarray"),
+        (lambda given: unskew.diagnose(given), "not as ndarray"),
+        (lambda given: unskew.run("digits"), "not as str: make one with unskew.load_federation"),
+    ],
+)
+def test_what_is_no_federation(call, words):
+    with pytest.raises(ConfigError, match=words):
+        call(np.zeros((3, 4)))
+
+
+@pytest.mark.parametrize("made", [None, 3, "ab", {0: [0], 1: [1]}, [[[1], [2, 3]], [4]], [None, [1]]])
+def test_partition_functions_that_return_something_else(made):
+    def halves(labels, clients, rng):
+        return made
+
+    with pytest.raises(DataError, match="The partition halves must"):
+        load_federation("digits", partition=halves, clients=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clients": "3"}, "clients must be a whole number, not '3'"),
+        ({"seed": 0.5}, "seed must be a whole number"),
+        ({"keep_samples": "9"}, "keep_samples must be a whole number"),
+        ({"server": 1.5}, "server must be a whole number"),
+        ({"name": 3}, "A data set is named by text"),
+        (
+            {"text": "premise,hypothesis"},
+            "text.columns=premise,hypothesis names columns of texts, but digits holds none",
+        ),
+        ({"partition": "iid,each=" + "9" * 30}, "must be at most 1,000,000,000,000"),
+        ({"partition": "dirichlet:1,draws=" + "9" * 30}, "must be at most 1,000,000,000,000"),
+        ({"partition": "dirichlet:inf"}, "must be a positive number"),
+    ],
+)
+def test_options_of_a_source(options, words):
+    with pytest.raises(UnskewError, match=words):
+        load_federation(**{"name": "digits", "partition": "iid", "clients": 2, **options})
+
+
+def test_sources_with_a_single_class(tmp_path):
+    (tmp_path / "t.csv").write_text("a,text,y\n" + "1.5,some words,yes\n" * 9)
+    with pytest.raises(DataError, match="All samples of t have the same label, yes"):
+        load_source(f"table:{tmp_path}/t.csv", label="y")
+    with pytest.raises(DataError, match="All samples of t have the same label, yes"):
+        load_federation(f"text:{tmp_path}/t.csv", label="y", tokenizer="bytes", partition="iid", clients=2)
+
+
+def bomb(side):
+    """The beginning of a PNG of so many pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(b"")
+    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, data, b"IEND")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_images_that_would_fill_the_memory():
+    pa, image = pytest.importorskip("pyarrow"), pytest.importorskip("PIL.Image")
+    with pytest.raises(DataError, match=r"Image 0 of me cannot be decoded \(it has too many pixels"):
+        decode_column(pa.chunked_array([[bomb(50_000)]]), "me")
+    # A JPEG is read by another package, which knows no bound: its header is made to say more than it holds.
+    out = io.BytesIO()
+    image.fromarray(IMAGES[0]).save(out, "JPEG")
+    data = bytearray(out.getvalue())
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", 60_000, 60_000)
+    with pytest.raises(DataError, match="it has too many pixels"):
+        decode_column(pa.chunked_array([[bytes(data)]]), "me")
+
+
+@pytest.mark.parametrize("kind", ["leaf", "table", "folder"])
+def test_a_folder_of_something_else_is_refused_before_its_files_are_counted(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sources, "stamp", lambda path: pytest.fail("every file was looked at"))
+    with pytest.raises(DataError, match=str(tmp_path)):
+        load_source(f"{kind}:{tmp_path}")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=str(tmp_path)):
+        load_source(f"{kind}:{tmp_path / 'file'}")
