@@ -89,7 +89,8 @@ def partition(
     counts, names = fed.holdings()
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:
-        clients_by_class(counts, names, plot, f"{fed.name}, {fed.partition}, seed {seed}")
+        title = f"{fed.name}, {fed.partition}, seed {seed}"
+        clients_by_class(counts, names, plot, title, client_names=fed.client_names)
     if as_json:
         sizes = fed.sizes
         print_json(
@@ -102,12 +103,13 @@ def partition(
                 "smallest": int(sizes.min()),
                 "largest": int(sizes.max()),
                 "class_names": list(names),
+                "client_names": list(fed.client_names),
                 "counts": counts.tolist(),
             }
         )
         return
     console = console_for()
-    console.print(partition_table(counts, names, sizes=fed.sizes))
+    console.print(partition_table(counts, names, sizes=fed.sizes, client_names=fed.client_names))
     console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
 
 

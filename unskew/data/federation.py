@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.checks import as_inputs, as_names, as_targets, check_targets
 from unskew.data.normalisation import Normalisation
 from unskew.errors import DataError, unknown
 from unskew.tasks import TASKS
@@ -97,6 +97,7 @@ class Federation:
         name: The data set and partition, for tables.
         fingerprint: Hash of the partition (which sample sits where); every run records it.
         kinds: Rows of each kind at each client ``[K, G]`` and the kinds' names, where a column decided the partition.
+        client_names: The clients' names, distinct and in order; empty if they have none.
     """
 
     clients: Sequence[ClientData]
@@ -110,6 +111,14 @@ class Federation:
     partition: str = "given"
     fingerprint: str = ""
     kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
+    client_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        as_names(self.client_names, len(self.clients))
+
+    def who(self, client: int) -> str:
+        """What messages and figures call a client: its name, or else its number."""
+        return self.client_names[client] if self.client_names else f"client {client}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,6 +164,7 @@ class Federation:
         normalise: bool | Normalisation | None = None,
         server_in_domain: bool = True,
         class_names: Sequence[str] = (),
+        client_names: Sequence[str] = (),
         name: str = "arrays",
     ) -> Federation:
         """Build a federation from arrays.
@@ -174,11 +184,12 @@ class Federation:
                 nothing is normalised; or a ``Normalisation``.
             server_in_domain: Whether the server's samples come from the clients' task; if not, it has classes of its own.
             class_names: Names of the classes.
+            client_names: Names of the clients.
             name: Name shown in tables.
 
         Raises:
-            DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, or there is no
-                such task.
+            DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, two clients have
+                one name, or there is no such task.
 
         >>> import numpy as np
         >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 0, 1])
@@ -195,6 +206,7 @@ class Federation:
                 raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
         if isinstance(clients, dict):
             raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
+        names = as_names(client_names, len(clients))
         xs, ys, splits = [], [], []
         for k, arrays in enumerate(clients):
             if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
@@ -248,6 +260,7 @@ class Federation:
             classes=classes,
             normalisation=normalise,
             class_names=tuple(class_names),
+            client_names=names,
             name=name,
             fingerprint=fingerprint_of(y_all.numpy(), offsets),
         )
