@@ -91,7 +91,8 @@ def partition(
     counts, names = fed.holdings()
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:
-        clients_by_class(counts, names, plot, f"{fed.name}, {fed.partition}, seed {seed}")
+        title = f"{fed.name}, {fed.partition}, seed {seed}"
+        clients_by_class(counts, names, plot, title, client_names=fed.client_names)
     if as_json:
         sizes = fed.sizes
         print_json(
@@ -104,6 +105,7 @@ def partition(
                 "smallest": int(sizes.min()),
                 "largest": int(sizes.max()),
                 "class_names": list(names),
+                "client_names": list(fed.client_names),
                 "counts": counts.tolist(),
             }
         )
@@ -111,7 +113,7 @@ def partition(
     console = console_for()
     if fed.columns:
         console.print(columns_table(fed.columns))
-    console.print(partition_table(counts, names, sizes=fed.sizes))
+    console.print(partition_table(counts, names, sizes=fed.sizes, client_names=fed.client_names))
     console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -55,7 +55,9 @@ def over_clients(summary: dict[str, Any], whose: str) -> str:
     mean, std, decile, worst = (
         percent(summary[f"{whose}_accuracy_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
-    return f"mean {mean}%, std {std}%, worst decile {decile}%, worst client {worst}%"
+    name = summary.get(f"{whose}_accuracy_worst_name")
+    named = "" if name is None else f" ({escape(name)})"
+    return f"mean {mean}%, std {std}%, worst decile {decile}%, worst client {worst}%{named}"
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
@@ -109,19 +111,27 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def partition_table(
-    counts: np.ndarray, class_names: Sequence[str], most: int = 20, sizes: np.ndarray | None = None
+    counts: np.ndarray,
+    class_names: Sequence[str],
+    most: int = 20,
+    sizes: np.ndarray | None = None,
+    client_names: Sequence[str] = (),
 ) -> Table:
     """What each client holds: counts ``[K, C]`` and (without several labels a sample, their sums) samples ``[K]``."""
     sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
     table = Table(title="Training samples per client and class", title_justify="left")
-    for name in ("client", "total", *classes[:20]):
+    table.add_column("client", justify="right")
+    if client_names:
+        table.add_column("name")
+    for name in ("total", *classes[:20]):
         table.add_column(name, justify="right")
     if len(classes) > 20:
         table.add_column("...")
     for client, row in enumerate(counts[:most]):
         cells = [str(int(n)) if n else "·" for n in row[:20]]
-        table.add_row(str(client), str(int(sizes[client])), *cells)
+        named = [escape(client_names[client])] if client_names else []
+        table.add_row(str(client), *named, str(int(sizes[client])), *cells)
     if len(counts) > most:
         table.caption = f"{most} of {len(counts)} clients"
     return table

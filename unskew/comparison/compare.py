@@ -174,7 +174,7 @@ def compare(
                     check_given_set(configs[name, seed], m)
             if folder is not None and seed == which[0]:
                 (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
-                clients_by_class(counts, classes, folder / "clients.png", title)
+                clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
             for name, m in by_name.items():
                 history, summary = _one(
                     configs[name, seed],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,22 @@ from unskew.errors import DataError
 
 CHANNELS = (1, 3, 4)
 TRANSFORMERS_PADDING = -100  # what the package transformers has in labels where nothing is to be predicted
+
+
+def as_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
+    """The clients' names, none or one for each.
+
+    Raises:
+        DataError: They are not so many distinct texts.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise DataError("client_names must be a list of texts, one for each client.")
+    if len(names) not in (0, clients):
+        raise DataError(f"There are {len(names)} client_names for {clients} clients; give one for each, or none.")
+    twice = next((name for name, times in Counter(names).items() if times > 1), None)
+    if twice is not None:
+        raise DataError(f"Two clients have the name {twice!r}; client_names must be distinct.")
+    return tuple(names)
 
 
 def as_tensor(values: object, problem: str) -> Tensor:

@@ -24,7 +24,7 @@ from unskew.data.arrays import (
     given_pair,
     whole_number,
 )
-from unskew.data.checks import check_differ, check_targets
+from unskew.data.checks import as_names, check_differ, check_targets
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import described
 from unskew.errors import DataError, unknown
@@ -111,6 +111,7 @@ class Federation:
         fingerprint: Hash of the partition (which sample sits where); every run records it.
         kinds: Rows of each kind at each client ``[K, G]`` and the kinds' names, where a column decided the partition.
         columns: Of a table, what is done to each column: ``"input"``, ``"label"``, ``"left out: text"``, ...
+        client_names: The clients' names, distinct and in order; empty if they have none.
     """
 
     clients: Sequence[ClientData]
@@ -125,9 +126,11 @@ class Federation:
     fingerprint: str = ""
     kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
     columns: Mapping[str, str] = field(default_factory=dict, compare=False)
+    client_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number(self.classes, "classes", least=1)
+        as_names(self.client_names, len(self.clients))
 
     def __str__(self) -> str:
         """A line on who holds what, and of a table a line for each column."""
@@ -146,6 +149,10 @@ class Federation:
             about["server"] = len(self.server.y)
         about |= {name: getattr(self, name) for name in ("classes", "shape", "partition", "task")}
         return f"Federation({', '.join(f'{name}={value!r}' for name, value in about.items())})"
+
+    def who(self, client: int) -> str:
+        """What messages and figures call a client: its name, or else its number."""
+        return self.client_names[client] if self.client_names else f"client {client}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -191,6 +198,7 @@ class Federation:
         normalise: bool | Normalisation | None = None,
         server_in_domain: bool = True,
         class_names: Sequence[str] = (),
+        client_names: Sequence[str] = (),
         name: str = "arrays",
     ) -> Federation:
         """Build a federation from arrays.
@@ -210,11 +218,12 @@ class Federation:
                 nothing is normalised; or a ``Normalisation``.
             server_in_domain: Whether the server's samples come from the clients' task; if not, it has classes of its own.
             class_names: Names of the classes.
+            client_names: Names of the clients.
             name: Name shown in tables.
 
         Raises:
             DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, there is one class
-                only, or an argument is of the wrong kind.
+                only, two clients have one name, or an argument is of the wrong kind.
 
         >>> import numpy as np
         >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 0, 1])
@@ -225,6 +234,7 @@ class Federation:
         if not isinstance(task, str) or task not in TASKS:
             raise DataError(unknown("task", str(task), TASKS))
         check_clients(clients)
+        names = as_names(client_names, len(clients))
         whole_number(seed, "seed")
         xs, ys, splits = zip(
             *(client_samples(k, one, task, holdout, seed) for k, one in enumerate(clients)), strict=True
@@ -256,6 +266,7 @@ class Federation:
             classes=classes,
             normalisation=fitting(normalise, x_all),
             class_names=checked_names(class_names, 0 if task == "language" else classes),
+            client_names=names,
             name=name,
             fingerprint=fingerprint_of(y_all.numpy(), offsets),
         )

@@ -147,6 +147,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         name=source.name,
         partition=parts.name,
         fingerprint=parts.fingerprint,
+        client_names=parts.names,
         kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
         columns=source.columns,
     )

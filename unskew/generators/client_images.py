@@ -240,5 +240,5 @@ def draw(folder: Path, images: SyntheticSet, federation: Federation) -> None:
         mine = images.source == k
         classes, y = images.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
         names = [federation.class_names[c] if federation.class_names else str(c) for c in classes.tolist()]
-        title = f"client {k}: {len(y)} synthetic images"
+        title = f"{federation.who(k)}: {len(y)} synthetic images"
         images_by_class(images.x[mine].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title)

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from unskew.plots.figure import MARKERS, new_figure, over_rounds, save_figure
+from unskew.plots.figure import MARKERS, literal, new_figure, over_rounds, save_figure
+
+NAME = 24
+"""Characters of a client's name that a figure shows at most."""
 
 
 def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) -> Path:
@@ -79,7 +82,12 @@ def sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequenc
 
 
 def clients_by_class(
-    counts: np.ndarray, class_names: Sequence[str], path: Path, title: str = "", most: int = 60
+    counts: np.ndarray,
+    class_names: Sequence[str],
+    path: Path,
+    title: str = "",
+    most: int = 60,
+    client_names: Sequence[str] = (),
 ) -> Path:
     """What each client holds: a dot per client and class, its area the number of samples.
 
@@ -89,20 +97,26 @@ def clients_by_class(
         path: Image file to write.
         title: What is shown, such as the partition and its seed.
         most: Largest number of clients drawn; of more, evenly spaced ones are shown.
+        client_names: Names of the clients, if they have any; their numbers are shown else.
     """
     total = len(counts)
     shown = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(int)
     counts = counts[shown]
-    figure, ((axis,),) = new_figure(max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5))
+    figure, ((axis,),) = new_figure(
+        max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5) + bool(client_names)
+    )
     client, label = np.nonzero(counts)
     sizes = counts[client, label]
     axis.scatter(client, label, s=220 * sizes / max(1, counts.max()), alpha=0.75, linewidths=0)
-    ticks = np.arange(0, len(shown), max(1, len(shown) // 20))
-    axis.set_xticks(ticks, [str(shown[t]) for t in ticks])
+    if client_names:
+        axis.set_xticks(range(len(shown)), [literal(client_names[k], NAME) for k in shown], rotation=90)
+    else:
+        ticks = np.arange(0, len(shown), max(1, len(shown) // 20))
+        axis.set_xticks(ticks, [str(shown[t]) for t in ticks])
     step = max(1, counts.shape[1] // 40)
-    axis.set_yticks(range(0, counts.shape[1], step), list(class_names)[::step])
+    axis.set_yticks(range(0, counts.shape[1], step), [literal(name) for name in list(class_names)[::step]])
     axis.set_xlabel("client" + (f" ({len(shown)} of {total} shown)" if len(shown) < total else ""))
     axis.set_ylabel("class")
-    axis.set_title(title + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9)
+    axis.set_title(literal(title) + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9)
     axis.grid(alpha=0.25)
     return save_figure(figure, path)

@@ -30,6 +30,16 @@ def over_rounds(axis: Any) -> None:
     axis.set_xlabel("communication round")
 
 
+def literal(text: str, most: int | None = None) -> str:
+    """A text that is shown as it is, without formulas, and cut to ``most`` characters.
+
+    >>> literal("to $10", 3)
+    'to…'
+    """
+    shown = text if most is None or len(text) <= most else text[: most - 1] + "…"
+    return shown.replace("$", r"\$")
+
+
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure; the ending of ``path`` decides the format.
 

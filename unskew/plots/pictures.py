@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unskew.plots.figure import new_figure, save_figure
+from unskew.plots.figure import literal, new_figure, save_figure
 
 
 def images_by_class(
@@ -35,12 +35,12 @@ def images_by_class(
     figure, ((axis,),) = new_figure(5, 1 + 4 * canvas.shape[0] / canvas.shape[1])
     axis.imshow(canvas, interpolation="nearest")
     names = list(class_names) or [str(label) for label in range(classes)]
-    axis.set_yticks([label * row + height / 2 for label in range(classes)], names)
+    axis.set_yticks([label * row + height / 2 for label in range(classes)], [literal(name) for name in names])
     axis.set_xticks([])
     axis.tick_params(length=0)
     for side in axis.spines.values():
         side.set_visible(False)
-    axis.set_title(title, fontsize=9)
+    axis.set_title(literal(title), fontsize=9)
     return save_figure(figure, path)
 
 

@@ -151,3 +151,8 @@ def finite(row: Row) -> Row:
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+
+def write_clients(folder: Path, clients: Sequence[Row]) -> None:
+    """Write ``clients.jsonl``."""
+    write_atomic(folder / "clients.jsonl", b"".join((json.dumps(row) + "\n").encode() for row in clients))

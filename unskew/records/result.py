@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ class Result:
         vector: The final global model, ``[d]``; ``model``: the same as a module in eval mode.
         folder: The run folder, or None.
         draw: Writes pictures of what the method did into a folder, for methods that have any.
+        clients: One dictionary per client, as in ``clients.jsonl``.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class Result:
         vector: Tensor,
         folder: Path | None,
         draw: Callable[[Path], None] = lambda folder: None,
+        clients: Sequence[dict[str, Any]] = (),
     ):
         self.history, self.summary, self.model, self.vector, self.folder = history, summary, model, vector, folder
-        self.draw = draw
+        self.draw, self.clients = draw, list(clients)
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a table, one row per round (needs pandas)."""

@@ -23,7 +23,7 @@ from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
-from unskew.records.recorder import Callback, Recorder, warn, write_summary
+from unskew.records.recorder import Callback, Recorder, warn, write_clients, write_summary
 from unskew.records.result import Result
 from unskew.runs.continuation import (
     begin_where,
@@ -34,7 +34,7 @@ from unskew.runs.continuation import (
     content_of,
     data_identity,
 )
-from unskew.runs.summary import summarise
+from unskew.runs.summary import of_clients, summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
@@ -146,7 +146,7 @@ class Session:
             if not (self.server.moved or self.server.overflows or foretold):
                 self._warn(trouble.stuck(self.network, len(rounds)))
             self.recorder.sync()
-            client_scores = self._client_scores(engine)
+            client_scores, clients = self._client_scores(engine)
         except Interrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder
@@ -162,6 +162,7 @@ class Session:
             about = {"base": base} if self.spec.frozen else None
             data = save({name: t.contiguous() for name, t in weights.items()}, about)
             write_atomic(self.folder / "model.safetensors", data)
+            write_clients(self.folder, clients)
             write_summary(self.folder, summary)
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
@@ -169,14 +170,15 @@ class Session:
             callback.end(summary)
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         draw = partial(self.server.rule.draw, self.recorder.history)
-        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder, draw)
+        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder, draw, clients)
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""
         self._saved = start
         if self.folder is not None:
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
-            (self.folder / "summary.json").unlink(missing_ok=True)
+            for name in ("summary.json", "clients.jsonl"):
+                (self.folder / name).unlink(missing_ok=True)
             checkpoint.drop(self.folder / "checkpoints", after=start)
         for callback in self.callbacks:
             callback.start(self.config.model_dump(mode="json"), start)
@@ -197,7 +199,7 @@ class Session:
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        problem = trouble.left_out(self.server, done)
+        problem = trouble.left_out(self.server, done, self.evaluator.federation.client_names)
         if problem is not None:
             self._warn(problem)
         self.recorder.round(
@@ -273,8 +275,8 @@ class Session:
             Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.prepared)
         )
 
-    def _client_scores(self, engine: Engine) -> dict[str, Any]:
-        """What the final model, and for methods that have any the clients' own models, are worth to single clients."""
+    def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What the final model, and the clients' own where there are any, are worth to clients: in all, and to each."""
         config, server = self.config, self.server
 
         def score(own: Models | None) -> ClientScores:
@@ -282,10 +284,16 @@ class Session:
 
         own_statistics = config.buffers == "local" and self.spec.buffer_sizes
         scores = score(partial(personal.shared, server) if own_statistics else None)
-        figures: dict[str, Any] = scores.figures("client_accuracy")
+        own: ClientScores | None = None
         if personal.tunes(self.method):
-            models = partial(personal.tuned, server, engine, config.rounds, self.sampler.size)
-            figures |= score(models).figures("personal_accuracy")
+            own = score(partial(personal.tuned, server, engine, config.rounds, self.sampler.size))
         elif personal.personalises(self.method, self.spec):
-            figures |= score(partial(personal.kept, server)).figures("personal_accuracy")
-        return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
+            own = score(partial(personal.kept, server))
+        federation = self.evaluator.federation
+        figures = {
+            **scores.figures("client_accuracy", federation.client_names),
+            **({} if own is None else own.figures("personal_accuracy", federation.client_names)),
+            "clients_evaluated": len(scores.accuracies),
+            "clients_evaluated_on": scores.measured_on,
+        }
+        return figures, of_clients(federation, scores, own)

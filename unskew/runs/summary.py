@@ -1,12 +1,14 @@
-"""The summary of a finished run."""
+"""The summary of a finished run, and what it says of each client."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.data.federation import ArrayClients, Federation
 from unskew.protocol.workspace import Prepared
-from unskew.records.recorder import Recorder, reaching
+from unskew.records.recorder import Recorder, finite, reaching
+from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
 from unskew.tasks import TASKS
 
@@ -81,3 +83,36 @@ def summarise(
         summary["rounds_to_target"] = None if row is None else row["round"]
         summary["bytes_to_target"] = None if row is None else row["bytes_up"] + row["bytes_down"]
     return summary
+
+
+def of_clients(federation: Federation, scores: ClientScores, personal: ClientScores | None) -> list[dict[str, Any]]:
+    """What ``clients.jsonl`` holds: a line for each client; of clients that are loaded one by one, for those evaluated.
+
+    Args:
+        federation: The data before the method changed them.
+        scores: What the final model is worth to those that were evaluated.
+        personal: What their own models are, where they have any.
+    """
+    figures = {
+        k: {"accuracy": accuracy, "loss": loss}
+        for k, accuracy, loss in zip(*(a.tolist() for a in (scores.ids, scores.accuracies, scores.losses)), strict=True)
+    }
+    if personal is not None:
+        for k, accuracy in zip(personal.ids.tolist(), personal.accuracies.tolist(), strict=True):
+            figures[k]["personal_accuracy"] = accuracy
+    clients, names = federation.clients, federation.client_names
+    if isinstance(clients, ArrayClients):
+        held_out = clients.offsets[1:] - clients.splits
+        sizes = dict(enumerate(zip(federation.sizes.tolist(), held_out.tolist(), strict=True)))
+    else:
+        sizes = {k: (clients[k].examples, len(clients[k].y_test)) for k in figures}
+    return [
+        {
+            "client": k,
+            **({"name": names[k]} if names else {}),
+            "samples": samples,
+            "held_out": held,
+            **finite(figures.get(k, {})),
+        }
+        for k, (samples, held) in sizes.items()
+    ]

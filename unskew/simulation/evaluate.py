@@ -37,10 +37,19 @@ class Score:
 
 @dataclass(frozen=True)
 class ClientScores:
-    """Accuracy per client, ``[K']``, and what it was measured on."""
+    """What a model, or each client's own, is worth to single clients.
+
+    Attributes:
+        accuracies: Of each client, ``[K']``.
+        measured_on: On what.
+        losses: Mean loss of each client, ``[K']``.
+        ids: Which clients these are, ``[K']``.
+    """
 
     accuracies: np.ndarray
     measured_on: str
+    losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def mean(self) -> float | None:
@@ -57,12 +66,16 @@ class ClientScores:
         """The worst client."""
         return float(self.accuracies.min()) if len(self.accuracies) else None
 
-    def figures(self, name: str) -> dict[str, float | None]:
-        """The figures of the summary, under names that begin with ``name``."""
+    def figures(self, name: str, client_names: Sequence[str] = ()) -> dict[str, float | str | None]:
+        """The figures of the summary, under names that begin with ``name``; where clients have names, the worst one's."""
+        worst = {}
+        if client_names and len(self.accuracies):
+            worst = {f"{name}_worst_name": client_names[int(self.ids[self.accuracies.argmin()])]}
         return {
             f"{name}_mean": self.mean,
             f"{name}_std": self.std,
             f"{name}_worst": self.worst,
+            **worst,
             f"{name}_worst_decile": self.worst_decile,
         }
 
@@ -91,10 +104,16 @@ class Evaluator:
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
         self.batch = max(1, min(BATCH, CELLS // spec.widest))
+        self.each = torch.func.vmap(lambda logits, target: task.loss(logits[None], target[None]))
         self.threads = torch.get_num_threads()  # an engine may take threads away for training
 
-    def _samples(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """How right each sample is, how many predictions it asks for, each batch's summed loss, the sum of the tallies."""
+    def _samples(
+        self, v: Tensor, b: Tensor, x: Tensor, y: Tensor, single: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """How right each sample is, how many predictions it asks for, summed losses, and the sum of the tallies.
+
+        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample.
+        """
         right, asked, losses, tallies = [], [], [], []
         with threads(self.threads):
             predict = self.model.predict(v, b)
@@ -103,13 +122,15 @@ class Evaluator:
                 logits = predict(self.normalise(x[first : first + self.batch])).logits
                 right.append(self.task.correct(logits, target))
                 asked.append(self.task.predictions(target))
-                losses.append(self.task.loss(logits, target).to(torch.float64) * asked[-1].sum())
+                if single:
+                    losses.append(self.each(logits, target).to(torch.float64) * asked[-1])
+                else:
+                    losses.append((self.task.loss(logits, target).to(torch.float64) * asked[-1].sum())[None])
                 tallies.append(self.task.tally(logits, target))
-        return torch.cat(right), torch.cat(asked), torch.stack(losses), torch.stack(tallies).sum(0)
+        return torch.cat(right), torch.cat(asked), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of every sample, ``[n]``, in float64."""
-        each = torch.func.vmap(lambda logits, target: self.task.loss(logits[None], target[None]))
         vector = x.dim() == 2 and x.is_floating_point()
         size = 20 * BATCH if vector else self.batch  # a vector is small
         found = []
@@ -117,7 +138,9 @@ class Evaluator:
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
-                found.append(each(predict(self.normalise(x[first : first + size])).logits, target).to(torch.float64))
+                found.append(
+                    self.each(predict(self.normalise(x[first : first + size])).logits, target).to(torch.float64)
+                )
         return torch.cat(found)
 
     def score(self, v: Tensor, b: Tensor) -> Score:
@@ -150,37 +173,47 @@ class Evaluator:
         held = [c for c in clients if len(c.y_test)]
         if not held and self.federation.test[1].dim() > 1:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
+        judged, measured_on = held or clients, HELD_OUT if held else BY_CLASS
+        who = np.array([c.id for c in judged], np.int64)
         if own is not None:
-            judged = held or clients
-            scores = [self.one(*served, c) for c, served in zip(judged, own([c.id for c in judged]), strict=True)]
-            return ClientScores(np.array(scores), HELD_OUT if held else BY_CLASS)
+            scores = [self.one(*served, c) for c, served in zip(judged, own(who.tolist()), strict=True)]
+            accuracies, losses = np.array(scores).T
+            return ClientScores(accuracies, measured_on, losses, who)
         if not held:
-            return ClientScores(self._by_class(v, b, [c.y for c in clients]), BY_CLASS)
+            accuracies, losses = self._by_class(v, b, [c.y for c in clients])
+            return ClientScores(accuracies, measured_on, losses, who)
         images = held[0].x_test.dim() == 4
         x = torch.cat([c.x_test.permute(0, 2, 3, 1) if images else c.x_test for c in held])
         joined = x.permute(0, 3, 1, 2) if images else x
-        right, asked, *_ = self._samples(v, b, joined, torch.cat([c.y_test for c in held]))
+        measured = self._samples(v, b, joined, torch.cat([c.y_test for c in held]), single=True)[:3]
         sizes = [len(c.y_test) for c in held]
-        pairs = zip(torch.split(right, sizes), torch.split(asked, sizes), strict=True)
-        return ClientScores(np.array([mean(*pair) for pair in pairs]), HELD_OUT)
+        parts = zip(*(torch.split(t, sizes) for t in measured), strict=True)
+        accuracies, losses = np.array([means(*part) for part in parts]).T
+        return ClientScores(accuracies, measured_on, losses, who)
 
-    def one(self, v: Tensor, b: Tensor, client: ClientData) -> float:
-        """A client's own model on its own data."""
+    def one(self, v: Tensor, b: Tensor, client: ClientData) -> tuple[float, float]:
+        """Accuracy and loss of a client's own model on its own data."""
         if len(client.y_test):
-            return mean(*self._samples(v, b, client.x_test, client.y_test)[:2])
-        return float(self._by_class(v, b, [client.y])[0])
+            return means(*self._samples(v, b, client.x_test, client.y_test, single=True)[:3])
+        accuracies, losses = self._by_class(v, b, [client.y])
+        return float(accuracies[0]), float(losses[0])
 
-    def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> np.ndarray:
-        """Accuracy on the test set with its classes weighted as in each client's labels, ``[K]``."""
-        right, *_ = self._samples(v, b, *self.test)
+    def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Accuracy and loss on the test set with its classes weighted as in each client's labels, ``[K]``."""
+        right, _, summed, _ = self._samples(v, b, *self.test, single=True)
         classes = self.federation.classes
         y = self.test[1].cpu()
         total = torch.bincount(y, minlength=classes).to(torch.float64)
-        correct = torch.bincount(y, weights=right.cpu(), minlength=classes)
+        correct, wrong = (torch.bincount(y, weights=each.cpu(), minlength=classes) for each in (right, summed))
         counts = torch.stack([torch.bincount(t.cpu(), minlength=classes) for t in labels]).to(torch.float64)
         shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        accuracies = (shares @ correct) / (shares @ total).clamp_min(1e-12)
-        return np.asarray(accuracies.numpy())
+        weight = (shares @ total).clamp_min(1e-12)
+        return ((shares @ correct) / weight).numpy(), ((shares @ wrong) / weight).numpy()
+
+
+def means(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
+    """Accuracy and mean loss over all predictions of some samples, ``[n]`` each."""
+    return mean(right, asked), float(losses.sum() / asked.sum().clamp_min(1))
 
 
 def mean(right: Tensor, asked: Tensor) -> float:

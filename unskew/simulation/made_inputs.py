@@ -67,6 +67,6 @@ class MadeInputs:
             images = pixels.intensities(made["x"].cpu()).clamp(0, 1)
             images_by_class(
                 images.numpy(), made["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
-                folder / f"client-{client:04d}.png", title=f"client {client}, round {self.last + 1}",
+                folder / f"client-{client:04d}.png", title=f"{self.federation.who(client)}, round {self.last + 1}",
             )  # fmt: skip
         return None

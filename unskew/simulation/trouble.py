@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
 
-def left_out(server: Server, done: int) -> str | None:
+def left_out(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
     """What to tell of the last round, ``done`` in all, if it is the first one with numbers that are not finite."""
     if server.overflowed and server.overflows == 1:
         return (
@@ -15,7 +17,7 @@ def left_out(server: Server, done: int) -> str | None:
             "server, or of the clients, may help."
         )
     if server.left_out and server.skipped == len(server.left_out):
-        names = [str(client) for client in server.left_out]
+        names = [client_names[client] if client_names else str(client) for client in server.left_out]
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (
             f"Round {done}: the updates of clients {shown} are not finite and are left out. "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import Generator
@@ -28,11 +28,13 @@ class Partition:
         order: Sample ids ``[n]``, grouped by client.
         offsets: Client ``k`` holds ``order[offsets[k]:offsets[k + 1]]``; ``[K + 1]``.
         name: How the partition was specified.
+        names: The clients' names, where each holds all samples of some values of a column; else empty.
     """
 
     order: np.ndarray
     offsets: np.ndarray
     name: str
+    names: tuple[str, ...] = ()
 
     @staticmethod
     def from_owner(owner: np.ndarray, clients: int, name: str) -> Partition:
@@ -133,7 +135,8 @@ def make_partition(
     columns = columns or {}
     if isinstance(spec, str):
         owner = from_text(spec, labels, clients, rng, classes, columns)
-        return Partition.from_owner(owner, int(owner.max()) + 1 if clients is None else clients, spec)
+        parts = Partition.from_owner(owner, int(owner.max()) + 1 if clients is None else clients, spec)
+        return replace(parts, names=names_of(spec, owner, parts.clients, columns))
     if type(spec).__module__.split(".")[0] == "flwr_datasets":
         return Partition.from_owner(*given.from_flower(spec, labels, clients, columns))
     if callable(spec):
@@ -210,6 +213,34 @@ def from_text(
         block=whole(options.get("blocks", str(clients)), f"blocks in {spec!r}"),
         draws=whole(options.get("draws", str(rules.DRAWS)), f"draws in {spec!r}"),
     )
+
+
+def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    """The clients' names: the values of the partition's column that each of them holds, if no value has two clients.
+
+    More than four values are written as the first and the last.
+
+    >>> columns = {"ward": np.array(["b", "a", "c", "a"])}
+    >>> names_of("sorted:ward", np.array([0, 0, 1, 0]), 2, columns), names_of("iid", np.array([0, 0, 1, 0]), 2, columns)
+    (('a, b', 'c'), ())
+    """
+    name, value, options = parse(spec)
+    by = options.get("by", value if name in ("natural", "sorted") else "")
+    if not by:
+        return ()
+    held = owner >= 0
+    values, owner = np.asarray(columns[by])[held], owner[held]
+    if name == "natural":  # all samples of a client have its value
+        return tuple(str(v) for v in values[np.unique(owner, return_index=True)[1]].tolist())
+    kinds, codes = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+    pairs = np.unique(codes.reshape(-1).astype(np.int64) * clients + owner)
+    if len(pairs) > len(kinds):
+        return ()
+    of: list[list[str]] = [[] for _ in range(clients)]
+    for pair in pairs.tolist():
+        of[pair % clients].append(str(kinds[pair // clients]))
+    names = tuple(", ".join(own) if len(own) <= 4 else f"{own[0]} … {own[-1]}" for own in of)
+    return names if len(set(names)) == clients else ()
 
 
 def column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
