@@ -14,7 +14,7 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import make_folder, occupied, unmake_folder, write_atomic
+from unskew.files import make_folder, occupied, place, unmake_folder, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.protocol.rules import Method
@@ -145,7 +145,7 @@ def compare(
         raise ConfigError(f"Name each method only once: {twice} is there twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
     which = seed_list(seeds)
-    folder = None if out is None else Path(out)
+    folder = None if out is None else place(out)
     if folder is not None and occupied(folder) and not again:
         raise ConfigError(f"The folder {folder} is already there; choose another with --out, or add --resume.")
     if not {"method", "seed"}.isdisjoint(options):

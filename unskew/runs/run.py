@@ -13,7 +13,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import locked, make_folder, occupied, unmake_folder
+from unskew.files import locked, make_folder, occupied, place, unmake_folder
 from unskew.methods.catalogue import MethodLike
 from unskew.methods.catalogue import method as method_of
 from unskew.protocol.rules import Method
@@ -87,7 +87,7 @@ def run_experiment(
 
     A ``method`` that is given is the one that ``config`` names.
     """
-    folder = None if out is None else Path(out)
+    folder = None if out is None else place(out)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
     trackers = make_trackers(config.trackers, folder)
