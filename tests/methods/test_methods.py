@@ -1,5 +1,7 @@
 """Each method against an independent oracle: NumPy in float64, a closed form, or an identity."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,10 @@ from support.tolerance import TRAINING, assert_close
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import method
 from unskew.methods.fedavgm import FedAvgM
+from unskew.methods.feddle.feddle import Feddle
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
+from unskew.methods.fedprox import FedProx
+from unskew.protocol.rules import ClientRule
 from unskew.protocol.training import Training
 
 
@@ -208,8 +213,19 @@ def test_options_are_typed():
     assert method("fedavgm", beta="1e-1").server.beta == 0.1
 
 
+@dataclass(frozen=True)
+class Own(ClientRule):
+    name, summary, paper = "own", "for tests", "none"
+    beta: float = 0.5
+
+
 def test_an_option_beyond_all_numbers_is_refused():
     for option in ("fedavg:eta=1e300", "fedadam:tau=-1e300"):
         with pytest.raises(ConfigError, match="not valid"):
             method(option)
     assert method("feddle:lam=inf").server.lam == float("inf")
+    assert method(Feddle(lam=float("inf"))).server.lam == float("inf")
+    with pytest.raises(ConfigError, match=r"fedprox:mu=inf is not valid"):
+        method(FedProx(mu=float("inf")))
+    with pytest.raises(ConfigError, match=r"own:beta=nan is not valid: it must be a finite number"):
+        method([Own(beta=float("nan")), "scaffold"])

@@ -89,6 +89,18 @@ class Part(unskew.Sync):
             with_attributes(Server, step=lambda self, state, updates: {"v": state["v"].float()}),
             "there is torch.float32",
         ),
+        (
+            with_attributes(Server, step=lambda self, state, updates: {"v": state["v"][:7]}),
+            r"server.step must .* \(219,\); there is torch.float64 \(7,\)",
+        ),
+        (
+            with_attributes(Server, step=lambda self, state, updates: {"v": state["v"], "b": state["v"]}),
+            r"server.step must return .* statistics 'b'",
+        ),
+        (
+            with_attributes(Server, init=lambda self, v, facts: {"v": v[:7]}),
+            r"server.init must .* \(219,\); there is torch.float64 \(7,\)",
+        ),
         (with_attributes(sends=lambda self, ctx, carry, delta: delta[:3]), r"not torch.float64 \(3,\)"),
         (with_attributes(sends=lambda self, ctx, carry, delta: delta.float()), "not torch.float32"),
         (with_attributes(Part, pieces=(slice(0, 9), slice(5, 20))), "do not overlap"),

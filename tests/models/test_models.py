@@ -252,6 +252,7 @@ def test_resolve_a_class_like_a_factory():
         (lambda shape: nn.Identity(), {"shape": (1,)}, "has no option 'shape'"),
         (lambda: "not a module", {}, "must return a torch.nn.Module, but returned a str"),
         (42, {}, "but got 42"),
+        (torch.zeros, {}, "cannot be called to make a model"),
     ],
 )
 def test_resolve_explains_a_wrong_factory(model, options, message):
@@ -281,5 +282,5 @@ def test_resolve_explains_a_module_that_cannot_be_imported(tmp_path, monkeypatch
         resolve_model("broken_models:make", (4,), 2)
     with pytest.raises(ConfigError, match=r"'no_such_models'.*cannot be imported"):
         resolve_model("no_such_models:make", (4,), 2)
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    with pytest.raises(ConfigError, match="is no import path"):
         resolve_model(":make", (4,), 2)

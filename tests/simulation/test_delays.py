@@ -238,6 +238,8 @@ def test_a_model_that_many_were_sent_is_kept_once(tmp_path):
         ("slow", "no delay 'slow'"),
         ("fixed", "fixed:3"),
         ("fixed:1.5", "fixed:3"),
+        ("fixed:1e99", "at most 1,000,000"),
+        ("lognormal:4,1e9", "at most 1,000,000"),
         ("half-normal:-1", "half-normal:20"),
         ("lognormal:4", "lognormal:4,0.5"),
         ("trace", "needs a file"),

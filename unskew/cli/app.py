@@ -33,6 +33,7 @@ from unskew.cli.options import (
 )
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
+from unskew.files import place
 
 SERVER = ("server", "server_path")
 TRAINING = ("model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay")
@@ -54,7 +55,10 @@ def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
     sets: Sets = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Run folder; runs/DATA-METHOD-seedN by default.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=place, metavar="PATH", help="Its folder; runs/DATA-METHOD-seedN by default."),
+    ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -79,10 +83,16 @@ def compare(
     context: typer.Context,
     methods: Annotated[list[str], typer.Argument(help="Methods or sums of methods.")],
     seeds: Annotated[int, typer.Option("--seeds", help="Number of seeds: 0, 1, ...")] = 3,
-    config: Annotated[Path | None, typer.Option("--config", help="Configuration file; flags override it.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
+    ] = None,
     sets: Sets = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the comparison; runs/compare-DATA by default.")
+        Path | None,
+        typer.Option(
+            "--out", parser=place, metavar="PATH", help="Folder of the comparison; runs/compare-DATA by default."
+        ),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
     trust_code: TrustCode = False,
@@ -97,6 +107,12 @@ def compare(
 
     if again and out is None:
         raise ConfigError("--resume goes on in the folder that --out names; give both.")
+    for name in (assignment.partition("=")[0].strip() for assignment in sets or []):
+        if name in ("method", "seed"):
+            raise ConfigError(
+                f"--set {name} has no effect on a comparison: its methods are listed, as in unskew compare fedavg moon, "
+                "and --seeds 5 takes the seeds 0 to 4."
+            )
     values = values_of(config, context)
     # A file made for one run may be used: what is compared, and for which seeds, is said here.
     for name in ("method", "seed"):

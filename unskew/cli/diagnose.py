@@ -9,6 +9,7 @@ import typer
 
 from unskew.cli.options import BUDGET, DATA, AsJson, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError
+from unskew.files import place
 
 
 @overridden_by(*DATA, "model", *BUDGET, "seed", "device")
@@ -17,11 +18,17 @@ def diagnose(
     run: Annotated[
         Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialised.")
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="Configuration file; flags override it.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Option(
-            "--synthetic", help="Synthetic images: a parquet file, a folder of them, or a run that made some."
+            "--synthetic",
+            parser=place,
+            metavar="PATH",
+            help="Synthetic images: a parquet file, a folder of them, or a run that made some.",
         ),
     ] = None,
     p: Annotated[str, typer.Option("--p", help="Shares of synthetic data to predict for.")] = "0,0.1,0.25,0.5,0.75,1",
@@ -34,7 +41,13 @@ def diagnose(
     mu: Annotated[float | None, typer.Option("--mu", help="Strong convexity, if the loss has it.")] = None,
     sets: Sets = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Image file for the plot; diagnosis.png by default, none with --json.")
+        Path | None,
+        typer.Option(
+            "--out",
+            parser=place,
+            metavar="PATH",
+            help="Image file for the plot; diagnosis.png by default, none with --json.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from unskew.cli.options import AsJson, DataPath, Exclude, Features, Sets, console_for, print_json
+from unskew.files import place
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -70,7 +71,13 @@ def partition(
         str | None, typer.Option("--tokenizer", help="Of texts: a name at the hub, a folder, or bytes.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Image file for the plot; clients.png by default, none with --json.")
+        Path | None,
+        typer.Option(
+            "--out",
+            parser=place,
+            metavar="PATH",
+            help="Image file for the plot; clients.png by default, none with --json.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

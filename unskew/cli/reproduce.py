@@ -12,6 +12,7 @@ from rich.console import Console
 
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
 from unskew.errors import ConfigError, unknown
+from unskew.files import place
 
 if TYPE_CHECKING:
     from unskew.reproduction.preset import Preset
@@ -30,12 +31,16 @@ def reproduce(
     data_path: DataPath = None,
     engine: EngineName = None,
     device: Device = None,
-    runs: Annotated[Path, typer.Option("--runs", help="Where run folders are made.")] = Path("runs/reproduce"),
-    results: Annotated[Path, typer.Option("--results", help="Where outcomes are kept and looked for.")] = Path(
-        "results/runs"
-    ),
+    runs: Annotated[
+        Path, typer.Option("--runs", parser=place, metavar="PATH", help="Where run folders are made.")
+    ] = Path("runs/reproduce"),
+    results: Annotated[
+        Path, typer.Option("--results", parser=place, metavar="PATH", help="Where outcomes are kept and looked for.")
+    ] = Path("results/runs"),
     show: Annotated[bool, typer.Option("--show", help="Show the table of what is there; run nothing.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the table into this image file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", parser=place, metavar="PATH", help="Draw the table into this image file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""

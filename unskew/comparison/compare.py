@@ -15,7 +15,7 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import new_folder, write_atomic
+from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.protocol.rules import Method
@@ -146,7 +146,7 @@ def compare(
         raise ConfigError(f"Name each method only once: {twice} is there twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
     which = seed_list(seeds)
-    folder = None if out is None else Path(out)
+    folder = None if out is None else place(out)
     if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
     experiment({**options, "target": target})  # checks them, also the target

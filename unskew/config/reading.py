@@ -50,16 +50,45 @@ def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "")
             check_keys(value, section, f"{prefix}{key}.")
 
 
+class Twice(yaml.YAMLError):
+    """A key stands twice in one mapping; YAML itself would silently keep the last."""
+
+
+class Loader(yaml.SafeLoader):
+    """Plain values only, and each key once."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As it is written, before anything is merged into it."""
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+        if twice is not None:
+            raise Twice(f"gives {twice!r} twice; keep one of the two")
+        return node
+
+
+def read_yaml(text: str) -> Any:
+    """The value that a text means.
+
+    Raises:
+        Twice: A key is given twice.
+        yaml.YAMLError, ValueError, RecursionError: It is not YAML.
+    """
+    return yaml.load(text, Loader)
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
     """The values of a configuration file.
 
     Raises:
-        ConfigError: The file is missing, is not YAML, or is not a mapping.
+        ConfigError: The file is missing, is not YAML, gives a key twice, or is not a mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text())
+        values = read_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    except Twice as error:
+        raise ConfigError(f"{path} {error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
     if values is None:
@@ -87,6 +116,8 @@ def set_field(values: dict[str, Any], assignment: str) -> None:
             raise ConfigError(f"--set {assignment!r}: {section!r} is a single value, not a section.")
         values = inner
     try:
-        values[name] = yaml.safe_load(text)
+        values[name] = read_yaml(text)
+    except Twice as error:
+        raise ConfigError(f"--set {assignment!r} {error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {assignment!r}: the value is not YAML.") from error

@@ -134,10 +134,7 @@ class Federation:
 
     def __str__(self) -> str:
         """A line on who holds what, and of a table a line for each column."""
-        held = f"{len(self.clients)} clients, {self.partition}, {int(self.sizes.sum())} samples to train on"
-        what = {"classification": "classes", "language": "tokens"}.get(self.task, "labels")
-        lines = [f"{self.name}: {held}, {len(self.test[1])} to test on, {self.classes} {what}"]
-        return "\n".join([*lines, *(f"  {name}: {done}" for name, done in described(self.columns))])
+        return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in described(self.columns))])
 
     def __repr__(self) -> str:
         """What there is in a line, not the arrays; no client is loaded for it."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unskew.errors import ConfigError, MethodConflict, unknown
-from unskew.options import build, imported, options_of, read_options
+from unskew.options import build, check_finite, imported, options_of, read_options
 from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync
 
 CATALOGUE: dict[str, str] = {
@@ -110,6 +110,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
+        check_finite(spec, spec.name)
         return dataclasses.replace(spec.build(), spelling=spelled(spec))
     if isinstance(spec, str):
         # A plus sign before a digit belongs to a number such as 1e+3.

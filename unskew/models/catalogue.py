@@ -250,7 +250,12 @@ def _call(
             "Set the rest in the model's options, or give it a default."
         )
 
-    module = factory(**arguments)
+    try:
+        module = factory(**arguments)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # within it
+        raise ConfigError(f"{label} cannot be called to make a model: {error}.") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
     return module

@@ -110,7 +110,7 @@ def content_of(prepared: Prepared) -> str:
     crc = 0
     for part in (federation.clients.x, federation.clients.y, *federation.test):
         rows = part.permute(0, 2, 3, 1) if part.dim() == 4 else part  # as images lie in memory
-        raw: Any = rows.cpu().contiguous().view(torch.uint8).numpy()
+        raw: Any = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
     return f"{crc:08x}"
 

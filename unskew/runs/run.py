@@ -16,7 +16,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import locked, new_folder
+from unskew.files import locked, new_folder, place
 from unskew.methods.catalogue import MethodLike
 from unskew.methods.catalogue import method as method_of
 from unskew.options import untrusted
@@ -92,7 +92,7 @@ def run_experiment(
     A ``method`` that is given is the one that ``config`` names.
     """
     check_federation(federation)
-    folder = None if out is None else Path(out)
+    folder = None if out is None else place(out)
     if resume:
         with resumed(folder):
             return _carried_out(config, federation, model, method, folder, True, callbacks, shared)

@@ -94,7 +94,7 @@ def parse(spec: str) -> tuple[str, tuple[float, ...]]:
     ('lognormal', (4.0, 0.5))
 
     Raises:
-        ConfigError: It is not written so.
+        ConfigError: It is not written so, or no update would ever arrive.
     """
     kind, _, value = spec.partition(":")
     if kind not in KINDS:
@@ -116,6 +116,8 @@ def parse(spec: str) -> tuple[str, tuple[float, ...]]:
     whole = kind != "fixed" or all(n == int(n) for n in numbers if math.isfinite(n))
     if len(numbers) != wanted or not all(math.isfinite(n) and n >= 0 for n in numbers) or not whole:
         raise ConfigError(f"The delay {spec!r} is not written like {example}.")
+    if max(numbers) > LONGEST:
+        raise ConfigError(f"The delay {spec!r} is longer than any run; its numbers are at most {LONGEST:,}.")
     return kind, numbers
 
 

@@ -138,16 +138,26 @@ def empty(method: Method, rule: ServerRule) -> Gathered:
     return Gathered(Aggregate(singles(method)), [] if "individual" in rule.needs else None)
 
 
-def check_state(rule: str, state: object, v: Tensor) -> None:
+def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
     """Refuse what is no state of a server.
 
+    Args:
+        by: The function that returned it.
+        state: What it returned.
+        v: A model as it must be, ``[d]``.
+        b: Statistics as they must be, where there are any, ``[m]``.
+
     Raises:
-        ConfigError: There is no model in it, or one of another shape or precision.
+        ConfigError: There is no model in it, or one of another shape or precision, or such statistics.
     """
-    new = state.get("v") if isinstance(state, dict) else None
-    if not isinstance(new, Tensor) or new.shape != v.shape or new.dtype != v.dtype:
-        what = f"{new.dtype} {tuple(new.shape)}" if isinstance(new, Tensor) else "none"
-        raise ConfigError(
-            f"{rule}.step must return a dictionary of tensors with the model 'v', {v.dtype} {tuple(v.shape)}; "
-            f"there is {what}."
-        )
+    found = state if isinstance(state, dict) else {}
+    for name, title, like in (("v", "the model", v), ("b", "statistics", b)):
+        new = found.get(name)
+        if name == "b" and new is None:
+            continue
+        if not isinstance(new, Tensor) or new.shape != like.shape or new.dtype != like.dtype:
+            what = f"{new.dtype} {tuple(new.shape)}" if isinstance(new, Tensor) else "none"
+            raise ConfigError(
+                f"{by} must return a dictionary of tensors with {title} {name!r}, {like.dtype} {tuple(like.shape)}; "
+                f"there is {what}."
+            )

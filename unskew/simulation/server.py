@@ -78,6 +78,7 @@ class Server:
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
         self.state = rule.init(spec.flatten(), facts)
+        check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
         self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
         self.rules: dict[str, Tensors] = {name: r.server_init(self.v, facts) for name, r in self.halves.items()}
         self.waiting = empty(method, rule)
@@ -247,7 +248,7 @@ class Server:
         for gathered in intake.for_rule():
             with self.meter():
                 made = self.rule.step(state, self._updates(round, gathered, b if done is None else done))
-            check_state(self.rule.name, made, self.v)
+            check_state(f"{self.rule.name}.step", made, self.v, self.b)
             done = made.get("b", done)
             state = self.exchange.only_sent(up, {name: t for name, t in made.items() if name != "b"}, state)
         sums = intake.whole.aggregate

@@ -116,7 +116,7 @@ class Feddle(ServerRule):
     epochs: Annotated[int, Field(ge=0)] | None = None
     batch: Whole | None = None
     max_steps: Whole | None = None
-    lam: NonNegative | None = None
+    lam: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
     head_lr: Positive = 1e-3
     warm_start: bool = False
     eviction: Literal["score", "fifo"] = "score"
