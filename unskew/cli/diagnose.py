@@ -54,12 +54,16 @@ def diagnose(
     """Measure gradient dissimilarity, noise and smoothness, and predict what shuffled synthetic data would change."""
     from unskew.cli.tables import heterogeneity_tables
     from unskew.diagnosis.diagnose import diagnose as measure
+    from unskew.plots.figure import check_place
 
     options: dict[str, Any] = values_of(config, context)
     try:
         shares = [float(piece) for piece in p.split(",")]
     except ValueError:
         raise ConfigError(f"--p {p!r} is not a list of shares such as 0,0.5,1.") from None
+    plot = out if out is not None or as_json else Path("diagnosis.png")
+    if plot is not None:
+        check_place(plot)
     model_name = options.pop("model", None)
     report = measure(
         run=run,
@@ -73,11 +77,11 @@ def diagnose(
         mu=mu,
         **options,
     )
-    plot = out if out is not None or as_json else Path("diagnosis.png")
-    if plot is not None:
-        report.plot(plot)
+    # What was measured is printed first: the figure may fail all the same, on a disk that is full by now.
     if as_json:
         print_json(report.as_json())
+        if plot is not None:
+            report.plot(plot)
         return
     console = console_for()
     facts = report.facts
@@ -89,4 +93,6 @@ def diagnose(
     )
     for table in heterogeneity_tables(report.as_json()):
         console.print(table)
-    console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+    if plot is not None:
+        report.plot(plot)
+        console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ from unskew.models.vector import ModelSpec
 from unskew.options import untrusted
 from unskew.runs.given import unnamed, values_of
 from unskew.runs.model import ModelLike, initial_spec
-from unskew.simulation.checkpoint import checkpoints, model_in
+from unskew.simulation.checkpoint import checkpoints, model_in, reading
 from unskew.tasks import TASKS
 
 
@@ -193,14 +193,17 @@ def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, 
         yield "initial model", spec.flatten(), spec.flatten_buffers()
     for path in paths:
         done, v, b = model_in(path)
-        if v.shape != (spec.size,) or len(b) != sum(spec.buffer_sizes):
+        if v.shape != (spec.size,) or b.shape != (sum(spec.buffer_sizes),):
             raise CheckpointError(f"The checkpoint {path} was written for another model.")
         yield f"after round {done}", v, b
     final = folder / "model.safetensors"
     if folder == run and final.is_file():
-        tensors = load(final.read_bytes())
+        with reading(final):
+            tensors = load(final.read_bytes())
         if not {*spec.names, *spec.buffer_names} <= set(tensors):
             raise CheckpointError(f"{final} holds another model.")
         statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
         v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
+        if len(v) != spec.size or sum(map(len, statistics)) != sum(spec.buffer_sizes):
+            raise CheckpointError(f"{final} holds another model.")
         yield "final model", v, torch.cat(statistics) if statistics else spec.flatten_buffers()

@@ -13,7 +13,7 @@ from unskew.data.checks import as_inputs, as_targets, check_targets
 from unskew.data.federation import Federation, cat_inputs, take
 from unskew.data.reading.files import joined
 from unskew.data.reading.images import decode_column
-from unskew.errors import DataError
+from unskew.errors import CheckpointError, DataError
 from unskew.measures.heterogeneity import Pair, Scope, SyntheticOf, drawn
 from unskew.seeding import generator
 
@@ -56,11 +56,18 @@ def synthetic_of(
 
 
 def image_files(path: Path) -> list[Path]:
-    """The parquet files of a folder or of the run that it is; empty if there are none."""
+    """The parquet files of a folder or of the run that it is; empty if there are none.
+
+    Raises:
+        CheckpointError: The run's summary is damaged.
+    """
     places = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
     if (path / "summary.json").is_file():
-        used = json.loads((path / "summary.json").read_text(encoding="utf-8")).get("synthetic")
-        places += [Path(used), Path(used) / "data"] if used else []
+        try:
+            used = json.loads((path / "summary.json").read_bytes()).get("synthetic")
+            places += [Path(used), Path(used) / "data"] if used else []
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path / 'summary.json'} is damaged; remove it and resume the run.") from error
     files = [[place] if place.is_file() else sorted(place.glob("*.parquet")) for place in places]
     return next(filter(None, files), [])
 

@@ -134,7 +134,10 @@ def find(place: Path) -> Path:
             return folder
     summary = place / "summary.json"
     if summary.is_file():
-        folder = json.loads(summary.read_text(encoding="utf-8")).get("synthetic")
+        try:
+            folder = json.loads(summary.read_bytes()).get("synthetic")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{summary} is damaged; remove it and resume the run.") from error
         if folder is not None and (Path(folder) / ABOUT).is_file():
             return Path(folder)
     raise ConfigError(f"synthetic={str(place)!r}: neither this folder nor its run holds a finished synthetic set.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.files import make_folder, write_atomic
+from unskew.files import make_folder, write_atomic, writing
 
 MARKERS = "osD^vPX*<>"
 
@@ -40,8 +41,8 @@ def literal(text: str, most: int | None = None) -> str:
     return shown.replace("$", r"\$")
 
 
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure; the ending of ``path`` decides the format.
+def check_ending(figure: Any, path: Path) -> None:
+    """Refuse a file of no known kind.
 
     Raises:
         ConfigError: The ending is not one of a figure.
@@ -49,6 +50,36 @@ def save_figure(figure: Any, path: Path) -> Path:
     endings = figure.canvas.get_supported_filetypes()
     if path.suffix.lower()[1:] not in endings:
         raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(endings))}.")
+
+
+def check_place(path: Path) -> None:
+    """Find out whether a figure can be written, before the work for it is done.
+
+    Raises:
+        ConfigError: The ending is not one of a figure.
+        CheckpointError: The file cannot be written there.
+    """
+    check_ending(new_figure(1, 1)[0], path)
+    made = make_folder(path.parent)
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        with writing(path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+            fresh.touch()
+            fresh.unlink()
+    finally:
+        for folder in made:
+            folder.rmdir()
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure; the ending of ``path`` decides the format.
+
+    Raises:
+        ConfigError: The ending is not one of a figure.
+    """
+    check_ending(figure, path)
     make_folder(path.parent)
     data = io.BytesIO()
     figure.savefig(data, dpi=130, format=path.suffix.lower()[1:])

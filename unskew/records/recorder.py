@@ -75,12 +75,7 @@ class Recorder:
             return
         text = self._path.read_bytes() if self._path.exists() else b""
         lines = text.splitlines()[:rounds]
-        try:
-            self.history[:] = [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise CheckpointError(f"{self._path} is damaged; the run cannot be resumed with its history.") from error
-        if [row.get("round") for row in self.history] != list(range(1, rounds + 1)):
-            raise CheckpointError(f"{self._path} lacks lines of the {rounds} rounds that the checkpoint has.")
+        self.history[:] = rounds_of(parsed(lines, self._path), self._path, rounds)
         write_atomic(self._path, b"".join(line + b"\n" for line in lines))
 
     def adopt(self, rows: list[Row], seconds: float) -> None:
@@ -128,6 +123,40 @@ class Recorder:
             return None, 0
         value, negative = max(scored)
         return sign * value, -negative
+
+
+MEASURED = ("accuracy", "loss", "bytes_up", "bytes_down", "begin_seconds", "train_seconds")
+"""Figures that the summary reads of every round."""
+
+
+def parsed(lines: Iterable[bytes], path: Path) -> list[Row]:
+    """The lines of ``metrics.jsonl``.
+
+    Raises:
+        CheckpointError: One of them is damaged.
+    """
+    try:
+        rows = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged; without its history the run can neither go on nor be shown."
+        ) from error
+    for row in rows:
+        figures = [row.get(name) for name in MEASURED] if isinstance(row, dict) else [""]
+        if not all(figure is None or isinstance(figure, int | float) for figure in figures):
+            raise CheckpointError(f"{path} is damaged: a line is not that of a round.")
+    return rows
+
+
+def rounds_of(rows: list[Row], path: Path, rounds: int) -> list[Row]:
+    """The rows, if they are those of so many rounds.
+
+    Raises:
+        CheckpointError: Some are missing.
+    """
+    if [row.get("round") for row in rows] != list(range(1, rounds + 1)):
+        raise CheckpointError(f"{path} lacks lines of the {rounds} rounds that the checkpoint has.")
+    return rows
 
 
 def reaching(history: Iterable[Row], target: float) -> Row | None:

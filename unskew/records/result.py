@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError
+from unskew.errors import CheckpointError, ConfigError
+from unskew.records.recorder import parsed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,5 +61,14 @@ class Result:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The rounds of a run folder."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The rounds of a run folder.
+
+    Raises:
+        CheckpointError: They are missing or damaged.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return parsed(lines, path)

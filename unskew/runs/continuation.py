@@ -19,7 +19,7 @@ from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
 from unskew.options import untrusted
 from unskew.protocol.workspace import Prepared
-from unskew.records.recorder import Recorder
+from unskew.records.recorder import Recorder, rounds_of
 from unskew.records.result import read_history
 from unskew.simulation import checkpoint, restoring
 from unskew.simulation.server import Server
@@ -48,7 +48,8 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
         The number of rounds that the other run had.
 
     Raises:
-        ConfigError: It is no run, or another model, other data, or already as long.
+        ConfigError: It is no run, or other data, or already as long.
+        CheckpointError: It has another model, or is damaged.
     """
     found = checkpoint.newest(parent / "checkpoints")
     if found is None:
@@ -62,14 +63,14 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     if extra["data"] != data:
         raise ConfigError(f"The run in {parent} was made on other data or another partition.")
     check_frozen(extra, server.spec)
-    then = extra["config"]["method"]
+    named = extra["config"].get("method")
     try:
-        with untrusted(None if then == config.method else then, parent):
-            before = method(then)
+        with untrusted(None if named == config.method else named, parent):
+            before = method(named) if isinstance(named, str) else None
     except ConfigError:  # a method that only Python knew
         before = None
     restoring.branch(path, manifest, server, before)
-    recorder.adopt(read_history(parent)[:done], extra["seconds"])
+    recorder.adopt(rounds_of(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
     return done
 
 
@@ -153,7 +154,7 @@ def check_same(then: dict[str, Any], now: Experiment) -> None:
     current, before = wherever(now.model_dump(mode="json")), wherever({**neutral, **then})
     for name in current:
         was = before[name]
-        if isinstance(was, dict):  # a section may have more fields by now
+        if isinstance(was, dict) and isinstance(neutral[name], dict):  # a section may have more fields by now
             was = {**neutral[name], **was}
         if name not in RESUMABLE and was != current[name]:
             raise CheckpointError(

@@ -11,16 +11,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
 from unskew.files import sync_path, write_synced, writing
 from unskew.protocol.messages import Tensors, bytes_of
+from unskew.simulation.manifest import check_manifest
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore, encode
@@ -122,6 +125,10 @@ def drop(folder: Path, keep: int | None = None, after: int | None = None) -> Non
             shutil.rmtree(path, ignore_errors=True)
 
 
+class OtherVersion(CheckpointError):
+    """A checkpoint is whole, but not of this version; older ones beside it do not stand in for it."""
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -143,6 +150,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose files all match their checksums.
 
     Raises:
+        OtherVersion: It was written by another version.
         CheckpointError: A file is missing or damaged.
     """
     try:
@@ -151,7 +159,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if _digest(text) != outer["sha256"]:
             raise ValueError("its checksum differs")
         manifest: dict[str, Any] = json.loads(text)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no mapping")
+        if manifest.get("format") != FORMAT:
+            raise OtherVersion(
+                f"The checkpoint {path} was written by another version of unskew; go on with it in that one."
+            )
+        check_manifest(manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"The checkpoint {path} is damaged: its manifest cannot be read ({error}).") from error
     for name, expected in manifest["files"].items():
         file = path / name
@@ -160,16 +175,32 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, what a damaged file leads to becomes a sentence that names ``path``.
+
+    Raises:
+        CheckpointError: Something in it is missing, or is not what it must be.
+    """
+    try:
+        yield
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged: {what[:200]}.") from error
+
+
 def newest(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
     """The newest checkpoint that is whole, its manifest, and what was wrong with newer ones; None if there is none.
 
     Raises:
-        CheckpointError: There are checkpoints, but all of them are damaged.
+        CheckpointError: There are checkpoints, but all of them are damaged, or the newest is of another version.
     """
     problems: list[str] = []
     for path in checkpoints(folder):
         try:
             return path, read_manifest(path), problems
+        except OtherVersion:
+            raise
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -184,5 +215,6 @@ def model_in(path: Path) -> tuple[int, Tensor, Tensor]:
         CheckpointError: It is damaged.
     """
     done = int(read_manifest(path)["round"])
-    tensors = load((path / "server.safetensors").read_bytes())
-    return done, tensors["state/v"], tensors["b"]
+    with reading(path):
+        tensors = load((path / "server.safetensors").read_bytes())
+        return done, tensors["state/v"], tensors["b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from unskew.errors import CheckpointError
 from unskew.protocol.messages import ClientState, Tensors, Update, nested
 from unskew.protocol.rules import Method
-from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, FORMAT
+from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, reading
 from unskew.simulation.network import Network
 from unskew.simulation.server import Sent, Server
 from unskew.simulation.traffic import Traffic
@@ -22,22 +23,27 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
     """Put a checkpoint's contents into a freshly made server and network.
 
     Raises:
-        CheckpointError: It was written for another model or method, or by another version.
+        CheckpointError: It was written for another model or method, or is damaged.
     """
-    state, rules, b, server.mean, sent, waiting = _server_part(path, manifest, server)
-    # What a rule holds may grow; the configuration, options included, was compared before.
-    if state.keys() != server.state.keys() or state["v"].shape != server.v.shape or b.shape != server.b.shape:
-        raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
-    server.state, server.b = state, b
-    server.version = manifest["version"]
-    server.sent = sent
-    server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
-    server.waiting.restore(waiting, manifest["waiting"], b.device)
-    for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
-        for client, tensors in _client_parts(path, kind):
-            store.put(client, tensors)
-    _counters(manifest, server)
-    network.pending = [Update.of(fields, {}) for fields in manifest["in_flight"]]
+    with reading(path):
+        state, rules, b, server.mean, sent, waiting = _server_part(path, manifest, server)
+        # What a rule holds may grow; the configuration, options included, was compared before.
+        same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
+        if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
+            raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
+        server.state, server.b = state, b
+        server.version = manifest["version"]
+        server.sent = sent
+        server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
+        server.waiting.restore(waiting, manifest["waiting"], b.device)
+        for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
+            for client, tensors in _client_parts(path, manifest, kind, server):
+                store.put(client, tensors)
+        _counters(manifest, server)
+        network.pending = [Update.of(fields, {}) for fields in manifest["in_flight"]]
+        for update in network.pending:
+            if not {"delta", "buffers"} <= set(network.store.get(update.client)):
+                raise ValueError(f"the update of client {update.client} is missing")
 
 
 def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
@@ -51,17 +57,20 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
             the others begin anew at the model.
 
     Raises:
-        CheckpointError: It was written for another model, or by another version.
+        CheckpointError: It was written for another model, or is damaged.
     """
+    with reading(path):
+        _branch(path, manifest, server, before)
+
+
+def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
     state, rules, b, mean, _, waiting = _server_part(path, manifest, server)
-    if state["v"].shape != server.v.shape or b.shape != server.b.shape:
-        raise CheckpointError(f"The checkpoint {path} was written for another model.")
     method, known = server.method, () if before is None else (*before.client, before.sync)
     server.state, server.b = server.rule.init(state["v"], server.facts), b
     if before is not None and before.server == method.server:
         server.state = state
         server.waiting.restore(waiting, manifest["waiting"], b.device)
-        for client, tensors in _client_parts(path, CACHE):
+        for client, tensors in _client_parts(path, manifest, CACHE, server):
             server.cache.put(client, tensors)
     shared: set[str] = set()
     for name, half in server.halves.items():
@@ -73,7 +82,7 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
     parted = before is not None and method.sync is not None and before.sync is not None
     if parted:
         server.mean = mean
-    for client, tensors in _client_parts(path, CLIENTS):
+    for client, tensors in _client_parts(path, manifest, CLIENTS, server):
         own = ClientState.of(tensors)
         stays = ClientState(
             {rule: held for rule, held in own.rules.items() if rule in shared},
@@ -96,12 +105,15 @@ def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
 ) -> tuple[Tensors, dict[str, Tensors], Tensor, tuple[Tensor, Tensor] | None, dict[int, Sent], Tensors]:
     """Its server's part: state, the rules' halves, statistics, the clients' mean, what was sent, and what waits."""
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"The checkpoint {path} was written by another version of unskew; resume it with that one."
-        )
-    device = server.b.device
+    device, clients = server.b.device, server.facts.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
+    if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
+        raise CheckpointError(f"The checkpoint {path} was written for another model.")
+    sized = {name: kind for name in tensors if (kind := _sized_at_server(name)) is not None}
+    _check_sizes(tensors, sized, server)
+    numbers = [int(k) for part in ("last", "sent") for k in manifest[part]]
+    if max([*numbers, *(fields["client"] for fields in manifest["in_flight"])], default=0) >= clients:
+        raise ValueError(f"it names a client beyond the {clients} that there are")
     state, waiting = (
         {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)} for kind in ("state/", "waiting/")
     )
@@ -113,16 +125,51 @@ def _server_part(
     return state, nested("rules", tensors), tensors["b"], mean, sent, waiting
 
 
-def _client_parts(path: Path, kind: str) -> Iterator[tuple[int, Tensors]]:
+UPDATE = {
+    **dict.fromkeys(("delta", "start", "last", "report/v", "state/model"), "v"),
+    **dict.fromkeys(("buffers", "b_start", "state/statistics"), "b"),
+}
+SIZED = {
+    CLIENTS: {"model": "v", "statistics": "b"},
+    CACHE: {"delta": "v"},
+    FLYING: UPDATE,
+}
+"""Tensors in the files of a checkpoint that are as large as the model (``v``) or its statistics (``b``)."""
+
+
+def _check_sizes(tensors: Tensors, sized: dict[str, str], server: Server) -> None:
+    """Refuse models and statistics that are not of the server's size; what rules hold beside them is their own."""
+    for name, kind in sized.items():
+        own = server.v if kind == "v" else server.b
+        if name in tensors and tensors[name].shape != own.shape:
+            raise ValueError(f"{name} has the shape {tuple(tensors[name].shape)} and not {tuple(own.shape)}")
+
+
+def _sized_at_server(name: str) -> str | None:
+    """The same for what the server has."""
+    kind, _, rest = name.partition("/")
+    if kind in ("sent", "sent-b"):
+        return "v" if kind == "sent" else "b"
+    if kind == "waiting":
+        return UPDATE.get(rest.partition("/")[2])
+    return {"state/v": "v", "mean/v": "v", "b": "b", "mean/b": "b"}.get(name)
+
+
+def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Server) -> Iterator[tuple[int, Tensors]]:
     """What each client keeps, or the server of it."""
-    clients: dict[int, Tensors] = {}
-    for file in sorted(path.glob(f"{kind}s-*.safetensors")):
-        for key, tensor in load(file.read_bytes()).items():
-            client, _, name = key.partition("/")
-            clients.setdefault(int(client), {})[name] = tensor
-    yield from clients.items()
-    for file in path.glob(f"{kind}-*.safetensors"):
-        yield int(file.stem.partition("-")[2]), load(file.read_bytes())
+    joint: dict[int, Tensors] = {}
+    for file in sorted(name for name in manifest["files"] if name.startswith(f"{kind}s-")):
+        for key, tensor in load((path / file).read_bytes()).items():
+            number, _, name = key.partition("/")
+            joint.setdefault(int(number), {})[name] = tensor
+    singles = [name for name in manifest["files"] if name.startswith(f"{kind}-")]
+    # One after another: they need not fit into memory together.
+    one_by_one = ((int(Path(name).stem.partition("-")[2]), load((path / name).read_bytes())) for name in singles)
+    for client, tensors in chain(joint.items(), one_by_one):
+        if not 0 <= client < server.facts.clients:
+            raise ValueError(f"there is no client {client}")
+        _check_sizes(tensors, SIZED[kind], server)
+        yield client, tensors
 
 
 def _counters(manifest: dict[str, Any], server: Server) -> None:

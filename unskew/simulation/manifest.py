@@ -1,0 +1,111 @@
+"""What the manifest of a checkpoint must look like; it comes from outside, so it is checked before it is used."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from unskew.errors import plain
+
+LARGEST = 1 << 62
+Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
+Amount = Annotated[float, Field(strict=True, ge=0, lt=LARGEST)]
+Client = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+"""A client's number; JSON has no other keys than texts."""
+FileName = Annotated[str, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)?\.safetensors$")]
+
+
+def number(value: Any) -> Any:
+    """A number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("it must be a number")
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise ValueError("it is too large")
+    return value
+
+
+class Part(BaseModel):
+    """A part of it, with the fields that it has and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Fields(Part):
+    """What an update has beside tensors, see ``unskew.protocol.messages``."""
+
+    client: Count
+    born: Count
+    examples: Count
+    weight: Amount
+    metrics: dict[str, Annotated[float, BeforeValidator(number)]]
+    arrived: Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)]
+    version: Count
+
+
+class Waiting(Part):
+    """Updates that a server rule waits for, see ``unskew.simulation.intake``."""
+
+    count: Count
+    weight: Amount
+    examples: Count
+    updates: list[Fields]
+
+
+class Bytes(Part):
+    """See ``unskew.simulation.traffic``."""
+
+    up: Count
+    down: Count
+    buffers_up: Count
+    buffers_down: Count
+    reports: Count
+    clients: dict[Client, tuple[Count, Count]]
+
+
+class Extra(BaseModel):
+    """What a run notes; it may have more."""
+
+    config: dict[str, Any]
+    data: str
+    seconds: Amount
+
+
+class Manifest(Part):
+    """All of it."""
+
+    format: int
+    round: Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+    rules: list[str]
+    skipped: Count
+    last: dict[Client, Count]
+    version: Count
+    sent: dict[Client, tuple[Count, Count]]
+    traffic: Bytes
+    waiting: Waiting
+    in_flight: list[Fields]
+    extra: Extra
+    files: dict[FileName, str]
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    """Refuse what no run has written.
+
+    Raises:
+        ValueError: A part is missing, or is not what it must be.
+    """
+    try:
+        found = Manifest.model_validate(manifest)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where[:80]}: {plain(first['msg'])}") from None
+    if "server.safetensors" not in found.files:
+        raise ValueError("files: the server's are missing")
+    rounds = [*found.last.values(), *(born for _, born in found.sent.values())]
+    if max([*rounds, *(update.born for update in found.in_flight)], default=-1) >= found.round:
+        raise ValueError("something in it is of a later round")
+    flying = [update.client for update in found.in_flight]
+    if len(set(flying)) < len(flying):
+        raise ValueError("in_flight: a client has two updates on their way")
