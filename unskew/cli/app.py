@@ -133,7 +133,7 @@ def compare(
             )
     which = seeds_in(seeds)
     if len(which) == 1 and which[0] > 0:  # the former meaning
-        which = list(range(which[0]))
+        which = seeds_in(f"0..{which[0] - 1}")
         hint = f"--seeds {seeds} is taken as how many; name them: --seeds 0..{len(which) - 1}."
         print(f"unskew: {hint}", file=sys.stderr)
     values = values_of(config, context)
