@@ -556,3 +556,20 @@ def test_the_default_folder_is_called_alike_however_the_data_are_written(capsys,
         assert call(capsys, "run", "--data", spelling, *options, "--engine", "inline").code == 0
     names = ["rows.csv-fedavg-seed0", *(f"rows.csv-fedavg-seed0-{k}" for k in range(2, 6))]
     assert sorted(path.name for path in Path("runs").iterdir()) == names
+
+
+def test_the_list_of_methods_is_kept_until_a_method_changes(capsys, tmp_path, monkeypatch):
+    from unskew.methods import catalogue
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = call(capsys, "methods", "--json").json()
+    assert first == json.loads(json.dumps(catalogue.describe()))
+    real = catalogue.describe
+    monkeypatch.setattr(catalogue, "describe", None)
+    assert call(capsys, "methods", "--json").json() == first
+    (kept,) = (tmp_path / "cache" / "unskew").iterdir()
+    monkeypatch.setattr(catalogue, "describe", real)
+    kept.write_text("damaged")
+    assert call(capsys, "methods", "--json").json() == first
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert call(capsys, "methods", "--json").json() == first

@@ -101,6 +101,11 @@ class Part(unskew.Sync):
             with_attributes(Server, init=lambda self, v, facts: {"v": v[:7]}),
             r"server.init must .* \(219,\); there is torch.float64 \(7,\)",
         ),
+        (
+            with_attributes(Server, metrics=lambda self, state: {"accuracy": 1.0}),
+            r"metrics gives 'accuracy', which every",
+        ),
+        (with_attributes(Server, metrics=lambda self, state: [1.0]), "must give a dictionary of figures, not list"),
         (with_attributes(sends=lambda self, ctx, carry, delta: delta[:3]), r"not torch.float64 \(3,\)"),
         (with_attributes(sends=lambda self, ctx, carry, delta: delta.float()), "not torch.float32"),
         (with_attributes(Part, pieces=(slice(0, 9), slice(5, 20))), "do not overlap"),
@@ -124,3 +129,10 @@ def test_a_check_may_return_a_sentence_several_or_nothing(told, count):
         assert len(warned) == count
     else:
         train(rule)
+
+
+def test_a_hook_that_is_nearly_called_like_one_is_told():
+    rule = with_attributes(los=lambda self, loss_fn, ctx, carry: loss_fn, helper=lambda self: 1)
+    with pytest.warns(UserWarning, match="did you mean 'loss'") as warned:
+        train(rule)
+    assert len(warned) == 1

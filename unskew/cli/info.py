@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from unskew.cli.options import DATA, AsJson, Sets, console_for, overridden_by, print_json, values_of
-from unskew.errors import ConfigError
-from unskew.files import place
+from unskew.errors import ConfigError, UnskewError
+from unskew.files import place, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
     """List every method with the slot it fills, its options and its paper."""
     from unskew.cli.tables import methods_table
-    from unskew.methods.catalogue import describe
 
-    rows = describe()
+    rows = described()
     if as_json:
         print_json(rows)
     else:
         console_for().print(methods_table(rows))
+
+
+def described() -> list[dict[str, Any]]:
+    """``unskew.methods.catalogue.describe()``, kept in the user's cache as long as its sources are the same.
+
+    To ask the classes is to load PyTorch, which takes ten times as long as all else.
+    """
+    package = Path(__file__).parents[1]
+    sources = sorted([*(package / "methods").rglob("*.py"), *(package / "protocol").glob("*.py")])
+    stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sources]
+    key = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew"
+    kept = cache / f"methods-{key}.json"
+    try:
+        rows: list[dict[str, Any]] = json.loads(kept.read_bytes())
+        return rows
+    except (OSError, ValueError):
+        from unskew.methods.catalogue import describe
+
+        rows = json.loads(json.dumps(describe()))
+    with contextlib.suppress(OSError, UnskewError):
+        cache.mkdir(parents=True, exist_ok=True)
+        for former in cache.glob("methods-*.json"):
+            former.unlink()
+        write_atomic(kept, json.dumps(rows).encode())
+    return rows
 
 
 def models(

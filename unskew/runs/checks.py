@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -12,9 +13,10 @@ from unskew.data.federation import Federation
 from unskew.errors import ConfigError, MethodConflict, unknown
 from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
+from unskew.options import options_of
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.proposed import Proposed
-from unskew.protocol.rules import NEEDS, Method, Rule, ServerRule
+from unskew.protocol.rules import NEEDS, ClientRule, DataRule, Method, Rule, ServerRule, Sync
 from unskew.runs.model import ModelLike, initial_spec
 
 
@@ -41,6 +43,7 @@ def check_method(
     for rule in method.rules:
         told = rule.check(run) or ()
         warnings += [told] if isinstance(told, str) else told
+        warnings += misspelt(rule)
     spec = run.spec
     if delayed and of_clients:
         raise ConfigError(
@@ -93,6 +96,19 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         )
     if diagnose:
         raise ConfigError(f"diagnose={diagnose[0]} looks at single updates, which secure_aggregation=required forbids.")
+
+
+def misspelt(rule: Rule) -> list[str]:
+    """Names of a rule of one's own that nobody calls, but that are nearly those of hooks: what to tell of them."""
+    kind = next(kind for kind in (ClientRule, ServerRule, Sync, DataRule, Rule) if isinstance(rule, kind))
+    hooks = [name for name in dir(kind) if not name.startswith("_")]
+    own = {name for cls in type(rule).__mro__ if not cls.__module__.startswith("unskew.") for name in vars(cls)}
+    told = []
+    for name in sorted(own - set(hooks) - set(options_of(type(rule))) - set(dir(object))):
+        near = [] if name.startswith("_") else difflib.get_close_matches(name, hooks, 1, 0.75)
+        if near:
+            told.append(f"{rule.name}: nothing calls or reads {type(rule).__name__}.{name}; did you mean {near[0]!r}?")
+    return told
 
 
 def check_declared(rule: Rule) -> None:

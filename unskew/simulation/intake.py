@@ -14,9 +14,26 @@ from unskew.errors import ConfigError
 from unskew.protocol.messages import ClientState, Tensors, Update
 from unskew.protocol.rules import Method, ServerRule
 from unskew.protocol.updates import Aggregate
+from unskew.tasks import TASKS
 
 FIGURES = ("loss", "begin_seconds", "train_seconds")
 """Figures of updates of which a round shows the mean."""
+TAKEN = {
+    *(
+        "round",
+        "accuracy",
+        "bytes_up",
+        "bytes_down",
+        "seconds",
+        "cohort",
+        "updates",
+        "skipped",
+        "discarded",
+        "train_loss",
+    ),
+    *("in_flight", *FIGURES, *(figure for task in TASKS.values() for figure in task.figures)),
+}
+"""Names of the core's own figures of a round."""
 
 
 @dataclass
@@ -161,3 +178,19 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
                 f"{by} must return a dictionary of tensors with {title} {name!r}, {like.dtype} {tuple(like.shape)}; "
                 f"there is {what}."
             )
+
+
+def own_figures(rule: ServerRule, state: Tensors) -> dict[str, Any]:
+    """The method's own figures of a round.
+
+    Raises:
+        ConfigError: They are called like figures of the core, which they would replace.
+    """
+    figures = rule.metrics(state)
+    if not isinstance(figures, dict):
+        raise ConfigError(f"{rule.name}.metrics must give a dictionary of figures, not {type(figures).__name__}.")
+    taken = sorted(TAKEN & figures.keys())
+    if taken:
+        better = f"{rule.name}_{taken[0]}"
+        raise ConfigError(f"{rule.name}.metrics gives {taken[0]!r}, which every run measures; call it {better}.")
+    return figures

@@ -19,7 +19,7 @@ from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training import Buffers
 from unskew.protocol.updates import Updates
 from unskew.seeding import derive
-from unskew.simulation.intake import Gathered, Intake, check_state, empty
+from unskew.simulation.intake import Gathered, Intake, check_state, empty, own_figures
 from unskew.simulation.slices import Exchange, complement
 from unskew.simulation.store import ClientStore
 from unskew.simulation.traffic import Traffic, extras, sliced
@@ -208,7 +208,7 @@ class Server:
             "begin_seconds": intake.sums["begin_seconds"] / len(taken) if taken else 0.0,
             "train_seconds": intake.sums["train_seconds"] / len(taken) if taken else 0.0,
             **({"discarded": discarded} if discarded else {}),
-            **self.rule.metrics(self.state),
+            **own_figures(self.rule, self.state),
             **self._held(),
         }
 
