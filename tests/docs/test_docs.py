@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,13 +15,10 @@ from support.pages import DOCS, ROOT, fences, first_names, section, table
 import unskew
 from unskew.cli.app import app
 from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.reading import experiment
 from unskew.data.partition.spelling import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
-from unskew.methods.catalogue import method
 from unskew.models.catalogue import MODELS, build_model
-from unskew.reproduction.preset import load_preset
-from unskew.reproduction.study import load_study, study_names
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 COMMAND_LINE = (DOCS / "command-line.md").read_text()
@@ -42,37 +38,6 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     for code in fences(page, "python"):
         if SNIPPET not in code:
             exec(compile(code, str(page), "exec"), module.__dict__)
-
-
-def commands_shown():
-    for page in PAGES:
-        for block in [*fences(page, "bash"), *fences(page, "text")]:
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.removeprefix("$ ").startswith("unskew "):
-                    yield pytest.param(line.removeprefix("$ "), id=f"{page.stem}: {line[:60]}")
-
-
-@pytest.mark.parametrize("line", commands_shown())
-def test_commands_shown_exist_and_are_valid(line):
-    words = shlex.split(line, comments=True)[1:]
-    command = COMMANDS[words[0]]
-    with command.make_context(words[0], words[1:]) as context:
-        given = context.params
-    fields = {name: value for name, value in given.items() if name in Experiment.model_fields and value is not None}
-    if "network" in fields:
-        fields["network"] = {"delay": fields["network"]}
-    for assignment in given.get("sets") or []:
-        name = assignment.partition("=")[0]
-        assert name.split(".")[0] in Experiment.model_fields, name
-    for name in given.get("methods") or [given.get("method")]:
-        if name and "examples." not in name:
-            method(name)
-    if words[0] == "reproduce" and given["preset"]:
-        (load_study if given["preset"] in study_names() else load_preset)(given["preset"])
-    config = given.get("config")
-    if config and str(config).startswith("examples/"):
-        fields = {**load_yaml(ROOT / config), **fields}
-    experiment({k: v for k, v in fields.items() if k != "method"})
 
 
 @pytest.mark.parametrize("name", COMMANDS)

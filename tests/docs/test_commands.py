@@ -1,0 +1,161 @@
+"""The commands that README and docs show: all are valid here, those that train nothing are run, and, slowly, the rest."""
+
+import os
+import re
+import shlex
+import shutil
+from itertools import pairwise
+
+import pytest
+import typer
+from support.pages import DOCS, ROOT, fences
+from support.running import call
+
+from unskew.cli.app import app
+from unskew.cli.options import values_of
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
+from unskew.data.load import federation_of
+from unskew.data.partition.spelling import parse
+from unskew.data.sources.catalogue import SOURCES
+from unskew.methods.catalogue import method
+from unskew.models.catalogue import HUB, MODELS
+from unskew.reproduction.preset import cells, load_preset
+from unskew.reproduction.study import load_study, study_names
+from unskew.runs.checks import check_method
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+COMMANDS = typer.main.get_command(app).commands
+TRAINING = ("run", "compare", "diagnose")
+
+
+def lines_of(page):
+    """The commands of a page, without what they are said to print."""
+    for block in [*fences(page, "bash"), *fences(page, "text")]:
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.removeprefix("$ ").startswith("unskew "):
+                yield line.removeprefix("$ ")
+
+
+def words_of(line):
+    return shlex.split(line, comments=True)[1:]
+
+
+def shown(wanted=lambda words: True):
+    """Every command once, with the page that shows it first."""
+    found = {line: page for page in reversed(PAGES) for line in lines_of(page) if wanted(words_of(line))}
+    return [pytest.param(line, id=f"{page.stem}: {line[:60]}") for line, page in reversed(found.items())]
+
+
+def trains_nothing(words):
+    """Whether a command is done in a moment, with nothing but what is in the package."""
+    if words[0] == "reproduce":
+        return "--list" in words or "--show" in words
+    if words[0] == "models":
+        return not any(word.startswith(HUB) for word in words)
+    return words[0] == "methods" or words[:2] == ["partition", "digits"]
+
+
+def here(values):
+    """Whether the data and the model need no network and no file that is not there."""
+    return values.get("data", "digits") == "digits" and not str(values.get("model", "")).startswith(HUB)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with what lies in a checkout, where commands may write."""
+    for name in ("examples", "results"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("line", shown())
+def test_a_command_that_is_shown_is_valid(line, checkout):
+    """Options exist and names are known; a run on data that are here passes every check that comes before training."""
+    words = words_of(line)
+    with COMMANDS[words[0]].make_context(words[0], words[1:]) as context:
+        given = context.params
+        own = str(given.get("config")) == "my.yaml"  # the reader's
+        values = values_of(None if own else given.get("config"), context)
+    names = given.get("methods") or [values.get("method", "fedavg")]
+    known = words[0] in ("run", "compare")  # other commands have options that are no fields of a run
+    config = experiment({name: value for name, value in values.items() if known or name in Experiment.model_fields})
+    parse(config.partition)
+    assert config.data.partition(":")[0] in SOURCES
+    assert config.model in MODELS or ":" in config.model
+    if words[0] == "reproduce" and given["preset"]:
+        (load_study if given["preset"] in study_names() else load_preset)(given["preset"])
+        named = given["rows"] or given["columns"]
+        if named and given["preset"] not in study_names():
+            table = cells(load_preset(given["preset"]), given["scale"], 0, {})
+            assert {*given["rows"], *given["columns"]} <= {name for cell in table for name in (cell.row, cell.column)}
+    for name in names:
+        chosen = method(name)
+        if known and here(values) and not config.synthetic:
+            check_method(experiment({**values, "method": name}), federation_of(config.data_spec, 0), None, chosen)
+
+
+@pytest.mark.parametrize("line", shown(trains_nothing))
+def test_a_command_that_trains_nothing_does_what_it_is_shown_for(line, checkout, capsys):
+    outcome = call(capsys, *words_of(line))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert len(outcome.out.splitlines()) > 5
+    assert "Nothing has been run" not in outcome.out
+
+
+def trained_here(page):
+    """The commands of a page that train on data that are here, in their order."""
+    for line in lines_of(page):
+        words = words_of(line)
+        if words[0] not in (*TRAINING, "resume") or any(word.startswith(("my.yaml", "path/to/")) for word in words):
+            continue
+        options = dict(pairwise(words))
+        if options.get("--data", "digits") == "digits" and not options.get("--model", "").startswith(HUB):
+            yield line
+
+
+SHORT = {"generator=gan-small": "generator=gan-small,epochs=1", "generator=vae-small": "generator=vae-small,epochs=1"}
+"""Generators whose training takes a minute or more are trained for a moment."""
+
+
+def shortened(line):
+    line = re.sub(r"epochs=\d+", "epochs=1", line)
+    for long, short in SHORT.items():
+        line = re.sub(rf"{long}(?!,epochs)", short, line)
+    return line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if any(trained_here(p))], ids=lambda p: p.stem)
+def test_the_commands_of_a_page_run_one_after_the_other(page, checkout, capsys):
+    """What a page supposes is made before; a command that goes on with a stopped run begins with a shorter one."""
+    if page.stem in ("command-line", "reproducibility"):
+        first = call(capsys, "run", "--out", "runs/digits-fedavg-seed0", "--model", "mlp", "--rounds", 2)
+        assert first.code == 0
+    for line in trained_here(page):
+        if "ddpm" in line:
+            pytest.importorskip("diffusers")
+        words = words_of(shortened(line))
+        if words[0] == "resume" and "--rounds" not in words:
+            words += ["--rounds", "3"]
+        outcome = call(capsys, *words)
+        assert outcome.code == 0, (line, outcome.err)
+    shutil.rmtree("runs", ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_the_table_of_the_demo_is_what_the_demo_prints(checkout, capsys):
+    """Rounds may differ by one and accuracies by some tenths where sums are rounded in another order."""
+    (block,) = (text for text in fences(ROOT / "README.md", "text") if text.startswith("$ unskew compare"))
+    line, *rest = block.splitlines()
+    printed = call(capsys, *words_of(line.removeprefix("$ "))).out.splitlines()
+    assert os.path.isfile("runs/compare-digits/convergence.png")
+    names = words_of(line.removeprefix("$ "))[1:5]
+    for name in names:
+        ours, shown = (next(row.split() for row in rows if row.split()[:1] == [name]) for rows in (printed, rest))
+        figures = [[float(word) for word in row if re.fullmatch(r"[\d.]+", word)] for row in (ours, shown)]
+        assert len(figures[0]) == len(figures[1]) == 12
+        for place, tolerance in {0: 0.5, 2: 0.5, 8: 1.0, 9: 0.0, 10: 0.0}.items():
+            assert abs(figures[0][place] - figures[1][place]) <= tolerance + 0.05, (name, place)
