@@ -29,6 +29,10 @@ class Task:
         """Mean loss of a batch, a scalar."""
         raise NotImplementedError
 
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The loss of each sample as a batch of its own, ``[B]``."""
+        raise NotImplementedError
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """What the model believes, ``[B, C]``."""
         raise NotImplementedError
@@ -91,6 +95,10 @@ class Classification(Task):
         """Mean cross-entropy of ``logits [B, C]`` and labels ``y [B]`` (or class probabilities ``[B, C]``)."""
         return F.cross_entropy(logits, y)
 
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy of each sample."""
+        return F.cross_entropy(logits, y, reduction="none")
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax over classes."""
         return torch.softmax(logits, dim=-1)
@@ -130,6 +138,10 @@ class MultiLabel(Task):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean over samples and labels of the binary cross-entropy of ``logits [B, L]`` and ``y [B, L]``."""
         return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Mean over the labels of each sample."""
+        return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none").mean(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Sigmoid of each label."""
@@ -187,6 +199,11 @@ class Language(Task):
         """Mean over all targets of the batch (not over its texts); 0 without any."""
         total = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=NOTHING, reduction="sum")
         return total / (y != NOTHING).sum().clamp_min(1)
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Mean over the targets of each text; 0 without any."""
+        each = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=NOTHING, reduction="none")
+        return each.sum(-1) / (y != NOTHING).sum(-1).clamp_min(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax over the vocabulary, ``[B, L, V]``."""

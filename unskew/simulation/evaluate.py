@@ -104,7 +104,6 @@ class Evaluator:
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
         self.batch = max(1, min(BATCH, CELLS // spec.widest))
-        self.each = torch.func.vmap(lambda logits, target: task.loss(logits[None], target[None]))
         self.threads = torch.get_num_threads()  # an engine may take threads away for training
 
     def _samples(
@@ -123,7 +122,7 @@ class Evaluator:
                 right.append(self.task.correct(logits, target))
                 asked.append(self.task.predictions(target))
                 if single:
-                    losses.append(self.each(logits, target).to(torch.float64) * asked[-1])
+                    losses.append(self.task.losses(logits, target).to(torch.float64) * asked[-1])
                 else:
                     losses.append((self.task.loss(logits, target).to(torch.float64) * asked[-1].sum())[None])
                 tallies.append(self.task.tally(logits, target))
@@ -138,9 +137,8 @@ class Evaluator:
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
-                found.append(
-                    self.each(predict(self.normalise(x[first : first + size])).logits, target).to(torch.float64)
-                )
+                logits = predict(self.normalise(x[first : first + size])).logits
+                found.append(self.task.losses(logits, target).to(torch.float64))
         return torch.cat(found)
 
     def score(self, v: Tensor, b: Tensor) -> Score:
