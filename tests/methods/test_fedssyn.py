@@ -406,6 +406,7 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
         tmp_path / "c" / "fedssyn-generator=support.colours-Colours,n_syn=5" / "seed-0",
         federation=pictures(),
         rounds=2,
+        trust_code=True,
     )
     assert not Colours.fitted, "a single run of a comparison goes on with the images of all"
     assert Path(again.summary["synthetic"]) == Path(made.summaries[methods[0]][0]["synthetic"])

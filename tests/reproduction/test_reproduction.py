@@ -335,8 +335,8 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
         (["fedcog/table-33"], "no preset"),
         (["fedcog/table-1", "--scale", "big"], "scale"),
         (["fedcog/table-1", "--row", "FedAgv"], "has no row"),
-        (["fedcog/table-1", "--seeds", "a,b"], "whole numbers"),
-        (["fedcog/table-1", "--seeds", "1,1"], "each seed once"),
+        (["fedcog/table-1", "--seeds", "a,b"], "is not a list of seeds"),
+        (["fedcog/table-1", "--seeds", "1,1"], "is not a list of seeds"),
         (["fedcog/table-1", "--data-path", "nowhere"], "no file or folder"),
     ],
 )
