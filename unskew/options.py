@@ -142,6 +142,34 @@ def read_options(text: str, separator: str, where: str, example: str, flags: Col
     return options
 
 
+MOST_SEEDS = 1000
+
+
+def seeds_in(text: str) -> list[int]:
+    """The seeds that a text lists.
+
+    Raises:
+        ConfigError: It is no list of seeds, has one twice, or absurdly many.
+
+    >>> seeds_in("0..2,7")
+    [0, 1, 2, 7]
+    """
+    wrong = ConfigError(f"seeds={text!r} is not a list of seeds; write 0,1,2 or 0..2: each once, at most {MOST_SEEDS}.")
+    seeds: list[int] = []
+    for piece in text.split(","):
+        first, dots, last = piece.partition("..")
+        try:
+            low, high = int(first), int(last if dots else first)
+        except ValueError:
+            raise wrong from None
+        if not 0 <= low <= high < 2**63 or high - low >= MOST_SEEDS:
+            raise wrong
+        seeds += range(low, high + 1)
+    if len(set(seeds)) < len(seeds) or len(seeds) > MOST_SEEDS:
+        raise wrong
+    return seeds
+
+
 def options_of(cls: type) -> dict[str, object]:
     """Names and defaults of the options of a class; none, if it is no dataclass."""
     if not dataclasses.is_dataclass(cls):

@@ -490,3 +490,69 @@ def test_a_warning_names_its_run_among_several(capsys, tmp_path):
     assert "fedprox, seed 0: The model did not change" in text
     single = call(capsys, "run", *late, "--out", tmp_path / "one")
     assert "fedavg: The model" not in single.out + single.err
+
+
+# ---- one vocabulary ---------------------------------------------------------------------------------------------------
+
+
+def test_seeds_are_a_list_and_a_number_is_still_how_many(capsys):
+    args = ("compare", "fedavg", *QUICK, "--rounds", 1)
+    for number, (seeds, which) in enumerate({"1,3": [1, 3], "2..3": [2, 3], "0": [0], "2": [0, 1]}.items()):
+        outcome = call(capsys, *args, "--seeds", seeds, "--out", f"c{number}")
+        assert outcome.code == 0
+        assert sorted(p.name for p in Path(f"c{number}/fedavg").iterdir()) == [f"seed-{k}" for k in which]
+        assert ("taken as how many; name them: --seeds 0..1" in outcome.err) == (seeds == "2")
+    rows = unskew.compare(methods="fedavg", seeds="4..5", rounds=1, clients=2, local_steps=1, model="logistic").rows()
+    assert rows[0]["seeds"] == 2
+
+
+def test_a_configuration_is_named_by_a_flag_or_by_its_place(capsys):
+    Path("my.yaml").write_text(
+        "rounds: 1\nclients: 3\npartition: iid\nmodel: logistic\nlocal_steps: 1\nengine: inline\n"
+    )
+    for number, args in enumerate((["run", "my.yaml"], ["run", "--config", "my.yaml"])):
+        assert call(capsys, *args, "--out", f"r{number}").code == 0
+        assert summary(f"r{number}")["rounds"] == 1
+    for number, args in enumerate((["fedavg", "my.yaml"], ["--config", "my.yaml", "fedavg"])):
+        assert call(capsys, "compare", *args, "--seeds", "0", "--out", f"c{number}").code == 0
+    for args in (["my.yaml"], ["--config", "my.yaml"], ["digits", "--set", "partition=iid", "--clients", 3]):
+        assert call(capsys, "partition", *args, "--json").json()["clients"] == 3
+    assert call(capsys, "diagnose", "my.yaml", "--no-curvature", "--json").json()["clients"] == 3
+    assert "Name one configuration file" in call(capsys, "run", "my.yaml", "--config", "my.yaml").err
+    assert "Name the data once" in call(capsys, "partition", "digits", "--data", "digits").err
+
+
+def test_a_run_goes_on_by_a_flag(capsys):
+    args = ("run", *QUICK, "--out", "a")
+    assert "give both" in call(capsys, *args[:-2], "--resume").err
+    assert call(capsys, *args, "--rounds", 1).code == 0
+    assert "is complete" in call(capsys, *args, "--rounds", 1, "--resume").err
+    assert call(capsys, *args, "--rounds", 2, "--resume").code == 0
+    assert summary("a")["rounds"] == 2
+
+
+def test_former_names_work_with_a_hint(tmp_path):
+    rows = "\n".join(["x,y", *(f"{i / 7:.3f},{i % 2}" for i in range(40))])
+    (tmp_path / "rows.csv").write_text(rows)
+    with pytest.warns(FutureWarning, match="path is called data_path"):
+        old = unskew.load_federation("table", path=tmp_path / "rows.csv", label="y", clients=2, partition="iid")
+    new = unskew.load_federation("table", data_path=tmp_path / "rows.csv", label="y", clients=2, partition="iid")
+    assert old.fingerprint == new.fingerprint
+    given = {"methods": ["fedavg"], "seeds": [0], "model": "logistic", "local_steps": 1, "out": tmp_path / "c"}
+    unskew.compare(new, rounds=1, **given)
+    with pytest.warns(FutureWarning, match="again is called resume"):
+        unskew.compare(new, rounds=2, again=True, **given)
+    assert len(unskew.compare(new, rounds=2, resume=True, **given).histories["fedavg"][0]) == 2
+
+
+def test_the_default_folder_is_called_alike_however_the_data_are_written(capsys, tmp_path):
+    rows = "\n".join(["x,y", *(f"{i / 7:.3f},{i % 2}" for i in range(40))])
+    Path("rows.csv").write_text(rows)
+    here = Path.cwd()
+    spellings = ["rows.csv", "./rows.csv", "table:rows.csv", f"table:{here}/rows.csv", f"{here.name}/../rows.csv"]
+    Path(here.name).mkdir()
+    options = ("--label", "y", "--model", "logistic", "--rounds", 1, "--clients", 2, "--partition", "iid")
+    for spelling in spellings:
+        assert call(capsys, "run", "--data", spelling, *options, "--engine", "inline").code == 0
+    names = ["rows.csv-fedavg-seed0", *(f"rows.csv-fedavg-seed0-{k}" for k in range(2, 6))]
+    assert sorted(path.name for path in Path("runs").iterdir()) == names

@@ -77,11 +77,11 @@ def test_femnist_by_writer_and_its_first_40_classes(femnist):
     assert whole.classes == 62
     assert whole.train.x.shape[1:] == (1, 28, 28)
     assert len(whole.train) + len(whole.test) == len(images), "without a test part a fifth is split off"
-    fed = load_federation("femnist", path=path, partition="natural:writer_id", clients=None, keep_classes=40)
+    fed = load_federation("femnist", data_path=path, partition="natural:writer_id", clients=None, keep_classes=40)
     assert (fed.classes, fed.class_names[-1], fed.class_names[10]) == (40, "d", "A")
     assert len(fed.clients) == 8
     assert set(fed.test[1].tolist()) | set(fed.clients[0].y.tolist()) == {0, 38, 39}
-    some = load_federation("femnist", path=path, partition="natural:writer_id", clients=3, seed=1, keep_classes=40)
+    some = load_federation("femnist", data_path=path, partition="natural:writer_id", clients=3, seed=1, keep_classes=40)
     assert len(some.clients) == 3
     assert some.sizes.sum() < fed.sizes.sum(), "the samples of writers that are not drawn belong to nobody"
     assert len(some.test[1]) == len(fed.test[1])
@@ -113,14 +113,16 @@ def celeba(tmp_path):
 
 
 def test_celeba_by_person_with_a_truth_value_as_label(celeba):
-    fed = load_federation("celeba", path=celeba, partition="natural:celeb_id", clients=None, holdout=0)
+    fed = load_federation("celeba", data_path=celeba, partition="natural:celeb_id", clients=None, holdout=0)
     assert (fed.class_names, fed.shape) == (("False", "True"), (3, 22, 18))
     assert fed.sizes.tolist() == [2, 3, 4]
     assert sorted(fed.clients[1].y.tolist()) == [0, 0, 1]
     assert len(fed.test[1]) == 3
-    male = load_federation("celeba", path=celeba, label="Male", partition="natural:celeb_id", clients=None, holdout=0)
+    male = load_federation(
+        "celeba", data_path=celeba, label="Male", partition="natural:celeb_id", clients=None, holdout=0
+    )
     assert [set(c.y.tolist()) for c in male.clients] == [{1}, {0}, {0}]
-    small = load_federation("celeba", path=celeba, partition="natural:celeb_id", clients=2, image_size=8)
+    small = load_federation("celeba", data_path=celeba, partition="natural:celeb_id", clients=2, image_size=8)
     assert small.shape == (3, 8, 8)
     assert small.test[0].dtype == torch.uint8
 
@@ -302,7 +304,7 @@ def test_samples_at_the_server_are_never_evaluated_on(cifar100):
     held, left = ({x.numpy().tobytes() for x in part} for part in (fed.server.x, fed.test[0]))
     assert (len(held), len(left), held & left) == (12, 18, set())
     assert held | left == {x.numpy().tobytes() for x in whole.test.x}
-    other = load_federation("cifar100", path=cifar100, partition="iid", clients=3, server=12, seed=2)
+    other = load_federation("cifar100", data_path=cifar100, partition="iid", clients=3, server=12, seed=2)
     assert {x.numpy().tobytes() for x in other.server.x} != held
 
 

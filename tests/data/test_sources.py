@@ -189,7 +189,7 @@ def test_cifar100_keeps_coarse_labels(tmp_path):
     coarse = load_source("cifar100", path=tmp_path, label="coarse_label")
     assert coarse.class_names == ("x", "y")
     assert coarse.train.y.tolist() == [0, 0, 1, 0, 0, 1]
-    federation = load_federation("cifar100", path=tmp_path, partition="natural:coarse_label", clients=None)
+    federation = load_federation("cifar100", data_path=tmp_path, partition="natural:coarse_label", clients=None)
     assert len(federation.clients) == 2
 
 
@@ -596,7 +596,7 @@ def test_real_cifar10():
     assert source.test.x.shape == (10_000, 3, 32, 32)
     assert source.train.y.bincount().tolist() == [5000] * 10
     assert source.class_names[:3] == ("airplane", "automobile", "bird")
-    federation = load_federation("cifar10", path=real_cifar10(), clients=10, server=1000)
+    federation = load_federation("cifar10", data_path=real_cifar10(), clients=10, server=1000)
     assert federation.sizes.sum() == pytest.approx(45_000, abs=10)
     assert federation.normalisation is not None
     assert federation.normalisation.mean == pytest.approx((0.4914, 0.4822, 0.4465), abs=2e-3)

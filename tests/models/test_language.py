@@ -272,14 +272,14 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
     labelled = [{**row, "label": int(row["label"] == "yes")} for row in rows(30)]
     for name in ("train-00000-of-00001", "validation_matched-00000-of-00001"):
         parquet.write_table(pa.Table.from_pylist(labelled), tmp_path / f"{name}.parquet")
-    fed = load_federation("multi_nli", path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
+    fed = load_federation("multi_nli", data_path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
     assert (fed.task, len(fed.test[0]), fed.holdings()[1]) == ("language", 30, GENRES)
     fed = load_federation(
         "nyu-mll/multi_nli", path=tmp_path, partition="iid", clients=3, tokenizer=str(opt), label="label"
     )
     assert (fed.task, fed.classes) == ("classification", 2)
     with pytest.raises(DataError, match="does not hold multi_nli"):
-        load_federation("multi_nli", path=opt, partition="iid", tokenizer="bytes")
+        load_federation("multi_nli", data_path=opt, partition="iid", tokenizer="bytes")
 
 
 def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):

@@ -86,9 +86,9 @@ def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
     first = unskew.compare(fed, methods=methods, rounds=1, **options)
     assert list(first.summaries) == ["fedprox + scaffold", "only-here", "fedprox:mu=0.5"]
     (tmp_path / "c" / "only-here" / "seed-0" / "summary.json").unlink()  # as if it had been interrupted
-    longer = unskew.compare(fed, methods=methods, rounds=2, again=True, **options)
+    longer = unskew.compare(fed, methods=methods, rounds=2, resume=True, **options)
     assert all(len(history) == 2 for (history,) in longer.histories.values())
     with pytest.raises(ConfigError, match="cannot be gone on with"):
-        unskew.compare(fed, methods=methods, rounds=2, again=True, **{**options, "lr": 0.5})
+        unskew.compare(fed, methods=methods, rounds=2, resume=True, **{**options, "lr": 0.5})
     with pytest.raises(CheckpointError, match=r"is complete \(2 rounds\)"):
-        unskew.compare(fed, methods=methods, rounds=1, again=True, **options)
+        unskew.compare(fed, methods=methods, rounds=1, resume=True, **options)

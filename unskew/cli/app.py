@@ -28,12 +28,14 @@ from unskew.cli.options import (
     overridden_by,
     print_json,
     resuming,
+    short_name,
     stoppable,
     values_of,
 )
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
+from unskew.options import seeds_in
 
 SERVER = ("server", "server_path")
 TRAINING = ("model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay")
@@ -54,26 +56,36 @@ app.callback(invoke_without_command=True)(cli_info.version)
 def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", parser=place, metavar="PATH", help="The same, with a flag.")
+    ] = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", parser=place, metavar="PATH", help="Its folder; runs/DATA-METHOD-seedN by default."),
     ] = None,
+    again: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one model across clients with one method."""
+    from unskew.config.reading import experiment
+
+    checked = experiment(values_of(config, context))  # a mistake is told before PyTorch is loaded
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
-    from unskew.config.reading import experiment
-    from unskew.runs.run import run_experiment
+    from unskew.runs.run import check_unfinished, run_experiment
 
-    checked = experiment(values_of(config, context))
-    name = folder_name(f"{Path(checked.data).name}-{checked.method}-seed{checked.seed}")
+    if again:
+        if out is None:
+            raise ConfigError("--resume goes on in the folder that --out names; give both.")
+        check_unfinished(out, checked.rounds)
+    name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}")
     folder = out or free_name(Path("runs") / name)
     console = console_for(as_json)
     with stoppable(folder, resuming(folder, checked)), make_progress(console) as progress:
-        result = run_experiment(checked, out=folder, callbacks=[ProgressLine(progress, checked.method, columns=True)])
+        follower = ProgressLine(progress, checked.method, columns=True)
+        result = run_experiment(checked, out=folder, resume=again, callbacks=[follower])
     _show(result, folder, console, as_json)
 
 
@@ -81,8 +93,10 @@ def run(
 @overridden_by(*DATA, *SERVER, *TRAINING, *MACHINE, *EVALUATION, "synthetic")
 def compare(
     context: typer.Context,
-    methods: Annotated[list[str], typer.Argument(help="Methods or sums of methods.")],
-    seeds: Annotated[int, typer.Option("--seeds", help="Number of seeds: 0, 1, ...")] = 3,
+    methods: Annotated[
+        list[str], typer.Argument(help="Methods or sums of methods; a .yaml file is the configuration.")
+    ],
+    seeds: Annotated[str, typer.Option("--seeds", help="Which seeds: 0,1,2 or 0..4.")] = "0..2",
     config: Annotated[
         Path | None,
         typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
@@ -99,11 +113,15 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare methods on the same data, partition, cohorts and initial model per seed."""
+    from unskew.config.reading import experiment
+    from unskew.methods.catalogue import check_names
+
+    for name in methods:  # a mistake is told before PyTorch is loaded
+        check_names(name)
     from unskew.cli.comparison_tables import clients_table, comparison_table, reaching_table
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.target import target_costs
-    from unskew.config.reading import experiment
 
     if again and out is None:
         raise ConfigError("--resume goes on in the folder that --out names; give both.")
@@ -111,24 +129,29 @@ def compare(
         if name in ("method", "seed"):
             raise ConfigError(
                 f"--set {name} has no effect on a comparison: its methods are listed, as in unskew compare fedavg moon, "
-                "and --seeds 5 takes the seeds 0 to 4."
+                "and --seeds 0..4 takes the seeds 0 to 4."
             )
+    which = seeds_in(seeds)
+    if len(which) == 1 and which[0] > 0:  # the former meaning
+        which = seeds_in(f"0..{which[0] - 1}")
+        hint = f"--seeds {seeds} is taken as how many; name them: --seeds 0..{len(which) - 1}."
+        print(f"unskew: {hint}", file=sys.stderr)
     values = values_of(config, context)
     # A file made for one run may be used: what is compared, and for which seeds, is said here.
     for name in ("method", "seed"):
         values.pop(name, None)
     checked = experiment(values)
     target = values.pop("target", None)
-    folder = out or free_name(Path("runs") / f"compare-{Path(checked.data).name}")
+    folder = out or free_name(Path("runs") / f"compare-{short_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
     with stoppable(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
         result = compare_methods(
             methods=methods,
-            seeds=seeds,
+            seeds=which,
             out=folder,
-            again=again,
+            resume=again,
             target=target,
             follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
             **values,
@@ -142,7 +165,7 @@ def compare(
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
-    console.print(f"{len(methods) * seeds} runs in {time.perf_counter() - started:.0f} s.")
+    console.print(f"{len(methods) * len(which)} runs in {time.perf_counter() - started:.0f} s.")
 
 
 @app.command()

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.options import AsJson, DataPath, Exclude, Features, Sets, console_for, print_json
+from unskew.cli.options import DATA, AsJson, Sets, console_for, overridden_by, print_json, values_of
+from unskew.errors import ConfigError
 from unskew.files import place
 
 
@@ -53,23 +54,17 @@ def models(
     print_json(layers) if as_json else console_for().print(layers_table(model, layers))
 
 
+@overridden_by(*DATA, "seed")
 def partition(
-    data: Annotated[str, typer.Argument(help="Data source.")] = "digits",
-    partition: Annotated[str, typer.Option("--partition", help="How samples are split.")] = "dirichlet:0.1",
-    clients: Annotated[int | None, typer.Option("--clients", help="Number of clients; 10, or all of a column.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")] = 0,
-    data_path: DataPath = None,
-    label: Annotated[str | None, typer.Option("--label", help="Label column of a table.")] = None,
-    label_separator: Annotated[
-        str | None, typer.Option("--label-separator", help="What stands between the labels of a row, in text.")
+    context: typer.Context,
+    source: Annotated[
+        str | None, typer.Argument(metavar="DATA", help="Data source, or a configuration file (.yaml).")
     ] = None,
-    image: Annotated[str | None, typer.Option("--image", help="Image column of a table.")] = None,
-    features: Features = None,
-    exclude: Exclude = None,
-    text: Annotated[str | None, typer.Option("--text", help="Text column, or a pair: premise,hypothesis.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="Of texts: a name at the hub, a folder, or bytes.")
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
     ] = None,
+    sets: Sets = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -82,23 +77,24 @@ def partition(
     as_json: AsJson = False,
 ) -> None:
     """Show what each client would hold: a table, a plot, and the partition's hash."""
-    from unskew.cli.tables import columns_table, partition_table
     from unskew.config.reading import experiment
+
+    values = {**values_of(config, context), "holdout": 0.0}
+    values.pop("method", None)
+    if source is not None:
+        if context.params.get("data") is not None:
+            raise ConfigError(f"Name the data once, not {source} and --data {context.params['data']}.")
+        values["data"] = source
+    checked = experiment(values)
+    from unskew.cli.tables import columns_table, partition_table
     from unskew.data.load import federation_of
     from unskew.plots.curves import clients_by_class
 
-    values = {"data": data, "partition": partition, "seed": seed, "data_path": data_path, "label": label}
-    values |= {"label_separator": label_separator, "image": image, "holdout": 0.0}
-    said = {"clients": clients, "features": features, "exclude": exclude}
-    values |= {name: value for name, value in said.items() if value is not None}
-    texts = {"columns": text, "tokenizer": tokenizer}
-    values["text"] = {name: value for name, value in texts.items() if value is not None}
-    config = experiment(values)
-    fed = federation_of(config.data_spec, config.seed)
+    fed = federation_of(checked.data_spec, checked.seed)
     counts, names = fed.holdings()
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:
-        title = f"{fed.name}, {fed.partition}, seed {seed}"
+        title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
         clients_by_class(counts, names, plot, title, client_names=fed.client_names)
     if as_json:
         sizes = fed.sizes
@@ -107,7 +103,7 @@ def partition(
                 "data": fed.name,
                 "partition": fed.partition,
                 "clients": len(fed.clients),
-                "seed": seed,
+                "seed": checked.seed,
                 "hash": fed.fingerprint,
                 "smallest": int(sizes.min()),
                 "largest": int(sizes.max()),

@@ -9,8 +9,9 @@ import torch
 
 from unskew.config.reading import experiment, set_field
 from unskew.errors import ConfigError
-from unskew.models.catalogue import HUB, resolve_model
+from unskew.models.catalogue import resolve_model
 from unskew.models.groups import layer_groups, split_at
+from unskew.models.naming import HUB
 from unskew.models.vector import ModelSpec
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from unskew.errors import ConfigError
+
 if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
 
@@ -26,6 +28,11 @@ FLAGS: dict[str, tuple[type, str]] = {
     "data_path": (str, "Folder with the source's files, for offline use."),
     "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
     "clients": (int, "Number of clients."),
+    "label": (str, "Label column of a table."),
+    "label_separator": (str, "What stands between the labels of a row, in a label column of text."),
+    "image": (str, "Image column of a table."),
+    "text": (str, "Text column, or a pair: premise,hypothesis."),
+    "tokenizer": (str, "Of texts: a name at the hub, a folder, or bytes."),
     "features": (str, "Columns of a table that are inputs: age,income; all numbers by default."),
     "exclude": (str, "Columns of a table that are no inputs: patient_id,row."),
     "server": (str, "Data at the server: a number of test samples, or another data source."),
@@ -50,7 +57,8 @@ FLAGS: dict[str, tuple[type, str]] = {
     "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
 }
 """Fields of a configuration that have a flag of their own: the type and the help of each."""
-DATA = ("data", "data_path", "partition", "clients", "features", "exclude")
+TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
+DATA = ("data", "data_path", "partition", "clients", *TABLE)
 BUDGET = ("local_steps", "local_epochs", "batch_size")
 
 
@@ -59,8 +67,6 @@ def _flag(name: str) -> Any:
 
 
 DataPath = Annotated[str | None, _flag("data_path")]
-Features = Annotated[str | None, _flag("features")]
-Exclude = Annotated[str | None, _flag("exclude")]
 Rounds = Annotated[int | None, _flag("rounds")]
 EngineName = Annotated[str | None, _flag("engine")]
 Device = Annotated[str | None, _flag("device")]
@@ -83,6 +89,7 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
         @functools.wraps(command)
         def call(**arguments: Any) -> None:
+            arguments = with_config(arguments)
             with from_file(arguments):
                 command(**{name: arguments[name] for name in own})
 
@@ -91,6 +98,31 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         return call
 
     return with_flags
+
+
+def with_config(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a command with the configuration file as ``config``, wherever it was named.
+
+    It may stand after ``--config``, or among what a command takes without a flag, where it is known by its ending.
+    """
+    files = [arguments["config"], arguments.get("file")]
+    for name in ("source", "run", "methods"):
+        value = arguments.get(name)
+        if isinstance(value, list):
+            files += [Path(one) for one in value if is_config(one)]
+            arguments[name] = [one for one in value if not is_config(one)]
+        elif value is not None and is_config(str(value)):
+            files.append(Path(value))
+            arguments[name] = None
+    files = [file for file in files if file is not None]
+    if len(files) > 1:
+        raise ConfigError(f"Name one configuration file, not {' and '.join(map(str, files))}.")
+    return {**arguments, "file": None, "config": files[0] if files else None}
+
+
+def is_config(word: str) -> bool:
+    """Whether a word names a configuration file."""
+    return word.lower().endswith((".yaml", ".yml"))
 
 
 @contextmanager
@@ -120,6 +152,9 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
     if "network" in flags:
         flags["network"] = {"delay": flags["network"]}
+    texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
+    if any(texts.values()):
+        flags["text"] = {field: value for field, value in texts.items() if value is not None}
     for assignment in context.params.get("sets") or []:
         set_field(flags, assignment)
     # One budget replaces the other.
@@ -157,6 +192,16 @@ def resuming(folder: Path, config: Experiment) -> str:
     own = ":" in config.model and not config.model.startswith("hf:")
     own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
     return shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if own else [])])
+
+
+def short_name(config: Experiment) -> str:
+    """What a default folder calls the data: the same, however their path was written."""
+    from unskew.config.paths import PREFIXES
+
+    prefix, _, path = config.data.partition(":")
+    if prefix in PREFIXES and (path or config.data_path):
+        return Path(path or str(config.data_path)).expanduser().resolve().name
+    return Path(config.data).name
 
 
 @contextmanager

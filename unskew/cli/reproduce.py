@@ -13,6 +13,7 @@ from rich.console import Console
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
 from unskew.errors import ConfigError, unknown
 from unskew.files import place
+from unskew.options import seeds_in
 
 if TYPE_CHECKING:
     from unskew.reproduction.preset import Preset
@@ -69,7 +70,7 @@ def reproduce(
     if preset in study_names():
         if columns or engine is not None or device is not None:
             raise ConfigError(f"{preset} is a program of its own, without columns, engines and devices; it has --row.")
-        which = _seeds(seeds) if seeds else None
+        which = seeds_in(seeds) if seeds else None
         _study(preset, scale, which, rows, data_path, results, show, plot, as_json)
         return
     if preset not in names():
@@ -77,7 +78,7 @@ def reproduce(
     table = load_preset(preset)
     extra: dict[str, Any] = {"data_path": data_path, "engine": engine, "device": device}
     extra = {name: value for name, value in extra.items() if value is not None}
-    which = _seeds(seeds) if seeds else list(range(seeds_of(table, scale)))
+    which = seeds_in(seeds) if seeds else list(range(seeds_of(table, scale)))
     for kind, wanted, there in (("row", rows, table.rows), ("column", columns, table.columns)):
         for name in wanted or ():
             if name not in there:
@@ -174,13 +175,3 @@ def _print(
         console.print(table)
     if not done:
         console.print("Nothing has been run yet.")
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        numbers = [int(piece) for piece in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--seeds {text!r} is not a list of whole numbers such as 0,1,2.") from None
-    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise ConfigError(f"--seeds {text!r}: each seed once, and none below 0.")
-    return numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from unskew.data.load import federation_of
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
+from unskew.options import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, reaching
@@ -30,7 +32,6 @@ from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
-MOST_SEEDS = 1000
 FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
     "best_loss"
 }
@@ -112,11 +113,12 @@ def compare(
     federation: Federation | None = None,
     *,
     methods: Sequence[MethodLike],
-    seeds: int | Sequence[int] = 3,
+    seeds: int | str | Sequence[int] = 3,
     model: ModelLike | Mapping[str, Any] | None = None,
     target: float | None = None,
     out: str | Path | None = None,
-    again: bool = False,
+    resume: bool = False,
+    again: bool | None = None,
     follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
     **options: Any,
 ) -> Comparison:
@@ -125,17 +127,21 @@ def compare(
     Args:
         federation: The data, the same for every seed; without it they are loaded and partitioned anew for each seed.
         methods: Methods as ``unskew.method`` takes them.
-        seeds: How many seeds (0, 1, ...), or which.
+        seeds: Which seeds, as a list or as text (``"0..4"``, ``"0,1,7"``); a number says how many: 0, 1, ...
         model: See ``unskew.run``.
         target: Accuracy for which rounds are counted; 90% of the best mean accuracy if None.
         out: Folder for all runs, figures and ``comparison.json``.
-        again: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
+        resume: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
+        again: The former name of ``resume``.
         follow: Gives the callbacks of a run from its method, seed and configuration.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
         ConfigError: An option is wrong, a method is named twice, or ``out`` is already there.
     """
+    if again is not None:
+        warnings.warn("again is called resume by now: compare(..., resume=True).", FutureWarning, stacklevel=2)
+        resume = again
     if isinstance(methods, str):
         methods = [methods]
     names = [spelling_of(m) for m in methods]
@@ -165,7 +171,7 @@ def compare(
         """Whether a run began, or something was made for several."""
         return folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
 
-    with new_folder(folder, again, begun):
+    with new_folder(folder, resume, begun):
         for seed in which:
             data = federation or federation_of(configs[names[0], seed].data_spec, seed)
             if seed == which[0]:
@@ -197,12 +203,14 @@ def compare(
     return result
 
 
-def seed_list(seeds: int | Sequence[int]) -> list[int]:
+def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     """``0, 1, ...`` for a number of seeds, or the seeds themselves.
 
     Raises:
         ConfigError: There is none, one is there twice, or there are absurdly many.
     """
+    if isinstance(seeds, str):
+        return seeds_in(seeds)
     if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
         raise ConfigError(f"seeds={seeds} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
     which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)

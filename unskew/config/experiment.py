@@ -19,7 +19,7 @@ from unskew.config.sections import NetworkConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
-from unskew.models.catalogue import HUB, named_model
+from unskew.models.naming import HUB, named_model
 from unskew.protocol.training import Training
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -8,7 +8,7 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.data.reading.files import TABLES
 from unskew.data.sources.catalogue import PATHS
-from unskew.models.catalogue import HUB
+from unskew.models.naming import HUB
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 """Of names that go on with a path, as in ``table:PATH``."""

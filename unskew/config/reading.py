@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 import yaml
@@ -11,9 +11,10 @@ from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import NetworkConfig, TextConfig
-from unskew.engines.catalogue import devices
 from unskew.errors import ConfigError, plain, unknown
-from unskew.protocol.rules import Method
+
+if TYPE_CHECKING:
+    from unskew.protocol.rules import Method
 
 
 def experiment(values: dict[str, Any], method: Method | None = None) -> Experiment:
@@ -36,6 +37,8 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
         if first["type"] == "string_pattern_mismatch":
+            from unskew.engines.catalogue import devices
+
             reason = f"the devices of this machine are {', '.join(devices())}"
         raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error
 

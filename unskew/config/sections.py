@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.simulation.delays import parse as parse_delay
-
 
 class Section(BaseModel):
     """Options that are checked: an unknown key is an error, and true is not a number."""
@@ -36,6 +34,8 @@ class NetworkConfig(Section):
     @pydantic.field_validator("delay", mode="before")
     @classmethod
     def _delay_is_known(cls, value: Any) -> str:
+        from unskew.simulation.delays import parse as parse_delay
+
         parse_delay(str(value))  # a bare number is refused as every other text that is no delay
         return str(value)
 

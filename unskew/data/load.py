@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ def load_federation(
     partition: str | object = "dirichlet:0.1",
     clients: int | None = 10,
     seed: int = 0,
+    data_path: str | Path | None = None,
     path: str | Path | None = None,
     label: str | None = None,
     image: str | None = None,
@@ -52,7 +54,8 @@ def load_federation(
         partition: Who holds what, as for ``unskew.data.partition.make.make_partition``.
         clients: Number of clients; None for ``natural:COLUMN`` with all of its values.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.
-        path: Local files of the data set.
+        data_path: Local files of the data set.
+        path: The former name of ``data_path``.
         label: The label column; where it holds lists, the task is multi-label.
         image: The column of encoded images.
         label_separator: What stands between the labels of a row, in a table's label column of text.
@@ -88,9 +91,14 @@ def load_federation(
             whole_number(value, field)
     if server is not None and not isinstance(server, str):
         whole_number(server, "server")
+    if path is not None:
+        warnings.warn(
+            "path is called data_path by now: load_federation(..., data_path=...).", FutureWarning, stacklevel=2
+        )
+        data_path = path
     spec = DataSpec(
         data=name,
-        data_path=path,
+        data_path=data_path,
         label=label,
         label_separator=label_separator,
         image=image,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unskew.errors import ConfigError, MethodConflict, unknown
 from unskew.options import build, check_finite, imported, options_of, read_options
-from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync
+
+if TYPE_CHECKING:
+    from unskew.protocol.rules import Method, Rule
 
 CATALOGUE: dict[str, str] = {
     "fedavg": "unskew.methods.fedavg:FedAvg",
@@ -54,7 +56,17 @@ CATALOGUE: dict[str, str] = {
     "feddm": "unskew.methods.feddm:FedDM",
 }
 
-MethodLike = str | Rule | Method | Sequence["str | Rule | Method"]
+MethodLike: TypeAlias = "str | Rule | Method | Sequence[str | Rule | Method]"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no method has, before PyTorch is loaded.
+
+    Raises:
+        ConfigError: It is none of the catalogue, and no dotted path.
+    """
+    if name not in CATALOGUE and "." not in name:
+        raise ConfigError(unknown("method", name, CATALOGUE))
 
 
 def rule_class(name: str) -> type[Rule]:
@@ -63,9 +75,10 @@ def rule_class(name: str) -> type[Rule]:
     Raises:
         ConfigError: There is no such method.
     """
+    check_name(name)
+    from unskew.protocol.rules import Rule
+
     path = CATALOGUE.get(name)
-    if path is None and "." not in name:
-        raise ConfigError(unknown("method", name, CATALOGUE))
     cls = imported(path or ":".join(name.rsplit(".", 1)), f"the method {name!r}")
     if isinstance(cls, type) and issubclass(cls, Rule):
         return cls
@@ -74,16 +87,41 @@ def rule_class(name: str) -> type[Rule]:
 
 def slots_of(cls: type[Rule]) -> list[str]:
     """The slots that a method fills, in the order data, client, sync, server."""
+    from unskew.protocol.rules import ClientRule, DataRule, ServerRule, Sync
+
     kinds = {"data": DataRule, "client": ClientRule, "sync": Sync, "server": ServerRule}
     return [slot for slot, kind in kinds.items() if issubclass(cls, kind)]
 
 
-def _parse_one(text: str) -> Method:
-    text = text.strip()
+def _split(text: str) -> tuple[str, str]:
+    """The name of one method, and its options as they are written."""
     name, colon, rest = (piece.strip() for piece in text.partition(":"))
     if colon and not rest:
         raise ConfigError(f"{text!r} ends with a colon; write {name}:option=value, or {name} alone.")
     name = name if "." in name else name.lower()
+    check_name(name)
+    return name, rest
+
+
+def check_names(spec: str) -> list[str]:
+    """The methods of a sum, each with its options; all of them are known by name, which takes no PyTorch.
+
+    Raises:
+        ConfigError: There is no such method, or it is not written so.
+    """
+    # A plus sign before a digit belongs to a number such as 1e+3.
+    pieces = [piece.strip() for piece in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
+    if spec.strip().endswith("+") or spec.strip().startswith("+"):
+        raise ConfigError(f"In {spec!r} a method is missing beside the plus sign.")
+    if not all(pieces):
+        raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
+    for piece in pieces:
+        _split(piece)
+    return pieces
+
+
+def _parse_one(text: str) -> Method:
+    name, rest = _split(text)
     cls = rule_class(name)
     flags = [key for key, default in options_of(cls).items() if isinstance(default, bool)]  # fedals:auto
     options = read_options(rest, ",", repr(text), f"{name}:option=value", flags)
@@ -107,19 +145,16 @@ def method(spec: MethodLike, **options: object) -> Method:
     """
     if options:
         return _with_options(spec, options)
+    if isinstance(spec, str):
+        total = _add([_parse_one(text) for text in check_names(spec)])
+        return dataclasses.replace(total, spelling=spec.replace(" ", ""))
+    from unskew.protocol.rules import Method, Rule
+
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
         check_finite(spec, spec.name)
         return dataclasses.replace(spec.build(), spelling=spelled(spec))
-    if isinstance(spec, str):
-        # A plus sign before a digit belongs to a number such as 1e+3.
-        pieces = re.split(r"\+(?=\s*[A-Za-z_])", spec)
-        if spec.strip().endswith("+") or spec.strip().startswith("+"):
-            raise ConfigError(f"In {spec!r} a method is missing beside the plus sign.")
-        if not spec.strip() or not all(piece.strip() for piece in pieces):
-            raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
-        return dataclasses.replace(_add([_parse_one(piece) for piece in pieces]), spelling=spec.replace(" ", ""))
     if isinstance(spec, type) or not isinstance(spec, Sequence):
         what = spec.__name__ if isinstance(spec, type) else repr(spec)
         raise ConfigError(
@@ -158,6 +193,8 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
 
 
 def _add(parts: Sequence[Method]) -> Method:
+    from unskew.protocol.rules import Method
+
     total = parts[0]
     for other in parts[1:]:
         filled: dict[str, object] = {}
@@ -187,6 +224,8 @@ def _add(parts: Sequence[Method]) -> Method:
 
 def own_diagnoses() -> list[str]:
     """Names that methods of the catalogue have for what they measure of themselves."""
+    from unskew.protocol.rules import ServerRule
+
     classes = [rule_class(name) for name in CATALOGUE]
     figures = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.figures]
     return sorted({figure.diagnosis for figure in figures if figure.diagnosis is not None})

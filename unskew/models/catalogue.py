@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from unskew.errors import ConfigError, unknown
+from unskew.models.naming import HUB
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
 from unskew.models.zoo.resnet import ResNet20
 from unskew.models.zoo.vision import MLP, VGG11, Logistic
 from unskew.options import imported
 
-HUB = "hf:"
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 """What `resolve_model` accepts as a model."""
 
@@ -199,23 +199,6 @@ def may_be_model(target: object) -> bool:
         return may_be_model(target.func)
     made = inspect.isclass(target) and issubclass(target, nn.Module)
     return made or inspect.isfunction(target) or inspect.ismethod(target)
-
-
-def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """Name and options of a model that is given as a mapping.
-
-    Raises:
-        ValueError: It does not name one.
-
-    >>> named_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
-    ('hf:facebook/opt-125m', {'lora': {'r': 4}})
-    """
-    kinds = [kind for kind in ("hf", "name") if kind in model]
-    name = model[kinds[0]] if len(kinds) == 1 else None
-    if not isinstance(name, str):
-        raise ValueError("a mapping names the model as hf: NAME (of the Hugging Face hub) or as name: NAME")
-    options = {key: value for key, value in model.items() if key != kinds[0]}
-    return (HUB if kinds[0] == "hf" else "") + name, options
 
 
 def _call(

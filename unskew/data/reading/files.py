@@ -63,7 +63,7 @@ def hub_tables(hub: Hub) -> tuple[Any, Any | None]:
         except Exception as error:  # whatever the network stack raises
             reason = f"{type(error).__name__}: {error}. You can also" if reached else unreachable("it")
             raise DataError(
-                f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and name that folder (path=, "
+                f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and name that folder (data_path, "
                 "--data-path)."
             ) from error
     return loaded["train"].data.table, loaded[hub.test].data.table if hub.test else None

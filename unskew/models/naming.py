@@ -1,0 +1,24 @@
+"""How a model is written; known without PyTorch, which takes long to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+HUB = "hf:"
+
+
+def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """Name and options of a model that is given as a mapping.
+
+    Raises:
+        ValueError: It does not name one.
+
+    >>> named_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
+    ('hf:facebook/opt-125m', {'lora': {'r': 4}})
+    """
+    kinds = [kind for kind in ("hf", "name") if kind in model]
+    name = model[kinds[0]] if len(kinds) == 1 else None
+    if not isinstance(name, str):
+        raise ValueError("a mapping names the model as hf: NAME (of the Hugging Face hub) or as name: NAME")
+    options = {key: value for key, value in model.items() if key != kinds[0]}
+    return (HUB if kinds[0] == "hf" else "") + name, options
