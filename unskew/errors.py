@@ -42,6 +42,18 @@ def unknown(kind: str, name: str, existing: Iterable[str]) -> str:
     return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."
 
 
+def shown(value: object) -> str:
+    """A value as a sentence shows it, whatever it is: Python itself writes no whole number of more than 4300 digits.
+
+    >>> shown("a"), shown(10**5000)
+    ("'a'", 'an object of type int that cannot be written out')
+    """
+    try:
+        return repr(value)
+    except Exception:  # a user's class may fail in any way
+        return f"an object of type {type(value).__name__} that cannot be written out"
+
+
 def plain(message: str) -> str:
     """A validation library's message as part of a sentence.
 

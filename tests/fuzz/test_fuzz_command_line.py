@@ -16,7 +16,7 @@ COMMANDS = typer.main.get_command(app).commands
 DATA = ["--data", "table:tiny.csv", "--set", "label=label", "--clients", "3", "--partition", "iid"]
 BASE = {
     "run": [*DATA, "--model", "logistic", "--engine", "inline", "--out", "new/run"],
-    "compare": ["fedavg", "scaffold", *DATA, "--model", "logistic", "--seeds", "1", "--out", "new/compare"],
+    "compare": ["fedavg", "scaffold", *DATA, "--model", "logistic", "--seeds", "0", "--out", "new/compare"],
     "diagnose": [*DATA, "--model", "logistic", "--samples", "4", "--out", "new/a.png"],
     "partition": ["table:tiny.csv", "--label", "label", "--clients", "3", "--out", "new/b.png"],
     "resume": ["nowhere"],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, shown
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.options import MOST_SEEDS, seeds_in
@@ -144,6 +145,10 @@ def compare(
         resume = again
     if isinstance(methods, str):
         methods = [methods]
+    if not isinstance(methods, Sequence):
+        raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {shown(methods)}.")
+    if follow is not None and not callable(follow):
+        raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {shown(follow)}.")
     names = [spelling_of(m) for m in methods]
     if not names:
         raise ConfigError("Name at least one method.")
@@ -211,9 +216,14 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     """
     if isinstance(seeds, str):
         return seeds_in(seeds)
+    if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable):
+        raise ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {shown(seeds)}.")
     if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
-        raise ConfigError(f"seeds={seeds} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
+        raise ConfigError(f"seeds={shown(seeds)} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
     which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    for seed in which:
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+            raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {shown(seed)}.")
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")
     return which

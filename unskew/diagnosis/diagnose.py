@@ -20,6 +20,7 @@ from unskew.diagnosis.report import Report
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
+from unskew.files import place as named_place
 from unskew.measures.heterogeneity import Scope, ids_of, label_figures, measure
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
@@ -85,7 +86,7 @@ def diagnose(
     0.0
     """
     if run is not None:
-        folder = run_folder(Path(run))
+        folder = run_folder(named_place(run))
         allowed = {"device", "data_path"}
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:

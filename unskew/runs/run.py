@@ -25,7 +25,7 @@ from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.checks import check_method
-from unskew.runs.given import check_federation, spelling_of, unnamed, values_of
+from unskew.runs.given import check_callbacks, check_federation, spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike, as_wanted
 from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
 from unskew.runs.session import Session
@@ -133,6 +133,7 @@ def _carried_out(
     shared: Path | None,
 ) -> Result:
     """See ``run_experiment``; the folder is ours."""
+    check_callbacks(callbacks)
     config = anchored(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
@@ -190,7 +191,7 @@ def resume(
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
-    folder = Path(folder)
+    folder = place(folder)
     with resumed(folder), ExitStack() as within:
         stored = load_yaml(folder / "config.yaml")
         if not trust_code:
