@@ -1,6 +1,8 @@
 import pytest
-from support.fuzz_folder import CSV, JSONL
+from support.fuzz_folder import CSV, JSONL, TINY, federation
 from support.fuzzing import Sandbox, accepted
+
+import unskew
 
 
 @pytest.fixture
@@ -21,3 +23,12 @@ def box(tmp_path, monkeypatch):
 def unstarted(monkeypatch):
     """All is checked, nothing is trained."""
     monkeypatch.setattr("unskew.runs.run.prepare", accepted)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A run folder with something of everything in its checkpoint."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    options = {**TINY, "checkpoint_every": 1, "method": "scaffold+fedavgm", "network": "fixed:1"}
+    unskew.run(federation(), **options, out=folder)
+    return folder

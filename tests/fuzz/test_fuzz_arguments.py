@@ -1,6 +1,7 @@
 """What may be given in Python: any value in the place of any argument."""
 
 import inspect
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz_folder import TINY, X, Y, federation
 from support.fuzz_names import FIELDS, methods, models, near, of_field, partitions
-from support.fuzzing import amounts, fuzz, values
+from support.fuzzing import amounts, fuzz, numbers, values
 
 import unskew
 
@@ -54,6 +55,38 @@ def test_compare(box, examples):
     def check(given, more):
         base = {"federation": FED, **TINY, "methods": ["fedavg", "moon"], "seeds": 1}
         box.python(lambda: unskew.compare(**{**base, **dict(more), **given}))
+
+    check()
+
+
+@pytest.mark.usefixtures("unstarted")
+@amounts(15, 1000)
+def test_resume(box, finished, examples):
+    shutil.copytree(finished, "run")
+    folders = st.sampled_from(["run", "nowhere", "tiny.csv", "run/checkpoints", "\0"])
+
+    @fuzz(examples)
+    @given(arguments(unskew.resume, folder=folders, method=methods(), model=models()), st.lists(options, max_size=2))
+    def check(given, changes):
+        base = {"folder": "run", "federation": FED, "rounds": 2}
+        box.python(lambda: unskew.resume(**{**base, **dict(changes), **given}))
+
+    check()
+
+
+@amounts(5, 500)
+def test_diagnose(box, finished, examples):
+    shutil.copytree(finished, "run")
+    runs = st.sampled_from(["run", "nowhere", "tiny.csv"])
+    amount = st.sampled_from([0, 1, None, -1, 10**30])
+    known = {"run": runs, "sample_clients": amount, "samples": amount, "curvature": st.booleans(), "model": models()}
+    known |= dict.fromkeys(("epsilon", "mu"), numbers)
+
+    @fuzz(examples)
+    @given(arguments(unskew.diagnose, shares=st.lists(values, max_size=2), **known), st.lists(options, max_size=1))
+    def check(given, more):
+        base = {"federation": FED, "model": "logistic", "samples": 2, "curvature": False, "shares": [0.5]}
+        box.python(lambda: unskew.diagnose(**{**base, **dict(more), **given}))
 
     check()
 

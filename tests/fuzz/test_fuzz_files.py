@@ -79,13 +79,6 @@ def test_tables(box, name, examples):
     check()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    unskew.run(FED, **{**TINY, "checkpoint_every": 1}, method="scaffold+fedavgm", network="fixed:1", out=folder)
-    return folder
-
-
 WAYS = {
     "resume": lambda run: unskew.resume(run, federation=FED, rounds=2),
     "diagnose": lambda run: unskew.diagnose(FED, run=run, curvature=False, samples=2, shares=[0.5]),

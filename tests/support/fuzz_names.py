@@ -113,6 +113,7 @@ def of_field(name):
         **dict.fromkeys(
             ("data_path", "server_path", "start_from", "synthetic"), near(".", "run", "tiny.csv", "nowhere")
         ),
+        "hidden": near("[3]", "[0]", "[1000000000000]", "[1000000000000, 1000000000000]", "[]", "[true]", "wide"),
         "head": near("linear", "head", "0"),
     }
     last = name.rpartition(".")[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -16,7 +16,7 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.errors import CheckpointError, ConfigError, shown
+from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.options import MOST_SEEDS, seeds_in
@@ -216,11 +216,10 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     """
     if isinstance(seeds, str):
         return seeds_in(seeds)
-    if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable):
-        raise ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {shown(seeds)}.")
     if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
         raise ConfigError(f"seeds={shown(seeds)} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
-    which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    wrong = ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {shown(seeds)}.")
+    which = list(range(seeds)) if isinstance(seeds, int) else items(seeds, wrong)
     for seed in which:
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
             raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {shown(seed)}.")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unskew.data.checks import as_inputs, as_targets
 from unskew.data.normalisation import Normalisation
-from unskew.errors import DataError, shown
+from unskew.errors import DataError, items, shown
 
 LARGEST = 2**63
 """No whole number from outside is beyond; arrays hold none."""
@@ -110,9 +110,8 @@ def fitting(normalise: object, x: Tensor) -> Normalisation | None:
 
 def checked_names(class_names: object, classes: int) -> tuple[str, ...]:
     """Class names, if there are any, one for each class at least."""
-    if isinstance(class_names, str) or not isinstance(class_names, Iterable):
-        raise DataError(f"class_names must be a list with a name for each class, not {shown(class_names)}.")
-    names = tuple(class_names)
+    wrong = DataError(f"class_names must be a list with a name for each class, not {shown(class_names)}.")
+    names = tuple(items(class_names, wrong))
     if names and len(names) < classes:
         raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")
     return names

@@ -191,6 +191,7 @@ def resume(
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
+    check_federation(federation)
     folder = place(folder)
     with resumed(folder), ExitStack() as within:
         stored = load_yaml(folder / "config.yaml")
@@ -206,7 +207,7 @@ def resume(
                 f"The data of {folder} were given in Python; resume it there, with the same federation."
             )
         check_unfinished(folder, config.rounds)
-        shared = kept_beside(folder) if shared is None else shared
+        shared = kept_beside(folder) if shared is None else place(shared)
         return _carried_out(config, federation, model, built, folder, True, callbacks, shared)
 
 
