@@ -31,7 +31,7 @@ options = st.sampled_from(TOP).flatmap(lambda name: st.tuples(st.just(name), of_
 
 
 @pytest.mark.usefixtures("unstarted")
-@amounts(30, 2000)
+@amounts(25, 1200)
 def test_run(box, examples):
     @fuzz(examples)
     @given(
@@ -45,7 +45,7 @@ def test_run(box, examples):
 
 
 @pytest.mark.usefixtures("unstarted", "undrawn")
-@amounts(15, 700)
+@amounts(10, 500)
 def test_compare(box, examples):
     several = methods() | st.lists(methods() | values, max_size=2)
     seeds = st.lists(values, max_size=2)
@@ -60,7 +60,7 @@ def test_compare(box, examples):
 
 
 @pytest.mark.usefixtures("unstarted")
-@amounts(15, 1000)
+@amounts(10, 500)
 def test_resume(box, finished, examples):
     shutil.copytree(finished, "run")
     folders = st.sampled_from(["run", "nowhere", "tiny.csv", "run/checkpoints", "\0"])
@@ -74,7 +74,7 @@ def test_resume(box, finished, examples):
     check()
 
 
-@amounts(5, 500)
+@amounts(5, 200)
 def test_diagnose(box, finished, examples):
     shutil.copytree(finished, "run")
     runs = st.sampled_from(["run", "nowhere", "tiny.csv"])
@@ -91,7 +91,7 @@ def test_diagnose(box, finished, examples):
     check()
 
 
-@amounts(15, 1000)
+@amounts(15, 800)
 def test_load_federation(box, examples):
     known = {"partition": partitions(), "name": of_field("data"), "text": of_field("columns")}
 
@@ -155,7 +155,7 @@ def arrays(draw):
     return draw(st.sampled_from([(x, y), (x, y), (x, y), [x, y], (x, y, x, y), (x,)]))
 
 
-@amounts(30, 2000)
+@amounts(25, 1500)
 def test_from_arrays(box, examples):
     known = {
         "clients": st.lists(arrays() | values, max_size=3),
@@ -203,7 +203,8 @@ RANGES = {
 }
 
 
-@amounts(15, 800)
+@pytest.mark.filterwarnings("ignore")
+@amounts(10, 300)
 def test_runs_at_the_edges(box, examples):
     """Real runs, with values that may be had."""
 

@@ -70,7 +70,7 @@ def command_lines(draw):
     ]
 
 
-@amounts(60, 3500)
+@amounts(40, 1000)
 def test_command_lines(box, examples):
     @fuzz(examples)
     @given(command_lines())

@@ -48,7 +48,7 @@ def test_configurations(box, examples):
 
 
 @pytest.mark.usefixtures("unstarted")
-@amounts(20, 1000)
+@amounts(15, 1000)
 def test_runs_of_configurations(box, examples):
     """Up to the place where training would begin."""
     sure = {"data": "table:tiny.csv", "label": "label", "clients": 3, "partition": "iid", "model": "logistic"}

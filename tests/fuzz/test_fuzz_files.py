@@ -64,7 +64,7 @@ def apply(data, changes):
     return data
 
 
-@amounts(20, 1500)
+@amounts(10, 500)
 @pytest.mark.parametrize("name", ["tiny.csv", "tiny.jsonl"])
 def test_tables(box, name, examples):
     original = {"tiny.csv": CSV, "tiny.jsonl": JSONL}[name].encode()
@@ -89,7 +89,7 @@ WAYS = {
 }
 
 
-@amounts(40, 2500)
+@amounts(20, 700)
 def test_files_of_a_run(box, finished, examples):
     """Also a manifest that is damaged and signed again, so that its digest is right."""
     names = sorted(str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file())

@@ -15,7 +15,7 @@ LABELS = np.arange(60) % 6
 COLUMNS = {"label": LABELS, "kind": np.array(["a", "b", "c"] * 20), "x0": np.linspace(0, 1, 60)}
 
 
-@amounts(20, 1500)
+@amounts(20, 2500)
 def test_methods(box, examples):
     @fuzz(examples)
     @given(methods())
@@ -25,7 +25,7 @@ def test_methods(box, examples):
     check()
 
 
-@amounts(20, 1500)
+@amounts(20, 2000)
 def test_partitions(box, examples):
     @fuzz(examples)
     @given(partitions(), st.sampled_from([None, 1, 3, 10]))
