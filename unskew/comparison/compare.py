@@ -221,7 +221,7 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     wrong = ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {shown(seeds)}.")
     which = list(range(seeds)) if isinstance(seeds, int) else items(seeds, wrong)
     for seed in which:
-        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
             raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {shown(seed)}.")
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")

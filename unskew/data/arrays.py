@@ -27,7 +27,7 @@ def whole_number(value: object, name: str, least: int | None = None) -> None:
         raise DataError(f"{name} must be a whole number, not {shown(value)}.")
     if least is not None and value < least:
         raise DataError(f"{name} must be at least {least}, not {shown(value)}.")
-    if not -LARGEST <= value < LARGEST:
+    if not -LARGEST <= int(value) < LARGEST:
         raise DataError(f"{name} has more than 63 bits; give a smaller number.")
 
 
@@ -84,7 +84,7 @@ def client_samples(k: int, arrays: object, task: str, holdout: float, seed: int)
 
 def training_size(n: int, holdout: object) -> int:
     """How many of a client's ``n`` samples it trains on; at least one is held out when there are two or more."""
-    if isinstance(holdout, bool) or not isinstance(holdout, Real) or not 0 <= holdout < 1:
+    if isinstance(holdout, bool) or not isinstance(holdout, Real) or holdout < 0 or not holdout < 1:
         raise DataError(f"holdout must be a share from 0 to below 1, not {shown(holdout)}.")
     if holdout == 0 or n < 2:
         return n

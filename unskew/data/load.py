@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,11 +92,11 @@ def load_federation(
             whole_number(value, field)
     if server is not None and not isinstance(server, str):
         whole_number(server, "server")
-    said = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
-    for field, value in (said | {"data_path": data_path, "path": path, "server_path": server_path}).items():
-        may_be = str if field in said else str | Path
-        if value is not None and not isinstance(value, may_be):
-            raise ConfigError(f"{field} must be text, not {shown(value)}.")
+    said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
+    places = {"data_path": data_path, "path": path, "server_path": server_path}
+    for field, text_or_path in (said | places).items():
+        if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
+            raise ConfigError(f"{field} must be text, not {shown(text_or_path)}.")
     if label_separator == "":
         raise ConfigError("label_separator must be a text of one character at least, such as '|'.")
     if path is not None:

@@ -147,20 +147,19 @@ def check_scope(scope: Scope) -> Scope:
     Raises:
         ConfigError: It does not.
     """
-    for name, value in (
-        ("sample_clients", scope.clients),
-        ("samples", scope.samples),
-        ("iterations", scope.iterations),
-    ):
-        if value is not None and not (isinstance(value, Integral) and value >= 1):
+    wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
+    for name, value in wholes.items():
+        if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
             raise ConfigError(f"{name}={shown(value, str)} is not valid: it must be a whole number, at least 1.")
     if not scope.shares:
         raise ConfigError("shares is empty; name at least one share of synthetic data, such as 0.5.")
-    for p in scope.shares:
-        if not (isinstance(p, Real) and 0 <= p <= 1):
+    shares: Sequence[Any] = scope.shares
+    for p in shares:
+        if not (isinstance(p, Real) and not p < 0 and p <= 1):
             raise ConfigError(f"p={shown(p, str)} is not a share of synthetic data: it must lie between 0 and 1.")
-    for name, number in (("epsilon", scope.epsilon), ("mu", scope.mu)):
-        if number is not None and not (isinstance(number, Real) and 0 < number <= sys.float_info.max):
+    strengths: dict[str, Any] = {"epsilon": scope.epsilon, "mu": scope.mu}
+    for name, number in strengths.items():
+        if number is not None and not (isinstance(number, Real) and not number <= 0 and number <= sys.float_info.max):
             raise ConfigError(f"{name}={shown(number, str)} is not valid: it must be above 0 and finite.")
     if scope.mu is not None and not scope.curvature:
         raise ConfigError(
