@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class UnskewError(Exception):
@@ -40,6 +41,32 @@ def unknown(kind: str, name: str, existing: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."
+
+
+def shown(value: object, write: Callable[[object], str] = repr) -> str:
+    """A value as a sentence shows it, whatever it is: Python itself writes no whole number of more than 4300 digits.
+
+    >>> shown("a"), shown(10**5000)
+    ("'a'", 'an object of type int that cannot be written out')
+    """
+    try:
+        return write(value)
+    except Exception:  # a user's class may fail in any way
+        return f"an object of type {type(value).__name__} that cannot be written out"
+
+
+def items(values: Any, wrong: UnskewError) -> list[Any]:
+    """What is in a list or the like; text and what has nothing in it, such as a number or an array of one, is ``wrong``.
+
+    Raises:
+        UnskewError: ``wrong``.
+    """
+    if isinstance(values, str | bytes):
+        raise wrong
+    try:
+        return list(values)
+    except TypeError:
+        raise wrong from None
 
 
 def plain(message: str) -> str:

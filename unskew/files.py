@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, shown
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
@@ -89,8 +89,12 @@ def place(path: str | Path) -> Path:
     """A file or a folder by its name.
 
     Raises:
-        ConfigError: The name is empty, which a path would take for the folder one works in.
+        ConfigError: The name is empty, which a path would take for the folder one works in, or it is no name.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"A file or a folder is named by text or a Path, not by {shown(path)}.")
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r} names no file or folder: it holds the character 0.")
     if isinstance(path, str) and not path.strip():
         raise ConfigError(f"{path!r} names no file or folder; give a name, or leave the option out.")
     return Path(path)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, cast
 import pydantic
 from pydantic import Field
 
-from unskew.errors import ConfigError, plain, unknown
+from unskew.errors import ConfigError, plain, shown, unknown
 
 Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -228,7 +228,9 @@ def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: s
             number = checked[key] = readers[key].validate_python(value)
         except pydantic.ValidationError as error:
             reason = plain(error.errors()[0]["msg"])
-            raise ConfigError(f"{prefix}{key}={value} is not valid: {reason}.") from error
+            raise ConfigError(f"{prefix}{key}={shown(value, str)} is not valid: {reason}.") from error
         if isinstance(number, float) and LARGEST < abs(number) < math.inf:
-            raise ConfigError(f"{prefix}{key}={value} is not valid: at most {LARGEST:g} can be computed with.")
+            raise ConfigError(
+                f"{prefix}{key}={shown(value, str)} is not valid: at most {LARGEST:g} can be computed with."
+            )
     return cls(**checked)

@@ -3,9 +3,11 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import unskew
 from unskew.data.load import load_federation
@@ -25,6 +27,14 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
     [
         ({"classes": "3"}, "classes must be a whole number, not '3'"),
         ({"classes": True}, "classes must be a whole number"),
+        ({"classes": 10**5000}, "classes has more than 63 bits"),
+        ({"seed": -(10**5000)}, "seed has more than 63 bits"),
+        ({"task": 10**5000}, "no task 'an object of type int that cannot be written out'"),
+        ({"name": 3}, "name must be text, not 3"),
+        ({"holdout": 10**400}, "holdout must be a share"),
+        ({"normalise": 10**5000}, "an object of type int that cannot be written out"),
+        ({"client_names": Path("x")}, "client_names must be a list of texts"),
+        ({"class_names": np.array(3)}, "class_names must be a list"),
         ({"classes": 0}, "classes must be at least 2"),
         ({"seed": "1"}, "seed must be a whole number"),
         ({"holdout": "0.1"}, "holdout must be a share"),
@@ -48,6 +58,25 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
 def test_arrays(options, words):
     with pytest.raises(DataError, match=words):
         unskew.Federation.from_arrays(**{"clients": [(X, Y)], "test": (X, Y), **options})
+
+
+def test_a_seed_of_63_bits_is_taken():
+    one, other = (unskew.Federation.from_arrays([(X, Y)], test=(X, Y), seed=seed) for seed in (2**63 - 1, 2**62))
+    assert not torch.equal(one.clients[0].x, other.clients[0].x)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"x,la\xffbel\n1,2\n"),
+        ("a.jsonl", b'{"x": 1, "la\xffbel": 2}\n'),
+        ("a.jsonl", b'{"x": "\xff", "label": 2}\n'),
+    ],
+)
+def test_tables_that_are_not_utf8(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        load_federation(f"table:{tmp_path / name}", label="label", clients=2)
 
 
 def test_one_class_of_several_may_be_all_there_is():
@@ -103,6 +132,13 @@ def test_partition_functions_that_return_something_else(made):
         ({"keep_samples": "9"}, "keep_samples must be a whole number"),
         ({"server": 1.5}, "server must be a whole number"),
         ({"name": 3}, "A data set is named by text"),
+        ({"image": {}}, "image must be text, not {}"),
+        ({"label": True}, "label must be text, not True"),
+        ({"tokenizer": Path("x")}, "tokenizer must be text"),
+        ({"server_path": 1}, "server_path must be text, not 1"),
+        ({"label_separator": b"|"}, "label_separator must be text"),
+        ({"label_separator": ""}, "label_separator must be a text of one character at least"),
+        ({"features": 10**5000}, "is no list of names"),
         (
             {"text": "premise,hypothesis"},
             "text.columns=premise,hypothesis names columns of texts, but digits holds none",

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 import unskew
 from unskew.config.reading import experiment
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.methods.catalogue import method
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedprox import FedProx
@@ -42,6 +44,64 @@ def test_a_run_carries_its_method_and_its_configuration_the_spelling(fed, tmp_pa
         unskew.resume(tmp_path / "run", method="fedprox", federation=fed, rounds=3)
     with pytest.raises(ConfigError, match="only-here"):
         unskew.resume(tmp_path / "run", federation=fed, rounds=3)
+
+
+class Half:
+    """A follower that lacks two of three functions."""
+
+    def round(self, row):
+        pass
+
+
+HUGE = 10**5000
+"""Python writes no such number."""
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda fed: unskew.run(fed, out=5, **BUDGET), "named by text or a Path, not by 5"),
+        (lambda fed: unskew.run(fed, out="a\0b", **BUDGET), "holds the character 0"),
+        (lambda fed: unskew.run(fed, callbacks=3, **BUDGET), "callbacks is a list of objects that follow a run, not 3"),
+        (lambda fed: unskew.run(fed, callbacks=[Half()], **BUDGET), "cannot follow a run"),
+        (lambda fed: unskew.run(fed, method=HUGE, **BUDGET), "cannot be written out is not a method"),
+        (lambda fed: unskew.run(fed, method=["fedavg"], lr=HUGE), "lr=an object of type int"),
+        (lambda fed: unskew.run(fed, model="mlp", model_options={"hidden": HUGE}), "as 'hidden', but got an object"),
+        (lambda fed: unskew.run(fed, label=HUGE, **BUDGET), "has no effect on a federation that is given"),
+        (lambda fed: unskew.run(fed, partition=np.zeros(0), **BUDGET), "has no effect on a federation that is given"),
+        (lambda fed: unskew.method("fedprox", mu=-HUGE), "fedprox:mu=an object of type int"),
+        (lambda fed: unskew.method(HUGE, mu=1), "not to an object of type int"),
+        (lambda fed: unskew.compare(fed, methods=5, **BUDGET), "methods is a list such as"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", follow="me", **BUDGET), "follow is a function"),
+        (
+            lambda fed: unskew.compare(fed, methods="fedavg", seeds=None, **BUDGET),
+            "seeds is a number of seeds, or a list",
+        ),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=HUGE, **BUDGET), "the number of seeds is 1 to"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed is a whole number"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed is a whole number"),
+        (lambda fed: unskew.resume(None, federation=fed), "named by text or a Path, not by None"),
+        (lambda fed: unskew.resume("x", federation="digits"), "not as str"),
+        (lambda fed: unskew.diagnose(fed, run=5), "named by text or a Path, not by 5"),
+        (lambda fed: unskew.diagnose(fed, shares=torch.tensor(1), **BUDGET), "shares is a list"),
+        (lambda fed: unskew.diagnose(fed, shares=[], **BUDGET), "shares is empty"),
+        (lambda fed: unskew.diagnose(fed, shares=["x"], **BUDGET), "p=x is not a share"),
+        (lambda fed: unskew.diagnose(fed, samples="5", **BUDGET), "samples=5 is not valid: it must be a whole number"),
+        (lambda fed: unskew.diagnose(fed, epsilon="0", **BUDGET), "epsilon=0 is not valid"),
+        (lambda fed: unskew.diagnose(fed, mu=HUGE, **BUDGET), "mu=an object of type int"),
+        (lambda fed: unskew.diagnose(fed, synthetic=5, **BUDGET), "a list of these, or a place, not as 5"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_refused_in_a_sentence(fed, tmp_path, monkeypatch, call, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnskewError, match=words):
+        call(fed)
+    assert not list(tmp_path.iterdir())
+
+
+def test_seeds_may_be_an_array_of_whole_numbers(fed):
+    compared = unskew.compare(fed, methods="fedavg", seeds=np.array([1, 0]), rounds=1, **BUDGET)
+    assert compared.rows()[0]["seeds"] == 2
 
 
 def test_a_spelling_with_spaces_stays_as_it_was_written(fed, tmp_path):

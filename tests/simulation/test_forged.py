@@ -242,7 +242,15 @@ def test_a_truncated_final_model_and_summary(run, size):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]\n{}\n", '{"round": 1}\n', '{"round": 1, "acc', "\xff\n", '{"round": 1, "accuracy": "x"}\n{"round": 2}\n'],
+    [
+        "",
+        '{"round": 1, "accuracy": 0.5, "loss": 1}\n{"round": 2}\n',
+        "[]\n{}\n",
+        '{"round": 1}\n',
+        '{"round": 1, "acc',
+        "\xff\n",
+        '{"round": 1, "accuracy": "x"}\n{"round": 2}\n',
+    ],
 )
 def test_damaged_metrics(run, text):
     (run / "metrics.jsonl").write_bytes(text.encode("latin-1"))

@@ -7,6 +7,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.options import MOST_SEEDS, seeds_in
@@ -144,6 +145,10 @@ def compare(
         resume = again
     if isinstance(methods, str):
         methods = [methods]
+    if not isinstance(methods, Sequence):
+        raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {shown(methods)}.")
+    if follow is not None and not callable(follow):
+        raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {shown(follow)}.")
     names = [spelling_of(m) for m in methods]
     if not names:
         raise ConfigError("Name at least one method.")
@@ -212,8 +217,12 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     if isinstance(seeds, str):
         return seeds_in(seeds)
     if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
-        raise ConfigError(f"seeds={seeds} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
-    which = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+        raise ConfigError(f"seeds={shown(seeds)} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
+    wrong = ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {shown(seeds)}.")
+    which = list(range(seeds)) if isinstance(seeds, int) else items(seeds, wrong)
+    for seed in which:
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
+            raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {shown(seed)}.")
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")
     return which

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import NetworkConfig, TextConfig
-from unskew.errors import ConfigError, plain, unknown
+from unskew.errors import ConfigError, plain, shown, unknown
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method
@@ -40,7 +40,9 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
             from unskew.engines.catalogue import devices
 
             reason = f"the devices of this machine are {', '.join(devices())}"
-        raise ConfigError(f"{where}={first['input']!r} is not valid: {reason}." if where else f"{reason}.") from error
+        raise ConfigError(
+            f"{where}={shown(first['input'])} is not valid: {reason}." if where else f"{reason}."
+        ) from error
 
 
 def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from unskew.data.checks import as_inputs, as_targets
 from unskew.data.normalisation import Normalisation
-from unskew.errors import DataError
+from unskew.errors import DataError, items, shown
+
+LARGEST = 2**63
+"""No whole number from outside is beyond; arrays hold none."""
 
 
 def whole_number(value: object, name: str, least: int | None = None) -> None:
@@ -21,9 +24,11 @@ def whole_number(value: object, name: str, least: int | None = None) -> None:
         DataError: It is so.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise DataError(f"{name} must be a whole number, not {value!r}.")
+        raise DataError(f"{name} must be a whole number, not {shown(value)}.")
     if least is not None and value < least:
-        raise DataError(f"{name} must be at least {least}, not {value}.")
+        raise DataError(f"{name} must be at least {least}, not {shown(value)}.")
+    if not -LARGEST <= int(value) < LARGEST:
+        raise DataError(f"{name} has more than 63 bits; give a smaller number.")
 
 
 def check_clients(clients: object) -> None:
@@ -65,7 +70,9 @@ def client_samples(k: int, arrays: object, task: str, holdout: float, seed: int)
         raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
     x, y = checked_pair(arrays[0], arrays[1], f"client {k}", task)
     if len(arrays) == 2:
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed * 1_000_003 + k))
+        own = seed * 1_000_003 + k
+        own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # what PyTorch takes
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(own))
         return x[order], y[order], training_size(len(y), holdout)
     xt, yt = checked_pair(arrays[2], arrays[3], f"client {k} (test)", task)
     if x.shape[1:] != xt.shape[1:]:
@@ -77,8 +84,8 @@ def client_samples(k: int, arrays: object, task: str, holdout: float, seed: int)
 
 def training_size(n: int, holdout: object) -> int:
     """How many of a client's ``n`` samples it trains on; at least one is held out when there are two or more."""
-    if isinstance(holdout, bool) or not isinstance(holdout, Real) or not 0 <= float(holdout) < 1:
-        raise DataError(f"holdout must be a share from 0 to below 1, not {holdout!r}.")
+    if isinstance(holdout, bool) or not isinstance(holdout, Real) or holdout < 0 or not holdout < 1:
+        raise DataError(f"holdout must be a share from 0 to below 1, not {shown(holdout)}.")
     if holdout == 0 or n < 2:
         return n
     return n - min(n - 1, max(1, round(n * float(holdout))))
@@ -97,15 +104,14 @@ def fitting(normalise: object, x: Tensor) -> Normalisation | None:
             )
         return normalise
     if normalise is not None and not isinstance(normalise, bool):
-        raise DataError(f"normalise must be True, False, None or a Normalisation, not {normalise!r}.")
+        raise DataError(f"normalise must be True, False, None or a Normalisation, not {shown(normalise)}.")
     return Normalisation.fit(x) if normalise is not False and x.dtype == torch.uint8 else None
 
 
 def checked_names(class_names: object, classes: int) -> tuple[str, ...]:
     """Class names, if there are any, one for each class at least."""
-    if isinstance(class_names, str) or not isinstance(class_names, Iterable):
-        raise DataError(f"class_names must be a list with a name for each class, not {class_names!r}.")
-    names = tuple(class_names)
+    wrong = DataError(f"class_names must be a list with a name for each class, not {shown(class_names)}.")
+    names = tuple(items(class_names, wrong))
     if names and len(names) < classes:
         raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")
     return names

@@ -21,7 +21,7 @@ def as_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     Raises:
         DataError: They are not so many distinct texts.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise DataError("client_names must be a list of texts, one for each client.")
     if len(names) not in (0, clients):
         raise DataError(f"There are {len(names)} client_names for {clients} clients; give one for each, or none.")

@@ -27,7 +27,7 @@ from unskew.data.arrays import (
 from unskew.data.checks import as_names, check_differ, check_targets
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import described
-from unskew.errors import DataError, unknown
+from unskew.errors import DataError, shown, unknown
 from unskew.tasks import TASKS
 
 
@@ -229,7 +229,9 @@ class Federation:
         (2, 2, [3, 3])
         """
         if not isinstance(task, str) or task not in TASKS:
-            raise DataError(unknown("task", str(task), TASKS))
+            raise DataError(unknown("task", task if isinstance(task, str) else shown(task), TASKS))
+        if not isinstance(name, str):
+            raise DataError(f"name must be text, not {shown(name)}.")
         check_clients(clients)
         names = as_names(client_names, len(clients))
         whole_number(seed, "seed")

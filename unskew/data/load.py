@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
 from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec, TextSpec, names_in
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, shown
 
 
 def load_federation(
@@ -84,13 +85,20 @@ def load_federation(
     ([431, 431, 431], 260)
     """
     if not isinstance(name, str):
-        raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {name!r}.")
+        raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {shown(name)}.")
     counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
     for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
         if value is not None:
             whole_number(value, field)
     if server is not None and not isinstance(server, str):
         whole_number(server, "server")
+    said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
+    places = {"data_path": data_path, "path": path, "server_path": server_path}
+    for field, text_or_path in (said | places).items():
+        if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
+            raise ConfigError(f"{field} must be text, not {shown(text_or_path)}.")
+    if label_separator == "":
+        raise ConfigError("label_separator must be a text of one character at least, such as '|'.")
     if path is not None:
         warnings.warn(
             "path is called data_path by now: load_federation(..., data_path=...).", FutureWarning, stacklevel=2

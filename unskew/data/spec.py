@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, shown
 
 
 @dataclass(frozen=True)
@@ -62,5 +62,5 @@ def names_in(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(piece.strip() for piece in value.split(",") if piece.strip())
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{value!r} is no list of names; write text such as 'age,income', or a list of it.")
+        raise ConfigError(f"{shown(value)} is no list of names; write text such as 'age,income', or a list of it.")
     return tuple(value)

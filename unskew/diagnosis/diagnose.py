@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from unskew.data.load import federation_of
 from unskew.diagnosis.report import Report
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, items, shown
+from unskew.files import place as named_place
 from unskew.measures.heterogeneity import Scope, ids_of, label_figures, measure
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
 from unskew.options import untrusted
-from unskew.runs.given import unnamed, values_of
+from unskew.runs.given import check_federation, unnamed, values_of
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in, reading
 from unskew.tasks import TASKS
@@ -84,8 +86,10 @@ def diagnose(
     >>> after.get("zeta2")
     0.0
     """
+    check_federation(federation)
+    shares = items(shares, ConfigError(f"shares is a list such as [0, 0.5, 1], not {shown(shares)}."))
     if run is not None:
-        folder = run_folder(Path(run))
+        folder = run_folder(named_place(run))
         allowed = {"device", "data_path"}
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:
@@ -143,19 +147,20 @@ def check_scope(scope: Scope) -> Scope:
     Raises:
         ConfigError: It does not.
     """
-    for name, value in (
-        ("sample_clients", scope.clients),
-        ("samples", scope.samples),
-        ("iterations", scope.iterations),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} is not valid: it must be at least 1.")
-    for p in scope.shares:
-        if not 0 <= p <= 1:
-            raise ConfigError(f"p={p} is not a share of synthetic data: it must lie between 0 and 1.")
-    for name, number in (("epsilon", scope.epsilon), ("mu", scope.mu)):
-        if number is not None and not 0 < number < math.inf:
-            raise ConfigError(f"{name}={number} is not valid: it must be above 0 and finite.")
+    wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
+    for name, value in wholes.items():
+        if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+            raise ConfigError(f"{name}={shown(value, str)} is not valid: it must be a whole number, at least 1.")
+    if not scope.shares:
+        raise ConfigError("shares is empty; name at least one share of synthetic data, such as 0.5.")
+    shares: Sequence[Any] = scope.shares
+    for p in shares:
+        if not (isinstance(p, Real) and not p < 0 and p <= 1):
+            raise ConfigError(f"p={shown(p, str)} is not a share of synthetic data: it must lie between 0 and 1.")
+    strengths: dict[str, Any] = {"epsilon": scope.epsilon, "mu": scope.mu}
+    for name, number in strengths.items():
+        if number is not None and not (isinstance(number, Real) and not number <= 0 and number <= sys.float_info.max):
+            raise ConfigError(f"{name}={shown(number, str)} is not valid: it must be above 0 and finite.")
     if scope.mu is not None and not scope.curvature:
         raise ConfigError(
             "With mu, predicted rounds depend on the smoothness: measure curvature, too, or leave mu out."

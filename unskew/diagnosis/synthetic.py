@@ -13,7 +13,7 @@ from unskew.data.checks import as_inputs, as_targets, check_targets
 from unskew.data.federation import Federation, cat_inputs, take
 from unskew.data.reading.files import joined
 from unskew.data.reading.images import decode_column
-from unskew.errors import CheckpointError, DataError
+from unskew.errors import CheckpointError, DataError, shown
 from unskew.measures.heterogeneity import Pair, Scope, SyntheticOf, drawn
 from unskew.seeding import generator
 
@@ -46,6 +46,8 @@ def synthetic_of(
     if isinstance(synthetic, tuple) and len(synthetic) == 2 and not isinstance(synthetic[0], tuple | list):
         shared = checked(synthetic, federation, "the synthetic data")
         return lambda k: shared, "given, the same for all"
+    if not isinstance(synthetic, Sequence):
+        raise DataError(f"Synthetic data are given as (x, y), a list of these, or a place, not as {shown(synthetic)}.")
     if len(synthetic) != len(federation.clients):
         raise DataError(
             f"There are {len(synthetic)} synthetic sets for {len(federation.clients)} clients; give one for each, or one "

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from unskew.errors import ConfigError, MethodConflict, unknown
+from unskew.errors import ConfigError, MethodConflict, shown, unknown
 from unskew.options import build, check_finite, imported, options_of, read_options
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def method(spec: MethodLike, **options: object) -> Method:
         check_finite(spec, spec.name)
         return dataclasses.replace(spec.build(), spelling=spelled(spec))
     if isinstance(spec, type) or not isinstance(spec, Sequence):
-        what = spec.__name__ if isinstance(spec, type) else repr(spec)
+        what = spec.__name__ if isinstance(spec, type) else shown(spec)
         raise ConfigError(
             f"{what} is not a method: give a name such as 'fedavg', or an instance of your rule, or a list."
         )
@@ -184,7 +184,7 @@ def spelled(rule: Rule) -> str:
 def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
     if not isinstance(spec, str) or not re.fullmatch(r"[\w.-]+", spec):
         raise ConfigError(
-            f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {spec!r}."
+            f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {shown(spec)}."
         )
     name = spec if "." in spec else spec.lower()
     rule = build(rule_class(name), options, name, f"{name}:")

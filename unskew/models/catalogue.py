@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, shown, unknown
 from unskew.models.naming import HUB
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
@@ -189,7 +189,7 @@ def resolve_model(
             f"but is {str(target)[:60]}."
         )
     if not callable(target):
-        raise ConfigError(f"A model is a name, a module, or a function that returns a module, but got {target!r}.")
+        raise ConfigError(f"A model is a name, a module, or a function that returns a module, but got {shown(target)}.")
     return _call(label, target, shape, classes, options, task)
 
 

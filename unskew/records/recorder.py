@@ -142,7 +142,8 @@ def parsed(lines: Iterable[bytes], path: Path) -> list[Row]:
             f"{path} is damaged; without its history the run can neither go on nor be shown."
         ) from error
     for row in rows:
-        figures = [row.get(name) for name in MEASURED] if isinstance(row, dict) else [""]
+        known = isinstance(row, dict) and set(MEASURED) <= set(row)
+        figures = [row.get(name) for name in MEASURED] if known else [""]
         if not all(figure is None or isinstance(figure, int | float) for figure in figures):
             raise CheckpointError(f"{path} is damaged: a line is not that of a round.")
     return rows

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from unskew.data.federation import Federation
 from unskew.data.spec import DataSpec
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, shown
 from unskew.methods.catalogue import MethodLike
 from unskew.methods.catalogue import method as method_of
 from unskew.runs.model import ModelLike
@@ -27,8 +28,10 @@ def values_of(
     if federation is not None:
         names = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
         for field in dataclasses.fields(DataSpec):
-            if field.name in values and values[field.name] != names.get(field.name):
-                raise ConfigError(f"{field.name}={values[field.name]!r} has no effect on a federation that is given.")
+            value, known = values.get(field.name), names.get(field.name)
+            same = value is known or (isinstance(value, str | Integral) and value == known)
+            if field.name in values and not same:
+                raise ConfigError(f"{field.name}={shown(value)} has no effect on a federation that is given.")
         values = {**names, **values}
     if model is not None:
         named = isinstance(model, str | Mapping)
@@ -47,6 +50,23 @@ def check_federation(federation: object) -> None:
             f"Data are given as a federation, not as {type(federation).__name__}: make one with unskew.load_federation or "
             "unskew.Federation.from_arrays."
         )
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Refuse what does not follow a run.
+
+    Raises:
+        ConfigError: It is no list of objects with the functions of ``unskew.records.recorder.Callback``.
+    """
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
+        raise ConfigError(f"callbacks is a list of objects that follow a run, not {shown(callbacks)}.")
+    for one in callbacks:
+        missing = [name for name in ("start", "round", "end") if not callable(getattr(one, name, None))]
+        if missing or isinstance(one, type):
+            raise ConfigError(
+                f"{shown(one)} cannot follow a run: callbacks are objects with the functions start(config, rounds_done), "
+                "round(row) and end(summary)."
+            )
 
 
 def unnamed(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:

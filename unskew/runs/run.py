@@ -25,7 +25,7 @@ from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.checks import check_method
-from unskew.runs.given import check_federation, spelling_of, unnamed, values_of
+from unskew.runs.given import check_callbacks, check_federation, spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike, as_wanted
 from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
 from unskew.runs.session import Session
@@ -133,6 +133,7 @@ def _carried_out(
     shared: Path | None,
 ) -> Result:
     """See ``run_experiment``; the folder is ours."""
+    check_callbacks(callbacks)
     config = anchored(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
@@ -190,7 +191,8 @@ def resume(
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
-    folder = Path(folder)
+    check_federation(federation)
+    folder = place(folder)
     with resumed(folder), ExitStack() as within:
         stored = load_yaml(folder / "config.yaml")
         if not trust_code:
@@ -205,7 +207,7 @@ def resume(
                 f"The data of {folder} were given in Python; resume it there, with the same federation."
             )
         check_unfinished(folder, config.rounds)
-        shared = kept_beside(folder) if shared is None else shared
+        shared = kept_beside(folder) if shared is None else place(shared)
         return _carried_out(config, federation, model, built, folder, True, callbacks, shared)
 
 

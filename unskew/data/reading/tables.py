@@ -248,9 +248,11 @@ def read_file(path: Path) -> Any:
             else:
                 empty = csv.ConvertOptions(strings_can_be_null=True)
                 table = csv.read_csv(path, read_options=csv.ReadOptions(block_size=block), convert_options=empty)
-    except (pa.ArrowException, OSError) as error:
+        table.validate(full=kind != ".csv")  # the other two are read without a look at their text
+        names = table.column_names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
-    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path} has more than one column named {twice[0]!r}; rename them.")
     return table

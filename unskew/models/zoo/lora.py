@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, shown
 from unskew.options import Fraction, Positive, Whole, build
 
 
@@ -38,7 +38,9 @@ class Lora:
 def checked_lora(options: Mapping[str, Any]) -> Lora:
     """LoRA's options from plain values."""
     if not isinstance(options, Mapping):
-        raise ConfigError(f"lora is a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {options!r}.")
+        raise ConfigError(
+            f"lora is a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {shown(options)}."
+        )
     return build(Lora, options, "lora", "lora.")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from unskew.data.reading.hub import hub_or_cache, unreachable
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, shown, unknown
 from unskew.models.zoo.lora import add_lora, checked_lora, first_line
 from unskew.models.zoo.transformer import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
 
@@ -64,7 +64,9 @@ def hugging_face(
     kind = "CausalLM" if task == "language" else "ImageClassification" if len(shape) == 3 else "SequenceClassification"
     factors = None if lora is None else checked_lora(lora)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ConfigError(f"size={size!r} is not valid: it is the height and width of images, a whole number from 1.")
+        raise ConfigError(
+            f"size={shown(size)} is not valid: it is the height and width of images, a whole number from 1."
+        )
     if size is not None and kind != "ImageClassification":
         raise ConfigError("size belongs to models of images; the length of texts is text.block.")
     with quiet_transformers() as transformers, sentences(weights):

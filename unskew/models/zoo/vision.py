@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, shown
 
 VGG11_LAYERS: tuple[int | None, ...] = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 """Output channels of the convolutions of VGG-11; `None` is a pooling layer."""
@@ -131,10 +131,10 @@ def check_choice(name: str, option: str, value: object, allowed: tuple[object, .
     """Refuse a value that is not ``allowed``."""
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ConfigError(f"{name} takes one of {choices} as {option!r}, but got {value!r}.")
+        raise ConfigError(f"{name} takes one of {choices} as {option!r}, but got {shown(value)}.")
 
 
 def _hidden_widths(hidden: object) -> list[int]:
     if isinstance(hidden, list | tuple) and all(isinstance(width, int) and width > 0 for width in hidden):
         return list(hidden)
-    raise ConfigError(f"The MLP takes a list of positive whole numbers as 'hidden', but got {hidden!r}.")
+    raise ConfigError(f"The MLP takes a list of positive whole numbers as 'hidden', but got {shown(hidden)}.")
