@@ -21,7 +21,7 @@ from unskew.models.vector import ModelSpec
 from unskew.plots import curves
 from unskew.plots.curves import clients_by_class, convergence, signs
 from unskew.plots.figure import new_figure, over_rounds
-from unskew.records.recorder import Recorder, reaching
+from unskew.records.recorder import MEASURED, Recorder, reaching
 from unskew.records.result import read_history
 from unskew.simulation.evaluate import ClientScores
 
@@ -254,16 +254,20 @@ def test_best_is_the_first_of_equals():
     assert reaching(recorder.history, 0.9) is None
 
 
+MORE = dict.fromkeys(MEASURED, 0)
+"""What a row of a run has beside."""
+
+
 def test_recorder_goes_back_to_a_round(tmp_path):
     recorder = Recorder(tmp_path)
     for t in range(1, 6):
-        recorder.round(row(t))
+        recorder.round({**MORE, **row(t)})
     recorder.close()
     again = Recorder(tmp_path)
     again.resume(3, 10.0)
     assert [r["round"] for r in again.history] == [1, 2, 3]
     assert again.seconds >= 10
-    again.round(row(4, 0.9))
+    again.round({**MORE, **row(4, 0.9)})
     again.close()
     assert [r["accuracy"] for r in read_history(tmp_path)] == [0.5, 0.5, 0.5, 0.9]
     with pytest.raises(CheckpointError, match="lacks lines"):
