@@ -18,3 +18,11 @@ def undrawn(request, monkeypatch):
         from matplotlib.figure import Figure
 
         monkeypatch.setattr(Figure, "savefig", blank)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache(tmp_path_factory):
+    """Nothing is left in the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
