@@ -98,8 +98,8 @@ class Experiment(Section):
     """Leave out the smaller last batch of an epoch."""
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     """The client's optimizer."""
-    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.01
-    """The client's learning rate."""
+    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
+    """The client's learning rate; where it is not given, 0.1 for sgd and 0.001 for adam and adamw."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of the client's SGD."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
@@ -161,6 +161,8 @@ class Experiment(Section):
         if isinstance(values.get("model"), Mapping):
             values["model"], options = named_model(values["model"])
             values["model_options"] = {**options, **(values.get("model_options") or {})}
+        if values.get("optimizer", "sgd") != "sgd":
+            values.setdefault("lr", 0.001)
         if values.get("local_steps") is None and values.get("local_epochs") is None:
             values["local_epochs"] = DEFAULT_EPOCHS
         if str(values.get("partition", "")).startswith("natural"):

@@ -54,7 +54,8 @@ def _differing(values: dict[str, Any], defaults: Any, section: str = "") -> dict
 
 @functools.cache
 def _defaults(kind: type[Experiment]) -> dict[str, Any]:
-    return kind().model_dump(mode="json")
+    # The rate is what it was when the first outcomes were kept: theirs do not say it.
+    return {**kind().model_dump(mode="json"), "lr": 0.01}
 
 
 def name_of(run: dict[str, Any]) -> str:
