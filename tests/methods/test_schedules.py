@@ -112,7 +112,9 @@ def test_scaffolds_interval_of_several_rounds_sums_their_rates(schedule):
     A, b = problem()
     training = budget(*schedule)
     path, _ = scaffold(A, b, rates(training, 6).reshape(3, -1), lambda t: range(4))
-    run = Quadratics(A, b, "fedals:periods=head:2+scaffold", training)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False))
+    torch.nn.init.zeros_(module[0].weight)
+    run = Quadratics(A, b, "fedals:periods=head:2+scaffold", training, module=module)
     assert_close(run.rounds(6)[1::2], path, TRAINING)
 
 
@@ -157,26 +159,26 @@ def train(**options):
     return unskew.run(blobs([12, 23, 17]), model=SmallBatchNorm(), **{**given, **options})
 
 
-def test_fedregs_step_has_the_rate_of_the_step():
-    """A rate of 0.1 throughout is that of a schedule which only ever multiplies by one half what is twice as large."""
-    halved = train(method="fedreg:iterations=1", lr=0.2, lr_schedule="step:1,0.5", lr_schedule_per="step", rounds=1)
-    halves = [0.2, 0.1, 0.05]
-    seen = []
+class Looks(unskew.ClientRule):
+    """Notes the rates that a rule is told."""
 
-    class Looks(unskew.ClientRule):
-        name, summary, paper = "looks", "-", "-"
+    name, summary, paper = "looks", "-", "-"
 
-        def gradient(self, grad_fn, ctx, carry):
-            def looked(v, batch):
-                seen.append((batch.lr, ctx.lr))
-                return grad_fn(v, batch)
+    def __init__(self):
+        self.seen = []
 
-            return looked
+    def gradient(self, grad_fn, ctx, carry):
+        def looked(v, batch):
+            self.seen.append((batch.lr, ctx.lr))
+            return grad_fn(v, batch)
 
-    train(method=Looks(), lr=0.2, lr_schedule="step:1,0.5", lr_schedule_per="step", rounds=1)
-    assert seen[:3] == [(near(rate, TRAINING), near(np.mean(halves), TRAINING)) for rate in halves]
-    constant = train(method="fedreg:iterations=1", lr=0.2, rounds=1)
-    assert not torch.equal(halved.vector, constant.vector)
+        return looked
+
+
+def test_a_rule_is_told_the_rate_of_the_step_and_the_mean_of_the_round():
+    rule, halves = Looks(), [0.2, 0.1, 0.05]
+    train(method=rule, lr=0.2, lr_schedule="step:1,0.5", lr_schedule_per="step", rounds=1)
+    assert rule.seen[:3] == [(near(rate, TRAINING), near(np.mean(halves), TRAINING)) for rate in halves]
 
 
 def test_the_rate_is_a_figure_of_each_round_where_it_changes():
@@ -237,7 +239,7 @@ def test_a_run_whose_rates_do_not_depend_on_its_end_may_be_made_longer(tmp_path)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lr_schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"lr_schedule": "cosin"}, "Did you mean 'cosine'"),
         ({"lr_schedule": "step:30"}, "step takes 2 numbers. It is written like step:30,0.1"),
         ({"lr_schedule": "step:2.5,0.1"}, "whole one from 1"),
         ({"lr_schedule": "step:2,1.5"}, "at most 1"),
