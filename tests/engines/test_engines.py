@@ -117,8 +117,10 @@ def test_processes_give_the_same_vector(method):
         {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "drop_last": True},
         {"augment": True, "buffers": "local", "weights": "samples", "method": "scaffold+ft"},
         {"buffers": "reset", "network": {"drop": 0.3}},
+        {"lr_schedule": "warmup:2+cosine:0.1", "lr_schedule_per": "step", "local_epochs": None, "local_steps": 4},
+        {"lr_schedule": "step:1,0.5", "method": "fedals:alpha=2+scaffold+ditto"},
     ],
-    ids=["steps-momentum", "adam-clip", "adamw-drop-last", "augment-local", "reset-drop"],
+    ids=["steps-momentum", "adam-clip", "adamw-drop-last", "augment-local", "reset-drop", "rate-steps", "rate-rounds"],
 )
 def test_same_vector_whatever_the_budget(options):
     options = {"method": "scaffold", **options}

@@ -17,7 +17,7 @@ def softmax(z):
     return e / e.sum(1, keepdims=True)
 
 
-def numpy_fedreg(x, y, W0, rule):
+def numpy_fedreg(x, y, W0, rule, rates=(LR,) * STEPS):
     """One client's round with full batches; ``W [C, f+1]`` holds the bias in its last column."""
     onehot = np.eye(W0.shape[0])[y]
 
@@ -36,8 +36,8 @@ def numpy_fedreg(x, y, W0, rule):
     x_s, x_p = moved(x, rule.eta_s), moved(x, rule.eta_s / 100)
     y_s = forward(W0, x_s)
     W = W0.copy()
-    for _ in range(STEPS):
-        W = W - LR * grad(rule.gamma * W + (1 - rule.gamma) * W0, x, onehot)
+    for rate in rates:
+        W = W - rate * grad(rule.gamma * W + (1 - rule.gamma) * W0, x, onehot)
         q = 0.5 * W + 0.5 * W0
         g2 = grad(q, x_s, y_s)
         w = max(0.0, ((W - W0) * g2).sum() / (g2**2).sum())
@@ -47,8 +47,15 @@ def numpy_fedreg(x, y, W0, rule):
     return W
 
 
-@pytest.mark.parametrize("rule", [FedReg(), FedReg(gamma=0.8, eta_s=0.3, iterations=4)])
-def test_fedreg_equals_the_formulas(rule):
+@pytest.mark.parametrize(
+    ("rule", "schedule", "rates"),
+    [
+        (FedReg(), "constant", (LR,) * STEPS),
+        (FedReg(gamma=0.8, eta_s=0.3, iterations=4), "constant", (LR,) * STEPS),
+        (FedReg(), "step:1,0.5", (LR, LR / 2, LR / 4)),
+    ],
+)
+def test_fedreg_equals_the_formulas(rule, schedule, rates):
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(12, 5)).astype("float32"), draws.integers(0, 3, 12)
     fed = unskew.Federation.from_arrays([(x, y)], test=(x, y), classes=3, holdout=0)
@@ -56,8 +63,9 @@ def test_fedreg_equals_the_formulas(rule):
     module = torch.nn.Linear(5, 3).double()
     W0 = np.concatenate([module.weight.detach().numpy(), module.bias.detach().numpy()[:, None]], axis=1)
     given = {"rounds": 1, "local_steps": STEPS, "batch_size": 50, "lr": LR, "precision": "fp64", "engine": "inline"}
+    given |= {"lr_schedule": schedule, "lr_schedule_per": "step"}
     result = unskew.run(fed, model=module, method=rule, **given)
-    W = numpy_fedreg(x.astype(float), y, W0, rule)
+    W = numpy_fedreg(x.astype(float), y, W0, rule, rates)
     assert_close(result.model.weight.detach(), W[:, :-1], MAGNIFIED)
     assert_close(result.model.bias.detach(), W[:, -1], MAGNIFIED)
 

@@ -25,6 +25,8 @@ from unskew.protocol.training import Training
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 DEFAULT_EPOCHS = 5
+LEAST_RATE = 1e-30
+"""Of a schedule's end; smaller ones cannot be computed with in float32."""
 AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients")
 """Diagnoses that look at the clients of a round."""
 DIAGNOSES = (*AT_CLIENTS, "server")
@@ -100,6 +102,10 @@ class Experiment(Section):
     """The client's optimizer."""
     lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
     """The client's learning rate; where it is not given, 0.1 for sgd and 0.001 for adam and adamw."""
+    lr_schedule: str = "constant"
+    """How it changes: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5`` or ``warmup:5+cosine``."""
+    lr_schedule_per: Literal["round", "step"] = "round"
+    """Whether the numbers of ``lr_schedule`` count rounds or local steps."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of the client's SGD."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
@@ -186,6 +192,7 @@ class Experiment(Section):
     def _consistent(self, info: pydantic.ValidationInfo) -> Experiment:
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs are both given; give one of them")
+        self._check_schedule()
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum above 0")
         if self.optimizer != "sgd" and self.momentum:
@@ -198,6 +205,26 @@ class Experiment(Section):
             if name not in DIAGNOSES and name not in own_diagnoses():
                 raise ValueError(unknown("diagnosis", name, [*DIAGNOSES, *own_diagnoses()]).rstrip("."))
         return self
+
+    def _check_schedule(self) -> None:
+        """Refuse a schedule that has no meaning here."""
+        training = self.training
+        try:
+            schedule = training.schedule
+        except ConfigError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+        if not training.scheduled:
+            return
+        if self.lr_schedule_per == "step" and self.local_steps is None:
+            raise ValueError("lr_schedule_per=step counts local steps, which differ between clients; give local_steps")
+        steps = self.local_steps if self.lr_schedule_per == "step" and self.local_steps else 1
+        if schedule.ends and schedule.warmup >= self.rounds * steps:
+            raise ValueError(
+                f"lr_schedule={self.lr_schedule} warms up for {schedule.warmup} of {self.rounds * steps} "
+                f"{self.lr_schedule_per}s; leave some for cosine"
+            )
+        if training.rate(self.rounds - 1, steps - 1) < LEAST_RATE:
+            raise ValueError(f"lr_schedule={self.lr_schedule} ends below {LEAST_RATE:g}, where nothing is learned")
 
     @property
     def training(self) -> Training:

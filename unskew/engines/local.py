@@ -107,9 +107,9 @@ class LocalTrainer:
             index = cpu_index.to(client.y.device)
             x = self.inputs.normalise(plan.augment(take(client.x, index)))
             at = torch.tensor(step)
-            batch = Batch(
-                x, client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key, at
-            )
+            now = training.at(cast.round, step)
+            y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key
+            batch = Batch(x, y, own_key, at, lr=now.lr)
             moves = movable_mask(setup.rules, ctxs, carries, batch)
             try:
                 g = grad_fn(v, batch)
@@ -117,7 +117,7 @@ class LocalTrainer:
                 if "more than 1 value per channel" in str(error):
                     raise one_sample_error(cast.client) from error
                 raise
-            v, moments = optimizers.step(training, v, g, moments, step, moves)
+            v, moments = optimizers.step(now, v, g, moments, step, moves)
             total += self.model.loss
 
         ctxs = self.inputs.contexts(given, self.model, cast.round, ended=True)

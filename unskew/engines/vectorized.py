@@ -100,7 +100,7 @@ class VectorizedEngine:
         return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
 
     def _train_group(self, casts: Sequence[Broadcast]) -> list[Update]:
-        setup, training, device = self.setup, self.setup.training, self.setup.device
+        setup, training, device, round = self.setup, self.setup.training, self.setup.device, casts[0].round
         clients = [setup.federation.clients[cast.client] for cast in casts]
         plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
         inputs = self.single.inputs
@@ -112,7 +112,7 @@ class VectorizedEngine:
 
         def ctxs_of(given: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
             model = FunctionalModel(setup.spec, b)
-            return model, inputs.contexts(given, model, casts[0].round, ended)
+            return model, inputs.contexts(given, model, round, ended)
 
         def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
             _, ctxs = ctxs_of(given, b)
@@ -130,9 +130,9 @@ class VectorizedEngine:
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
                 grad_fn = rule.gradient(grad_fn, ctx, carry)
             moves = movable_mask(setup.rules, ctxs, carries, batch)
-            v, state = optimizers.step(
-                training, v.clone(), grad_fn(v, batch), {n: t.clone() for n, t in state.items()}, t, moves
-            )
+            now = training.at(round, t)
+            state = {n: tensor.clone() for n, tensor in state.items()}
+            v, state = optimizers.step(now, v.clone(), grad_fn(v, batch), state, t, moves)
             return model.b, v, carries, state, model.loss
 
         def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
@@ -147,7 +147,7 @@ class VectorizedEngine:
         counts = torch.stack([own["steps"] for own in singly])
         total = torch.zeros(len(casts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
-            torch.manual_seed(derive(setup.seed, "vmap", casts[0].round, casts[0].client))
+            torch.manual_seed(derive(setup.seed, "vmap", round, casts[0].client))
             began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
@@ -156,9 +156,10 @@ class VectorizedEngine:
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()
                     batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, rows(keys, index))
+                    batch = batch._replace(lr=training.rate(round, t))
                     assert batch.x.shape[1] == size
                     args = (rows(given, index, dims), *(rows(x, index) for x in (b, v, carries, state)), batch)
-                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None))  # type: ignore[arg-type]
+                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None))  # type: ignore[arg-type]
                     new = self._map(step, in_dims, *args)
                     b, v, carries, state = (
                         put(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)

@@ -45,7 +45,7 @@ class Ditto(ClientRule):
         def both(v: Tensor, batch: Batch) -> Tensor:
             personal = carry["v"]
             g = grad_fn(personal, batch.untracked()) + self.lam * (personal - ctx.v_global)
-            carry["v"] = personal - ctx.lr * g
+            carry["v"] = personal - batch.lr * g
             return grad_fn(v, batch)
 
         return both

@@ -8,6 +8,10 @@ arXiv:2007.07481, Algorithm 1. With ``a_k`` the weights that a client's gradient
     ||a_k||_1 = tau_k                                                  SGD
     ||a_k||_1 = (tau_k - rho (1 - rho^tau_k) / (1 - rho)) / (1 - rho)  SGD with momentum rho
 
+A rate ``eta_t`` that changes (``lr_schedule``) is part of these weights: they are then relative to the run's ``lr``,
+``||a_k||_1 = sum_t (eta_t / lr) (1 - rho^(t+1)) / (1 - rho)`` with ``t`` from 0 to ``tau_k - 1``. So updates that were sent
+out in rounds of different rates are brought to one length, too.
+
 A client sends ``d_k`` in the place of its update, and one number, so the server needs sums only. Where all clients take as
 many steps this is FedAvg. Statistics of BatchNorm are averaged as without it. The paper's proximal variant and its server
 momentum are left out.
@@ -55,8 +59,14 @@ class FedNova(ClientRule, ServerRule):
 
     def length(self, ctx: Context) -> Tensor:
         """``||a_k||_1``."""
-        rho, steps = ctx.training.momentum, ctx.steps
-        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        training, steps = ctx.training, ctx.steps
+        rho = training.momentum
+        if training.scheduled and training.lr_schedule_per == "step":  # then all clients take as many
+            within = range(training.steps(0))
+            weights = [training.rate(ctx.round, t) * (1 - rho ** (t + 1)) / (1 - rho) for t in within]
+            return 0 * steps + sum(weights) / training.lr
+        length = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        return length * (ctx.lr / training.lr) if training.scheduled else length
 
     def sends(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
         """``d_k``."""

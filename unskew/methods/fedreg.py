@@ -85,7 +85,7 @@ class FedReg(ClientRule):
         """The direction whose plain SGD step is the corrected one."""
 
         def corrected(v: Tensor, batch: Batch) -> Tensor:
-            v_t, lr = ctx.v_global, ctx.lr
+            v_t, lr = ctx.v_global, batch.lr
             g1 = grad_fn(self.gamma * v + (1 - self.gamma) * v_t, batch)
             x_s = self.moved(ctx, batch.x, batch.y, self.eta_s)
             x_p = self.moved(ctx, batch.x, batch.y, self.eta_s / 100)

@@ -15,6 +15,9 @@ part was sent, and so downloads it, begins a new interval there; what it did bef
 ``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
 uniform, as in the paper (``weights="samples"`` of the run overrides it). Variates cover parameters, not statistics.
 
+Where the learning rate changes (``lr_schedule``), the steps move the model by ``x - y = sum_t eta_t (g_t - c_k + c)``. So
+``eta tau`` is ``sum_t eta_t`` over the steps of the interval, and option II is their mean gradient weighted by ``eta_t``.
+
 For plain SGD the quotient of option II is the mean of the gradients on the way. With momentum, weight decay or an adaptive
 optimizer it is not; there (``variate="auto"``) the mean of the gradients is kept instead, one gradient a step: what rules
 around this one ask for besides (FedSAM, Ditto), in passes that leave no trace, does not count.
@@ -80,7 +83,11 @@ class Scaffold(ClientRule):
             steps = torch.where(ctx.received, steps, ctx.state.get("steps", steps))
         name, first = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_global)
         since = torch.where(steps == 0, first, ctx.state.get(name, first))
-        return {"c_k": c_k, "correction": c - c_k, "steps": steps, name: since}
+        carry = {"c_k": c_k, "correction": c - c_k, "steps": steps, name: since}
+        if name == "start" and ctx.training.scheduled:  # eta_1 + ... + eta_tau of the interval's earlier rounds
+            known = ctx.lr * steps
+            carry["rates"] = torch.where(steps == 0, known, ctx.state.get("rates", known))
+        return carry
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``g - c_k + c``."""
@@ -103,10 +110,14 @@ class Scaffold(ClientRule):
         elif self._averages(ctx):
             new = carry["sum"] / steps
         else:
-            new = (carry["start"] - v) / (ctx.lr * steps) - carry["correction"]
+            rates = ctx.lr * steps
+            if "rates" in carry:
+                rates = carry["rates"] = carry["rates"] + ctx.lr * ctx.steps
+            new = (carry["start"] - v) / rates - carry["correction"]
         if ctx.sent is not None:
             new = torch.where(ctx.sent, new, carry["c_k"])
-            kept: Tensors = {"steps": steps.expand_as(v), **{n: carry[n] for n in ("sum", "start") if n in carry}}
+            kept: Tensors = {"steps": steps.expand_as(v)}
+            kept |= {n: carry[n].expand_as(v) for n in ("sum", "start", "rates") if n in carry}
             ctx.state.update({name: torch.where(ctx.sent, 0.0, t) for name, t in kept.items()})
         ctx.upload["change"] = new - carry["c_k"]
         ctx.state["c"] = new

@@ -7,6 +7,7 @@ many clients at once under ``torch.func.vmap``. Both give the same numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,8 @@ from unskew.models.vector import ModelSpec, Output
 class Batch(NamedTuple):
     """A mini-batch: inputs ``x [B, ...]`` (normalised), targets ``y``, a random ``key`` and the local ``step``.
 
-    ``track=False`` (``batch.untracked()``) leaves the normalisation statistics as they are.
+    ``track=False`` (``batch.untracked()``) leaves the normalisation statistics as they are. ``lr`` is the learning rate of
+    the client's step that the batch is for.
     """
 
     x: Tensor
@@ -28,6 +30,7 @@ class Batch(NamedTuple):
     key: Tensor
     step: Tensor
     track: bool = True
+    lr: float = math.nan
 
     def untracked(self) -> Batch:
         """The same batch, whose pass leaves no trace in the normalisation statistics."""

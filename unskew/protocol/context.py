@@ -82,8 +82,8 @@ class Context:
 
     @property
     def lr(self) -> float:
-        """The client's learning rate."""
-        return self.training.lr
+        """The client's learning rate in this round; where it changes from step to step (``batch.lr``), the mean of it."""
+        return self.training.rate(self.round)
 
     def last_received(self) -> Tensor:
         """The model as the server last sent it, ``[d]``, also slices of earlier rounds, which the rule keeps as ``start``."""

@@ -73,6 +73,9 @@ class ServerTraining(Protocol):
     def model(self) -> Model:
         """A model in memory, for losses that are given to ``gradient``."""
 
+    def in_round(self, round: int) -> ServerTraining:
+        """The same, in a round; the clients' learning rate is that of the round, or the mean over its steps."""
+
     def inputs(self, x: Tensor) -> Tensor:
         """Stored samples as inputs of the model: normalised as clients' are, on the device."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
+
+from unskew.protocol.schedule import Schedule, parse
 
 Buffers = Literal["average", "local", "reset"]
 """Normalisation statistics: averaged like parameters, kept at each client, or begun anew in every round."""
@@ -21,6 +24,10 @@ class Training:
         clip: Largest norm of a gradient, or None.
         augment: Random crops (padding 4) and horizontal flips.
         precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
+        lr: Learning rate, which ``lr_schedule`` multiplies.
+        lr_schedule: See ``unskew.protocol.schedule``.
+        lr_schedule_per: Whether its numbers count rounds or local steps; the latter need ``local_steps``.
+        rounds: Of the run; a schedule may end with them.
     """
 
     local_steps: int | None = None
@@ -35,11 +42,47 @@ class Training:
     clip: float | None = None
     augment: bool = False
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    lr_schedule: str = "constant"
+    lr_schedule_per: Literal["round", "step"] = "round"
+    rounds: int = 1
 
     @property
     def plain_sgd(self) -> bool:
         """Whether a step is exactly ``v - lr * g``."""
         return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip is None
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the learning rate changes."""
+        return _parsed(self.lr_schedule)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the learning rate changes at all."""
+        return self.schedule != Schedule()
+
+    def rate(self, round: int, step: int | None = None) -> float:
+        """The learning rate in force.
+
+        What is trained after the last round, as by ``ft``, is trained as in the last.
+
+        Args:
+            round: Number of the round, from 0.
+            step: Number of the local step in it; None for the mean over the round's steps.
+        """
+        if not self.scheduled:
+            return self.lr
+        round = min(round, self.rounds - 1)
+        if self.lr_schedule_per == "round":
+            return self.lr * self.schedule.factor(round, self.rounds)
+        steps = self.steps(0)
+        if step is None:
+            return sum(self.rate(round, s) for s in range(steps)) / steps
+        return self.lr * self.schedule.factor(round * steps + step, self.rounds * steps)
+
+    def at(self, round: int, step: int | None = None) -> Training:
+        """The same with the learning rate that is then in force, for good; see ``rate``."""
+        return replace(self, lr=self.rate(round, step), lr_schedule="constant") if self.scheduled else self
 
     def steps(self, examples: int) -> int:
         """Number of local steps of a client with ``examples`` samples."""
@@ -53,3 +96,6 @@ class Training:
         whole = examples // size * size
         keep_rest = whole < examples and not (self.drop_last and whole)
         return [slice(s, min(s + size, examples)) for s in range(0, examples if keep_rest else whole, size)]
+
+
+_parsed = lru_cache(maxsize=16)(parse)

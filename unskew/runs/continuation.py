@@ -144,6 +144,21 @@ def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
         )
 
 
+def check_rounds(before: int, done: int, config: Experiment) -> None:
+    """Refuse another number of rounds where it would change what was done.
+
+    Raises:
+        CheckpointError: Fewer rounds than are done, or a learning rate that falls towards the last one.
+    """
+    if config.rounds < done:
+        raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {config.rounds}.")
+    if config.rounds != before and config.training.schedule.ends:
+        raise CheckpointError(
+            f"With lr_schedule={config.lr_schedule} the rates of a run of {before} rounds are not those of one of "
+            f"{config.rounds}; resume it with rounds={before}, or start a new run."
+        )
+
+
 def check_same(then: dict[str, Any], now: Experiment) -> None:
     """Refuse to go on with a run under another configuration; its data may lie elsewhere by now.
 

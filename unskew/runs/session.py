@@ -30,6 +30,7 @@ from unskew.runs.continuation import (
     check_data,
     check_frozen,
     check_never_saved,
+    check_rounds,
     check_same,
     content_of,
     data_identity,
@@ -79,10 +80,10 @@ class Session:
         if device.type != "cpu":
             moved = prepared.to(device)
             original, prepared = moved.federation if original is prepared.federation else original, moved
-        federation = prepared.federation
         self.config, self.prepared, self.spec, self.method = config, prepared, spec, method
         self.folder, self.callbacks, self.warnings = folder, callbacks, list(warnings)
-        task = TASKS[federation.task]
+        federation = prepared.federation
+        self.task = task = TASKS[federation.task]
         rule = method.server or FedAvg()
         auto = method.weights or rule.weights or "samples"
         weights = auto if config.weights == "auto" else config.weights
@@ -98,7 +99,6 @@ class Session:
         delays.check(len(federation.clients))
         flying = ClientStore(None if folder is None else folder / "in-flight")
         self.network = Network(config.network.drop, config.seed, delays, flying, device)
-        self.task = task
         self.evaluator = Evaluator(spec, original, task, device)
         self.setup = Setup(
             spec,
@@ -211,6 +211,7 @@ class Session:
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,
                 "seconds": round(self.recorder.seconds, 4),
+                **({"lr": self.setup.training.rate(t)} if self.setup.training.scheduled else {}),
                 **figures,
             }
         )
@@ -257,8 +258,7 @@ class Session:
             self._warn(f"{problem} Going on from {path.name} instead.")
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], self.config)
-        if self.config.rounds < done:
-            raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {self.config.rounds}.")
+        check_rounds(int(extra["config"]["rounds"]), done, self.config)
         check_data(extra, self.prepared)
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:

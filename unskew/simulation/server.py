@@ -282,7 +282,7 @@ class Server:
             b_global=b,
             spec=self.spec,
             key=key,
-            at_server=self.at_server,
+            at_server=self.at_server and self.at_server.in_round(round),
             version=self.version,
             arrivals=gathered.arrivals,
         )

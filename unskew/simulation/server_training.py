@@ -49,7 +49,7 @@ class ServerTrainer:
         weights: Literal["samples", "uniform"] = "samples",
     ):
         self.spec, self.training, self.device, self.cohort = spec, training, device, cohort
-        self.weights = weights
+        self.weights, self.round = weights, 0
         self.witness = Witness(*federation.test, TASKS[federation.task]) if observed else None
         self.data, self.pixels = federation.server, Pixels.of(federation)
         self.task = self.own = TASKS[federation.task]
@@ -61,6 +61,11 @@ class ServerTrainer:
     def model(self) -> BoundModel:
         """The model in memory."""
         return BoundModel(self.spec, self.device)
+
+    def in_round(self, round: int) -> ServerTrainer:
+        """This, with the clients' learning rate of a round where a rule has none of its own."""
+        self.round = round
+        return self
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
         """See ``ServerTraining``."""
@@ -147,7 +152,7 @@ class ServerTrainer:
         """The clients' budget with ``changes``; one kind of budget replaces the other."""
         if "local_epochs" in changes:
             changes = {"local_steps": None, **changes}
-        return replace(self.training, **changes)
+        return replace(self.training.at(self.round), **changes)
 
     def _loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
         def loss_fn(v: Tensor, batch: Batch) -> Tensor:

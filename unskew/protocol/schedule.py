@@ -1,0 +1,133 @@
+"""How the clients' learning rate changes over a run.
+
+A schedule is written ``kind`` or ``kind:numbers``; ``t`` counts rounds (or local steps) from 0, of which there are ``T``::
+
+    constant       lr
+    step:N,F       lr F^floor(t / N)                       times F every N
+    cosine         lr (1 + cos(pi t / T)) / 2              down to 0 at the end
+    cosine:F       lr (F + (1 - F) (1 + cos(pi t / T)) / 2)  down to the share F of lr
+    inverse:A,B    lr / (A + t / B)
+    warmup:N       lr (t + 1) / N while t < N, then lr
+
+``warmup:N+kind`` rises to the rate that the other kind begins with, which then counts ``t`` and ``T`` from the end of the
+warm-up. ``step`` and ``cosine`` are ``StepLR`` and ``CosineAnnealingLR`` of PyTorch. ``inverse:10,100`` over local steps is
+the rate of FedALS's released code, ``eta_0 / (10 + t / 100)`` with ``lr`` for ``eta_0``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from unskew.errors import ConfigError, unknown
+
+EXAMPLES = {
+    "constant": "constant",
+    "step": "step:30,0.1",
+    "cosine": "cosine or cosine:0.01",
+    "inverse": "inverse:10,100",
+    "warmup": "warmup:5",
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Factors of the learning rate.
+
+    Attributes:
+        kind: What comes after the warm-up: ``constant``, ``step``, ``cosine`` or ``inverse``.
+        numbers: Of that kind.
+        warmup: Rounds (or steps) of the warm-up; 0 for none.
+    """
+
+    kind: str = "constant"
+    numbers: tuple[float, ...] = ()
+    warmup: int = 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the factors depend on how long the run is."""
+        return self.kind == "cosine"
+
+    def factor(self, t: int, total: int) -> float:
+        """What ``lr`` is multiplied by.
+
+        Args:
+            t: Rounds (or steps) before this one.
+            total: How many there are in the run.
+        """
+        if t < self.warmup:
+            return (t + 1) / self.warmup * self._after(0, total - self.warmup)
+        return self._after(t - self.warmup, total - self.warmup)
+
+    def _after(self, t: int, total: int) -> float:
+        """The factor of the kind that follows the warm-up."""
+        if self.kind == "step":
+            every, times = self.numbers
+            return float(times ** (t // int(every)))
+        if self.kind == "cosine":
+            (floor,) = self.numbers
+            # (1 + cos(pi t / T)) / 2, without cancellation near the end: no rate is exactly 0.
+            return floor + (1 - floor) * math.sin(math.pi * (total - t) / (2 * total)) ** 2
+        if self.kind == "inverse":
+            offset, scale = self.numbers
+            return 1 / (offset + t / scale)
+        return 1.0
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that a text means.
+
+    Raises:
+        ConfigError: It is not written so.
+
+    >>> parse("warmup:5+cosine")
+    Schedule(kind='cosine', numbers=(0.0,), warmup=5)
+    >>> [parse("step:2,0.1").factor(t, total=4) for t in range(4)]
+    [1.0, 1.0, 0.1, 0.1]
+    """
+    pieces = [_read(piece.strip(), text) for piece in text.split("+")]
+    warmups = [numbers for kind, numbers in pieces if kind == "warmup"]
+    others = [(kind, numbers) for kind, numbers in pieces if kind != "warmup"]
+    if len(warmups) > 1 or len(others) > 1:
+        raise ConfigError(
+            f"The learning-rate schedule {text!r} joins too much; a sum is a warm-up and one other kind, such as "
+            "warmup:5+cosine."
+        )
+    kind, numbers = others[0] if others else ("constant", ())
+    return Schedule(kind, numbers, int(warmups[0][0]) if warmups else 0)
+
+
+def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
+    """Kind and numbers of one piece."""
+    kind, colon, value = piece.partition(":")
+    if kind not in EXAMPLES:
+        raise ConfigError(unknown("learning-rate schedule", kind, EXAMPLES))
+    try:
+        numbers = tuple(float(number) for number in value.split(",")) if colon else ()
+    except ValueError:
+        numbers = (math.nan,)
+    if kind == "cosine" and not colon:
+        numbers = (0.0,)
+    reason = _wrong(kind, numbers)
+    if reason:
+        raise ConfigError(
+            f"The learning-rate schedule {text!r} is not valid: {reason}. It is written like {EXAMPLES[kind]}."
+        )
+    return kind, numbers
+
+
+def _wrong(kind: str, numbers: tuple[float, ...]) -> str | None:
+    """What is wrong with the numbers of a kind; None if nothing is."""
+    wanted = {"constant": 0, "step": 2, "cosine": 1, "inverse": 2, "warmup": 1}[kind]
+    if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+        return f"{kind} takes {wanted or 'no'} number{'' if wanted == 1 else 's'}"
+    if kind in ("step", "warmup") and (numbers[0] != int(numbers[0]) or numbers[0] < 1):
+        return f"the {'first ' if kind == 'step' else ''}number of {kind} is a whole one from 1"
+    if kind == "step" and not 0 < numbers[1] <= 1:
+        return "the second number of step is above 0 and at most 1"
+    if kind == "cosine" and not 0 <= numbers[0] <= 1:
+        return "the number of cosine is a share from 0 to 1"
+    if kind == "inverse" and min(numbers) <= 0:
+        return "the numbers of inverse are above 0"
+    return None
