@@ -1,7 +1,7 @@
 """What was measured before a default changed: tables show it with a mark until the runs are made again.
 
-Such an outcome says the option that it was made with. So it is never found as the run that a preset now names, only where that
-run is missing, and as a row of its own.
+Such an outcome says the option that it was made with. So it is never found as the run that a preset now names, only where
+that run is missing, and as a row of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ MARK = " †"
 EARLIER = {
     "fedssyn": (
         "match_steps=epochs",
-        "with local epochs matched and not steps, as in the authors' code, so with images a client took another number of steps",
+        "with local epochs matched and not steps, as in the authors' code, so a client took another number of steps",
+    ),
+    "fedcog": (
+        "cycle=by_step",
+        "with synthetic batches in the order of classes, at places that skip some inputs where real batches are not whole",
     ),
 }
 """By rule: the option that its earlier outcomes were made with, and what that means."""

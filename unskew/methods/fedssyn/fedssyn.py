@@ -66,7 +66,7 @@ class Fedssyn(DataRule):
         data: ``shuffled`` is the method, the others are ablations.
         refuse: Clients that do not share: their numbers (``0;3``), or a share of all (``0.2``).
         keep: What a client shares of its images: a function ``(images, labels) -> truth values``, or its import path.
-        match_steps: True: each client's gradient steps stay as many as without synthetic data; ``epochs``: fewer local epochs,
+        match_steps: True: a client takes as many gradient steps as without synthetic data; ``epochs``: fewer local epochs,
             as the authors' code has it; False: more data, more steps.
         epsilon: Privacy budget of each client's generator; with ``noise_multiplier`` its training stops before it is spent,
             alone it decides the noise. With neither, generators are not private.
