@@ -20,6 +20,7 @@ from unskew.generators.learned.inversion import augmented
 from unskew.methods.catalogue import method
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedcog.fedcog import FedCOG
+from unskew.methods.moon import Moon
 from unskew.protocol.training import Training
 
 F64 = torch.float64
@@ -257,3 +258,30 @@ def test_every_synthetic_input_is_used_as_often_as_any_other_up_to_one(spec, exa
     assert used["shuffled"][:64].tolist() != sorted(used["shuffled"][:64].tolist()), "classes are mixed"
     if (examples, drop_last) == (200, False):
         assert (torch.bincount(used["by_step"], minlength=256) == 0).any()
+
+
+@pytest.mark.parametrize("coefficients", ["fixed", "auto"])
+def test_what_is_written_before_belongs_to_the_loss_of_real_batches(spec, coefficients):
+    """``w_real`` weighs the terms of rules to its left; those to its right have their own weight."""
+    cog, moon = FedCOG(n=6, g_steps=1, coefficients=coefficients, lambda_kd=0.5), Moon(mu=2.0)
+    ctx = context(cog, spec, counts=(9.0, 3.0, 1.0), previous=other_vector(spec))
+    carries = {rule: rule.begin(ctx) for rule in (cog, moon)}
+    draws = torch.Generator().manual_seed(3)
+    batch = unskew.Batch(torch.randn(4, 2, 6, 6, generator=draws, dtype=F64), None, ctx.key, torch.tensor(0))
+    v = ctx.v_global + 0.1
+
+    def task(u, batch):
+        return torch.tensor(3.0, dtype=F64)
+
+    def value(*rules):
+        loss = task
+        for rule in rules:
+            loss = rule.loss(loss, ctx, carries[rule])
+        return float(loss(v, batch))
+
+    w_real = float(carries[cog]["w_real"])
+    term = value(moon) - 3
+    assert term > 0
+    assert value(cog, moon) == pytest.approx(value(cog) + term, rel=1e-12)
+    assert value(moon, cog) == pytest.approx(value(cog) + w_real * term, rel=1e-12)
+    assert (w_real == 1) == (coefficients == "fixed")

@@ -80,18 +80,34 @@ def test_the_paper_scale_has_the_papers_settings(name):
     for cell in cells(load_preset(name), "paper", 0, {}):
         config = cell.config
         data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
-        assert (config.data, config.model, config.batch_size, config.lr) == (data, "cnn", 64, 0.01)
+        model = "cnn-b" if data == "cifar100" else "cnn"
+        assert (config.data, config.model, config.batch_size, config.lr) == (data, model, 64, 0.01)
         plain = config.method == "fedreg"
         assert (config.momentum, config.weight_decay, config.augment) == (
             0.0 if plain else 0.9,
             0.0 if plain else 1e-5,
             True,
         )
-        assert config.rounds == (51 if name in ("fedcog/table-3", "fedcog/table-4") else 70)
+        one_round = ("fedcog/figure-2", "fedcog/table-3", "fedcog/table-4")
+        assert config.rounds == (51 if name in one_round else 70)
         assert config.local_steps == 400 or name == "fedcog/table-6"
         if "fedcog" in config.method:
             assert "start_round=50" in config.method
             assert "n=256" in config.method or name == "fedcog/table-11"
+
+
+@pytest.mark.parametrize("name", ["fedcog/figure-2", "fedcog/table-4"])
+def test_methods_of_the_one_round_comparison_begin_at_the_same_model(name):
+    """After rounds of FedAvg, whatever is remembered beside; so one more round is all that differs."""
+    found = [
+        c
+        for c in cells(load_preset(name), "paper", 0, {})
+        if name != "fedcog/table-4" or c.row not in ("FedProx", "MOON")
+    ]
+    assert len(found) == (8 if name == "fedcog/figure-2" else 4)
+    assert {c.parent.rounds for c in found} == {50}
+    assert {c.parent.method for c in found} == {"fedcog:start_round=50", "moon:mu=0"}
+    assert all(c.parent.method == "moon:mu=0" for c in found if "moon" in c.config.method)
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n.startswith("feddle/table-")])
