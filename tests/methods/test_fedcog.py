@@ -146,7 +146,7 @@ def test_noise_source_and_hard_labels(spec):
 
 
 def test_distillation_is_zero_at_the_teacher_and_pulls_towards_it_elsewhere(spec):
-    rule = FedCOG(n=10, g_steps=3, lambda_kd=1.0)
+    rule = FedCOG(n=10, g_steps=3, lambda_kd=1.0, cycle="by_step")
     ctx = context(rule, spec)
     carry = rule.begin(ctx)
     loss_fn = rule.loss(lambda u, batch: u.sum() * 0, ctx, carry)

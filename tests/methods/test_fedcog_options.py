@@ -1,5 +1,7 @@
 """FedCOG's options: the generator network, augmented synthesis, explicit labels, and the authors' settings."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from unskew.generators.learned.inversion import augmented
 from unskew.methods.catalogue import method
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedcog.fedcog import FedCOG
+from unskew.methods.moon import Moon
+from unskew.protocol.training import Training
 
 F64 = torch.float64
 
@@ -222,9 +226,62 @@ def test_variants_change_the_numbers():
         "generator=network",
         "augment=true",
         "labels=explicit,explicit=2;1",
+        "cycle=by_step",
         "generator=network,augment=true",
     ]
     short = {"rounds": 2, "eval_clients": 0, "local_epochs": 1}
     vectors = [train(f"{base},{option}", **short).vector for option in options]
     for place, one in enumerate(vectors):
         assert not any(torch.equal(one, other) for other in vectors[:place]), options[place]
+
+
+@pytest.mark.parametrize(("examples", "drop_last"), [(200, False), (200, True), (20, False), (20, True), (128, False)])
+def test_every_synthetic_input_is_used_as_often_as_any_other_up_to_one(spec, examples, drop_last):
+    """Also where real batches are not whole; by_step misses some of them there."""
+    training = Training(batch_size=64, drop_last=drop_last, local_epochs=7)
+    sizes = [cut.stop - cut.start for cut in training.cuts(examples)]
+    used = {}
+    for cycle in ("shuffled", "by_step"):
+        rule = FedCOG(n=256, g_steps=0, source="noise", cycle=cycle)
+        ctx = replace(
+            context(rule, spec, counts=(examples, 0.0, 0.0)),
+            training=training,
+            epoch_steps=torch.tensor(float(len(sizes))),
+        )
+        carry, places = rule.begin(ctx), []
+        for step, size in enumerate(sizes * 7):
+            places.append(rule.taken(ctx, torch.tensor(step), size, carry))
+            assert len(places[-1]) == size
+        used[cycle] = torch.cat(places)
+    counts = torch.bincount(used["shuffled"], minlength=256)
+    assert counts.max() - counts.min() <= 1
+    assert used["shuffled"][:64].tolist() != sorted(used["shuffled"][:64].tolist()), "classes are mixed"
+    if (examples, drop_last) == (200, False):
+        assert (torch.bincount(used["by_step"], minlength=256) == 0).any()
+
+
+@pytest.mark.parametrize("coefficients", ["fixed", "auto"])
+def test_what_is_written_before_belongs_to_the_loss_of_real_batches(spec, coefficients):
+    """``w_real`` weighs the terms of rules to its left; those to its right have their own weight."""
+    cog, moon = FedCOG(n=6, g_steps=1, coefficients=coefficients, lambda_kd=0.5), Moon(mu=2.0)
+    ctx = context(cog, spec, counts=(9.0, 3.0, 1.0), previous=other_vector(spec))
+    carries = {rule: rule.begin(ctx) for rule in (cog, moon)}
+    draws = torch.Generator().manual_seed(3)
+    batch = unskew.Batch(torch.randn(4, 2, 6, 6, generator=draws, dtype=F64), None, ctx.key, torch.tensor(0))
+    v = ctx.v_global + 0.1
+
+    def task(u, batch):
+        return torch.tensor(3.0, dtype=F64)
+
+    def value(*rules):
+        loss = task
+        for rule in rules:
+            loss = rule.loss(loss, ctx, carries[rule])
+        return float(loss(v, batch))
+
+    w_real = float(carries[cog]["w_real"])
+    term = value(moon) - 3
+    assert term > 0
+    assert value(cog, moon) == pytest.approx(value(cog) + term, rel=1e-12)
+    assert value(moon, cog) == pytest.approx(value(cog) + w_real * term, rel=1e-12)
+    assert (w_real == 1) == (coefficients == "fixed")

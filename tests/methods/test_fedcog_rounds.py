@@ -1,5 +1,7 @@
 """Whole runs of FedCOG with its hosts against a loop of plain tensors and ``torch.optim.Adam``, client by client."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ import unskew
 from unskew.engines.batches import Plan
 from unskew.generators.learned.inversion import learn
 from unskew.protocol.training import Training
-from unskew.seeding import derive, normal
+from unskew.seeding import derive, fold, normal, uniform
 from unskew.simulation.sampler import Sampler
 
 SIZES, ROUNDS, START, N, STEPS = [12, 23, 17, 9], 7, 2, 10, 4
@@ -77,14 +79,15 @@ def by_hand(hosts, participation, momentum, alpha):
             sums[k], steps[k] = (torch.where(fresh, zero, part.get(k, zero)) for part in (sums, steps))
             key, v, buffer = torch.tensor(derive(0, "key", t, k)), start, kept.get(k, zero)
             made = inputs(key, start, previous.get(k)) if t >= START else None
-            for step, index in enumerate(Plan(budget, SIZES[k], 0, t, k).batches):
+            cycle = itertools.cycle(torch.argsort(uniform(fold(key, 9), (N,))).tolist())
+            for index in Plan(budget, SIZES[k], 0, t, k).batches:
                 at, x = v.clone().requires_grad_(), fed.clients[k].x[index].double()
                 z, h = model(at, x)
                 loss = F.cross_entropy(z, fed.clients[k].y[index])
                 if "moon" in hosts and k in previous:
                     loss = loss + MU * away(h, *(model(other, x)[1] for other in (start, previous[k])))
                 if made is not None:
-                    rows = (step * len(index) + torch.arange(len(index))) % N
+                    rows = list(itertools.islice(cycle, len(index)))
                     loss = loss + KD * kl(made[1][rows].softmax(1), model(at, made[0][rows])[0].softmax(1))
                 (g,) = torch.autograd.grad(loss, at)
                 if "fedprox" in hosts:

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from unskew.generators import synthetic_set as synthetic
 from unskew.generators.client_images import note, subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn
 from unskew.methods.fedssyn.sets import refusing
+from unskew.protocol.rules import ClientRule
 from unskew.protocol.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -194,17 +196,57 @@ def test_ablations():
 def test_steps_stay_as_many_and_real_samples_weigh():
     fed = pictures([16, 16, 16, 16])
     rule = Fedssyn(n_syn=16, generator="support.colours:Colours")
-    assert [prepared(rule, fed, epochs=n).training.local_epochs for n in (10, 1)] == [5, 1]
+    before = replace(rule, match_steps="epochs")
+    # The authors' code: 50,000 images, as many synthetic ones, ten epochs.
+    assert [prepared(before, fed, epochs=n).training.local_epochs for n in (10, 1)] == [5, 1]
     assert prepared(replace(rule, match_steps=False), fed, epochs=10).training.local_epochs == 10
-    # The paper: 50,000 images, as many synthetic ones, ten epochs.
     seen = {}
-    for method in ("fedavg", f"fedssyn:{MINE},n_syn=16"):
-        seen[method] = train(method, federation=fed, local_epochs=4).summary
-    assert seen[f"fedssyn:{MINE},n_syn=16"]["local_epochs"] == 2
+    for method in ("fedavg", f"fedssyn:{MINE},n_syn=16", f"fedssyn:{MINE},n_syn=16,match_steps=epochs"):
+        seen[method] = train(method, federation=fed, local_epochs=3).summary
+    assert seen[f"fedssyn:{MINE},n_syn=16"]["local_epochs"] == 1.5
+    assert seen[f"fedssyn:{MINE},n_syn=16,match_steps=epochs"]["local_epochs"] == 1
     assert "local_epochs" not in seen["fedavg"]
     uneven = prepared(rule, pictures())
     assert [uneven.facts.size(k) for k in range(4)] == SIZES
     assert [uneven.federation.clients[k].examples for k in range(4)] == [n + 16 for n in SIZES]
+
+
+@dataclass(frozen=True)
+class CountsSteps(ClientRule):
+    """Sends how many steps were taken."""
+
+    name: ClassVar[str] = "counts-steps"
+    summary: ClassVar[str] = "sends how many steps were taken"
+    paper: ClassVar[str] = "none"
+
+    def gradient(self, grad_fn, ctx, carry):
+        """One more step in every call."""
+
+        def counted(v, batch):
+            STEPS[(ctx.round, int(ctx.weight))] += 1
+            return grad_fn(v, batch)
+
+        return counted
+
+
+STEPS = Counter()
+
+
+@pytest.mark.parametrize("data", ["shuffled", "local"])
+@pytest.mark.parametrize(
+    "budget", [{"local_epochs": 1}, {"local_epochs": 3, "drop_last": True}, {"local_steps": 5, "local_epochs": None}]
+)
+def test_each_client_takes_as_many_steps_with_images_as_without(data, budget):
+    """Counted in training: sizes that are no multiples of a batch, shares of another size, and every kind of budget."""
+    taken = []
+    for method in ("fedavg", f"fedssyn:{MINE},n_syn=13,data={data}", f"fedssyn:{MINE},n_syn=40,rho=1,data={data}"):
+        STEPS.clear()
+        summary = train([method, CountsSteps()], rounds=1, batch_size=8, weights="samples", **budget).summary
+        assert summary["clients"] == len(SIZES)
+        taken.append(dict(STEPS))
+    assert set(taken[0]) == {(0, n) for n in SIZES}
+    assert taken[1] == taken[0]
+    assert taken[2] == taken[0]
 
 
 HOSTS = [
@@ -221,11 +263,11 @@ HOSTS = [
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_sum_is_the_host_on_the_augmented_data(host):
     """What a host makes of data that were augmented beforehand, to the bit, with uniform weights and matched epochs."""
-    rule = Fedssyn(n_syn=15, generator="support.colours:Colours")
+    rule = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs")
     ready = prepared(rule, pictures())
     assert ready.training.local_epochs == 1
     plain = train(host, federation=ready.federation, weights="uniform", local_epochs=1)
-    reference = train(f"fedssyn:{MINE},n_syn=15+{host}")
+    reference = train(f"fedssyn:{MINE},n_syn=15,match_steps=epochs+{host}")
     assert torch.equal(reference.vector, plain.vector)
 
 
@@ -243,10 +285,10 @@ def test_before_feddle_it_is_feddle_on_the_augmented_data():
         x = draws.integers(0, 255, (9, *SHAPE)).astype(np.uint8)
         return replace(fed, server=ServerData(torch.from_numpy(x), torch.arange(9) % 3, True))
 
-    rule, host = Fedssyn(n_syn=15, generator="support.colours:Colours"), "feddle:epochs=2"
+    rule, host = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs"), "feddle:epochs=2"
     after = prepared(rule, pictures()).federation
     plain = train(host, federation=served(after), weights="uniform", local_epochs=1)
-    summed = train(f"fedssyn:{MINE},n_syn=15+{host}", federation=served(pictures()))
+    summed = train(f"fedssyn:{MINE},n_syn=15,match_steps=epochs+{host}", federation=served(pictures()))
     assert torch.equal(summed.vector, plain.vector)
     assert not torch.equal(summed.vector, train(host, federation=served(pictures()), weights="uniform").vector)
 

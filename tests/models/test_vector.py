@@ -170,7 +170,7 @@ def test_clipping_equals_torch():
 def test_batches_are_those_of_a_reshuffled_data_loader(training, examples, expected):
     plan = Plan(training, examples, seed=0, round=1, client=2)
     assert [len(i) for i in plan.batches] == expected
-    assert training.steps(examples) == len(expected)
+    assert training.steps(examples, 2) == len(expected)
     per_epoch = len(training.cuts(examples))
     for first in range(0, len(plan.batches) - per_epoch + 1, per_epoch):
         epoch = torch.cat(plan.batches[first : first + per_epoch])

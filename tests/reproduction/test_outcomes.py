@@ -8,6 +8,7 @@ import pytest
 from unskew.config.experiment import Experiment, NetworkConfig
 from unskew.config.reading import experiment
 from unskew.reproduction.outcomes import (
+    keep,
     kept,
     key_of,
     name_of,
@@ -90,3 +91,35 @@ def test_names_are_safe_and_short_and_two_runs_never_share_one():
     assert (
         place_of({"study": "quadratic", "part": "errors", "seed": 1}).as_posix().startswith("studies/quadratic/errors-")
     )
+
+
+def test_outcomes_of_before_a_default_changed_are_marked_and_give_way_to_new_ones(tmp_path):
+    """They are no run that a preset names, and never mixed with one."""
+    from unskew.reproduction import report
+    from unskew.reproduction.earlier import notes
+    from unskew.reproduction.preset import load_preset
+    from unskew.reproduction.sweep import Sweep
+
+    sweep = Sweep(load_preset("fedssyn/table-1"), "cpu", tmp_path / "runs", tmp_path, {})
+    history = [{"round": 1, "accuracy": 0.5, "bytes_up": 1, "bytes_down": 1}]
+    summary = {
+        "accuracy": 0.5,
+        "rounds_to_target": 1,
+        "bytes_to_target": 2,
+        "bytes_up": 1,
+        "bytes_down": 1,
+        "target": 0.8,
+    }
+    (cell,) = (c for c in sweep.cells(0) if (c.row, c.column) == ("FedAvg + Fedssyn", "N=10, C=1, α=0.01"))
+    for seed, method in ((0, "fedssyn:generator=ddpm-small,epochs=100"), (1, cell.config.method)):
+        before = method + ",match_steps=epochs"
+        for one in (before, method)[: 1 + seed]:
+            keep(tmp_path, cell.config.model_copy(update={"method": one, "seed": seed}), None, history, summary)
+    found = list(sweep.found([0, 1]))
+    assert [(c.row, c.config.seed) for c, _ in found] == [("FedAvg + Fedssyn †", 0), ("FedAvg + Fedssyn", 1)]
+    assert {e.row: e.published for e in report.entries(sweep.preset, found)} == dict.fromkeys(
+        (c.row for c, _ in found), 4
+    )
+    (note,) = notes(c for c, _ in found)
+    assert "fedssyn:match_steps=epochs" in note
+    assert notes(c for c, _ in found[1:]) == []

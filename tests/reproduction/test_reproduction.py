@@ -80,18 +80,34 @@ def test_the_paper_scale_has_the_papers_settings(name):
     for cell in cells(load_preset(name), "paper", 0, {}):
         config = cell.config
         data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
-        assert (config.data, config.model, config.batch_size, config.lr) == (data, "cnn", 64, 0.01)
+        model = "cnn-b" if data == "cifar100" else "cnn"
+        assert (config.data, config.model, config.batch_size, config.lr) == (data, model, 64, 0.01)
         plain = config.method == "fedreg"
         assert (config.momentum, config.weight_decay, config.augment) == (
             0.0 if plain else 0.9,
             0.0 if plain else 1e-5,
             True,
         )
-        assert config.rounds == (51 if name in ("fedcog/table-3", "fedcog/table-4") else 70)
+        one_round = ("fedcog/figure-2", "fedcog/table-3", "fedcog/table-4")
+        assert config.rounds == (51 if name in one_round else 70)
         assert config.local_steps == 400 or name == "fedcog/table-6"
         if "fedcog" in config.method:
             assert "start_round=50" in config.method
             assert "n=256" in config.method or name == "fedcog/table-11"
+
+
+@pytest.mark.parametrize("name", ["fedcog/figure-2", "fedcog/table-4"])
+def test_methods_of_the_one_round_comparison_begin_at_the_same_model(name):
+    """After rounds of FedAvg, whatever is remembered beside; so one more round is all that differs."""
+    found = [
+        c
+        for c in cells(load_preset(name), "paper", 0, {})
+        if name != "fedcog/table-4" or c.row not in ("FedProx", "MOON")
+    ]
+    assert len(found) == (8 if name == "fedcog/figure-2" else 4)
+    assert {c.parent.rounds for c in found} == {50}
+    assert {c.parent.method for c in found} == {"fedcog:start_round=50", "moon:mu=0"}
+    assert all(c.parent.method == "moon:mu=0" for c in found if "moon" in c.config.method)
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n.startswith("feddle/table-")])
@@ -118,6 +134,44 @@ def test_what_the_feddle_paper_says_of_its_runs_holds_at_its_scale(name):
         else:
             assert config.rounds == 200
             assert getattr(options, "epochs", None) in (None, 1, 10, 20)
+
+
+PAPERS = {
+    "feddle/table-1": ("Table 1", "fashion_mnist", "resnet-18"),
+    "feddle/table-1-vit": ("Table 1", "fashion_mnist", "vit-b16"),
+    "feddle/table-1-cifar100": ("Table 1", "cifar100", "resnet-18"),
+    "feddle/table-1-cifar100-vit": ("Table 1", "cifar100", "vit-b16"),
+    "feddle/table-4": ("Table 4", "cifar10", "resnet-18"),
+    "feddle/table-4-vit": ("Table 4", "cifar10", "vit-b16"),
+    "feddle/figure-5": ("Figure 5", "cifar100", "resnet-18"),
+    "feddle/figure-6": ("Figure 6", "cifar10", "resnet-18"),
+    "feddle/figure-7": ("Figure 7", "cifar10", "resnet-18"),
+    "feddle/figure-8": ("Figure 8", "cifar10", "cnn-c"),
+    "feddle/figure-9": ("Figure 9", "cifar10", "cnn-c"),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_what_the_captions_of_the_feddle_paper_say(name):
+    where, data, model = PAPERS[name]
+    preset = load_preset(name)
+    assert preset.where.startswith(where)
+    assert {(cell.config.data, cell.config.model) for cell in cells(preset, "paper", 0, {})} == {(data, model)}
+    if "figure" in name:
+        assert list(preset.columns) == ["D 0.1, N 20"]
+
+
+def test_the_search_and_fine_tuning_take_as_many_steps_where_their_costs_are_compared():
+    found = {
+        cell.row: method(cell.config.method).server for cell in cells(load_preset("feddle/table-6"), "paper", 0, {})
+    }
+    assert found["Feddle-ID"].epochs == found["Fed+FT"].epochs
+
+
+def test_the_clients_of_fedals_weigh_alike():
+    """At the paper's scale; at the others they are of one size."""
+    for name in (name for name in names() if name.startswith("fedals/table-")):
+        assert {cell.config.weights for cell in cells(load_preset(name), "paper", 0, {})} == {"uniform"}
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -297,11 +351,11 @@ def test_what_is_called_a_mean_over_rounds_is_none_of_the_last_round():
     curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
     cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
     outcome = {"summary": {"accuracy": 0.3, "coefficients/negative": 7}, "curve": curve}
-    found = report.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
+    found = report.entries(load_preset("feddle/figure-6"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
     curve = {"surrogate/cosine": [0.5, 0.0, 0.1], "accuracy": [0.1, 0.2, 0.3]}
     outcome = {"summary": {"accuracy": 0.3, "surrogate/cosine": 0.1}, "curve": curve}
-    found = report.entries(load_preset("feddle/figure-8"), [(cell, outcome)])
+    found = report.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"surrogate/cosine": pytest.approx(0.2), "accuracy": 30}
 
 
@@ -363,7 +417,7 @@ def test_a_preset_of_another_shape_is_refused(monkeypatch):
         load_preset("fedcog/table-1")
 
 
-FIGURES = [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-7", None, 3)]
+FIGURES = [("fedals/figure-1", None, 6), ("fedcog/figure-3b", ["FedAvg"], 1), ("feddle/figure-6", None, 3)]
 
 
 @pytest.mark.parametrize(("name", "rows", "size"), slow_but([FIGURES[1]], FIGURES))

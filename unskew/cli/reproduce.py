@@ -49,6 +49,7 @@ def reproduce(
 
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.reproduction import report
+    from unskew.reproduction.earlier import notes
     from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
     from unskew.reproduction.study import load_study, study_names
@@ -110,6 +111,8 @@ def reproduce(
         print_json({"preset": preset, "scale": scale, "entries": report.as_json(entries)})
         return
     _print(console, table, scale, report.lines(table, entries), bool(outcomes))
+    for note in notes(cell for cell, _ in outcomes):
+        console.print(note, soft_wrap=True, markup=False)
 
 
 def _study(

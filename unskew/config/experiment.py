@@ -229,7 +229,8 @@ class Experiment(Section):
     @property
     def training(self) -> Training:
         """The client's budget and optimizer."""
-        return Training(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Training)})
+        told = [field.name for field in dataclasses.fields(Training) if field.name in type(self).model_fields]
+        return Training(**{name: getattr(self, name) for name in told})
 
     @property
     def data_spec(self) -> DataSpec:

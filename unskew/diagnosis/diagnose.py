@@ -115,7 +115,7 @@ def diagnose(
             shares=tuple(shares),
             curvature=curvature,
             iterations=iterations,
-            tau=float(np.average([config.training.steps(int(n)) for n in sizes], weights=times)),
+            tau=float(np.average([config.training.steps(int(n), 0) for n in sizes], weights=times)),
             batch=config.batch_size,
             epsilon=epsilon,
             mu=mu,

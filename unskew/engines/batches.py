@@ -27,7 +27,7 @@ class Plan:
         if not examples:
             raise DataError(f"Client {client} has no samples to train on; leave it out of the federation.")
         draws = generator(seed, "batches", round, client)
-        cuts, steps = training.cuts(examples), training.steps(examples)
+        cuts, steps = training.cuts(examples), training.steps(examples, client)
         self.batches: list[Tensor] = []
         while len(self.batches) < steps:
             order = torch.randperm(examples, generator=draws)

@@ -138,8 +138,9 @@ class ProcessesEngine:
         """See ``unskew.engines.base.Engine``."""
         self.inbox.clear()
         packed = [self.inbox.pack(as_dict(one)) for one in casts]
-        sizes = [self.setup.federation.clients[one.client].examples for one in casts]
-        largest_first = sorted(range(len(casts)), key=lambda place: -self.setup.training.steps(sizes[place]))
+        clients, steps = self.setup.federation.clients, self.setup.training.steps
+        counts = [steps(clients[one.client].examples, one.client) for one in casts]
+        largest_first = sorted(range(len(casts)), key=lambda place: -counts[place])
         waiting = deque(largest_first)
         busy: dict[Connection, deque[int]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)

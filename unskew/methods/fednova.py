@@ -62,7 +62,7 @@ class FedNova(ClientRule, ServerRule):
         training, steps = ctx.training, ctx.steps
         rho = training.momentum
         if training.scheduled and training.lr_schedule_per == "step":  # then all clients take as many
-            within = range(training.steps(0))
+            within = range(training.local_steps or 1)
             weights = [training.rate(ctx.round, t) * (1 - rho ** (t + 1)) / (1 - rho) for t in within]
             return 0 * steps + sum(weights) / training.lr
         length = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)

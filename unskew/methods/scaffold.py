@@ -8,9 +8,10 @@ arXiv:1910.06378, Algorithm 1. With ``x`` the global model, ``c`` the server's v
     c_k+ = c_k - c + (x - y) / (eta tau)                   option II
     x <- x + eta_g mean_S(y - x),  c <- c + (1/K) sum_S (c_k+ - c_k)
 
-Where a part of the model is sent only every so many rounds (FedALS, its Algorithm 3 in the standard form), ``x``, ``y``,
-``tau`` and both variates of that part are those of the interval since it was last sent. A client that was absent when the
-part was sent, and so downloads it, begins a new interval there; what it did before counts in no variate.
+Where a part of the model is sent only every so many rounds, ``x``, ``y``, ``tau`` and both variates of that part are those of
+the interval since it was last sent. This is FedALS's Algorithm 4 (arXiv:2404.11754) in the standard form; as printed, it has
+the signs of ``c`` and ``c_k`` swapped and no ``1/K`` in the local step. A client that was absent when the part was sent, and
+so downloads it, begins a new interval there; what it did before counts in no variate.
 
 ``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
 uniform, as in the paper (``weights="samples"`` of the run overrides it). Variates cover parameters, not statistics.

@@ -19,6 +19,8 @@ class Training:
     Attributes:
         local_steps: Mini-batch steps per round; or None, and then
         local_epochs: passes over the client's data per round.
+        counted: Samples per client that the steps of an epoch are counted from, where a client trains on others beside them;
+            None: on all that it trains on.
         batch_size: Samples per step. The last batch of an epoch may be smaller, unless ``drop_last``.
         optimizer: ``sgd``, ``adam`` or ``adamw``; made afresh every round.
         clip: Largest norm of a gradient, or None.
@@ -32,6 +34,7 @@ class Training:
 
     local_steps: int | None = None
     local_epochs: int | None = 1
+    counted: tuple[int, ...] | None = None
     batch_size: int = 64
     drop_last: bool = False
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -75,7 +78,7 @@ class Training:
         round = min(round, self.rounds - 1)
         if self.lr_schedule_per == "round":
             return self.lr * self.schedule.factor(round, self.rounds)
-        steps = self.steps(0)
+        steps = self.local_steps or 1
         if step is None:
             return sum(self.rate(round, s) for s in range(steps)) / steps
         return self.lr * self.schedule.factor(round * steps + step, self.rounds * steps)
@@ -84,10 +87,11 @@ class Training:
         """The same with the learning rate that is then in force, for good; see ``rate``."""
         return replace(self, lr=self.rate(round, step), lr_schedule="constant") if self.scheduled else self
 
-    def steps(self, examples: int) -> int:
-        """Number of local steps of a client with ``examples`` samples."""
+    def steps(self, examples: int, client: int) -> int:
+        """Number of local steps of ``client`` with ``examples`` samples."""
         if self.local_steps is not None:
             return self.local_steps
+        examples = examples if self.counted is None else self.counted[client]
         return (self.local_epochs or 1) * len(self.cuts(examples))
 
     def cuts(self, examples: int) -> list[slice]:

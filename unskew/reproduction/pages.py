@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from unskew.files import write_atomic
+from unskew.reproduction.earlier import notes
 from unskew.reproduction.outcomes import outcome_files, place_of, run_identity
 from unskew.reproduction.preset import load_preset, names
 from unskew.reproduction.report import entries, lines, markdown
@@ -56,7 +58,8 @@ class Pages:
             by_part = study.found(self.seeds)  # may turn to the study of other data
             return _as_text(study.study.lines(by_part))
         preset = load_preset(name)
-        return _as_text(lines(preset, entries(preset, self._sweep(name, scale).found(self.seeds))))
+        found = list(self._sweep(name, scale).found(self.seeds))
+        return _as_text(lines(preset, entries(preset, found)), notes(cell for cell, _ in found))
 
     def _sweep(self, name: str, scale: str) -> Sweep:
         return Sweep(load_preset(name), scale, Path("runs"), self.runs, {})
@@ -142,13 +145,15 @@ def _links(rows: Rows) -> str:
     return markdown(["column", "row", "seeds"], body)
 
 
-def _as_text(tables: list[Line]) -> str:
-    """Tables as markdown."""
+def _as_text(tables: list[Line], notes: Sequence[str] = ()) -> str:
+    """Tables as markdown, and what marks in them mean."""
     if not tables:
         return "*No run of this table has been made yet.*\n"
     text = []
     for title, header, body in tables:
         text += [f"**{title}**", "", markdown(header, body), ""]
+    for note in notes:
+        text += [note, ""]
     return "\n" + "\n".join(text)
 
 

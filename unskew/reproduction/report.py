@@ -10,6 +10,7 @@ from unskew.comparison.compare import mean_std
 from unskew.comparison.target import saving
 from unskew.errors import ConfigError
 from unskew.records.recorder import reaching
+from unskew.reproduction.earlier import unmarked
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 
@@ -163,7 +164,7 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
             if not mine:
                 continue
             mean, std = mean_std(list(mine.values()))
-            paper = preset.published.get(value, {}).get(column, {}).get(row)
+            paper = preset.published.get(value, {}).get(column, {}).get(unmarked(row))
             both = sorted(set(mine) & set(base))
             table.append(
                 Entry(

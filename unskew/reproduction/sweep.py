@@ -15,6 +15,7 @@ from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
+from unskew.reproduction.earlier import as_earlier
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of, outcome_files
 from unskew.reproduction.preset import Cell, Preset, cells
 from unskew.runs.checks import check_method
@@ -90,13 +91,15 @@ class Sweep:
                 yield cell, self._outcome(cell)
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
-        """The runs whose outcomes are there already; nothing is run."""
+        """The runs whose outcomes are there already, else those of the same run before a default changed; nothing is run."""
         files, cells = outcome_files(self.results), self.cells(0)
         for seed in seeds:
             for cell in (cell.of_seed(seed) for cell in cells):
-                outcome = kept(files, cell.config, cell.parent)
-                if outcome is not None:
-                    yield cell, outcome
+                for one in filter(None, (cell, as_earlier(cell))):
+                    outcome = kept(files, one.config, one.parent)
+                    if outcome is not None:
+                        yield one, outcome
+                        break
 
     def federation(self, config: Experiment) -> Federation:
         """The data of a run; the last are kept, as neighbours in a table often share them."""

@@ -75,7 +75,7 @@ def summarise(
     if traffic.reports:
         summary["report_bytes_up"] = traffic.reports
     if server.method.data and prepared.training.local_steps is None:
-        summary["local_epochs"] = prepared.training.local_epochs
+        summary["local_epochs"] = passes(prepared)
     summary |= prepared.about
     if config.target is not None:
         row = reaching(history, config.target)
@@ -83,6 +83,13 @@ def summarise(
         summary["rounds_to_target"] = None if row is None else row["round"]
         summary["bytes_to_target"] = None if row is None else row["bytes_up"] + row["bytes_down"]
     return summary
+
+
+def passes(prepared: Prepared) -> float:
+    """Epochs that a client makes in a round, mean over clients: fewer where others' samples bring no further steps."""
+    training, sizes = prepared.training, prepared.federation.sizes.tolist()
+    made = [training.steps(n, k) / len(training.cuts(n)) for k, n in enumerate(sizes)]
+    return round(sum(made) / len(made), 3)
 
 
 def of_clients(federation: Federation, scores: ClientScores, personal: ClientScores | None) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ class ServerTrainer:
         """The clients' budget with ``changes``; one kind of budget replaces the other."""
         if "local_epochs" in changes:
             changes = {"local_steps": None, **changes}
-        return replace(self.training.at(self.round), **changes)
+        return replace(self.training.at(self.round), counted=None, **changes)
 
     def _loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
         def loss_fn(v: Tensor, batch: Batch) -> Tensor:

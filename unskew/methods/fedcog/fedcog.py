@@ -7,7 +7,8 @@ arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
    ``lambda_ce CE(G(x), y) + lambda_dis L_dis(x) + lambda_bn L_bn(x)`` with ``G`` the global model, ``P`` its own model after
    its last training, and ``L_dis = 1 - JS(softmax(G(x)/T_js), softmax(P(x)/T_js))``: the two shall disagree;
 2. trains on ``w_real CE(real batch) + w_kd T^2 KL(softmax(z/T) || softmax(theta(x)/T))`` with the teacher's stored logits
-   ``z = G(x)``, a synthetic batch as large as the real one.
+   ``z = G(x)``, a synthetic batch as large as the real one. The inputs are shuffled, as in the authors' code, and taken in
+   turn, so that each is used as often as any other, up to one.
 
 Nothing more is sent than without it, and the server needs only sums.
 
@@ -40,7 +41,7 @@ from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.seeding import fold, normal
+from unskew.seeding import fold, normal, uniform
 from unskew.tasks import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -67,6 +68,8 @@ class FedCOG(ClientRule):
         js: The paper's divergence, or the authors' ``reversed_clamped`` one.
         alias: Keep the last inputs with the best logits, as the authors' code does by mistake.
         max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
+        cycle: How synthetic batches are taken: in a ``shuffled`` cycle, or ``by_step`` in the order of classes, each from the
+            place that its step would have if all batches were as large (so some inputs may never be used).
         double: Make the inputs of the second half of local training anew.
         cooccurrence: Multi-label targets get further labels as often as these occur together at the client.
         generator: Learn the inputs themselves (``pixels``), or a ``network`` that makes images, with its input.
@@ -97,6 +100,7 @@ class FedCOG(ClientRule):
     js: Literal["paper", "reversed_clamped"] = "paper"
     alias: bool = False
     max_prev_age: Annotated[int, Field(ge=0)] = 0
+    cycle: Literal["shuffled", "by_step"] = "shuffled"
     double: bool = False
     cooccurrence: bool = False
     generator: Literal["pixels", "network"] = "pixels"
@@ -136,9 +140,10 @@ class FedCOG(ClientRule):
         return ()
 
     def facts(self, data: Holdings) -> Tensors:
-        """The client's samples of each label ``[C]``, and of each pair of labels ``[C, C]`` for rates of co-occurrence."""
-        counts = {"counts": data.class_counts()}
-        return {**counts, "pairs": data.label_pairs()} if self.cooccurrence else counts
+        """The client's samples, those of each label ``[C]``, and of each pair ``[C, C]`` for rates of co-occurrence."""
+        counts = data.class_counts()
+        facts = {"counts": counts, "samples": counts.new_tensor(data.client.examples)}
+        return {**facts, "pairs": data.label_pairs()} if self.cooccurrence else facts
 
     def begin(self, ctx: Context) -> Tensors:
         """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
@@ -151,7 +156,10 @@ class FedCOG(ClientRule):
             second = self.synthesise(ctx, y, fold(ctx.key, 7))
             x, z, y = torch.cat([x, second[0]]), torch.cat([z, second[1]]), torch.cat([y, y])
         w_real, w_kd = self.weights_of(counts)
-        return {"x": x, "z": z, "y": y, "w_real": w_real, "w_kd": w_kd}
+        carry = {"x": x, "z": z, "y": y, "w_real": w_real, "w_kd": w_kd}
+        if self.cycle == "shuffled":
+            carry["order"] = torch.argsort(uniform(fold(ctx.key, 9), (self.n,)), stable=True)
+        return carry
 
     def targets(self, counts: Tensor) -> Tensor:
         """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
@@ -230,8 +238,7 @@ class FedCOG(ClientRule):
             return loss_fn
 
         def distilled(v: Tensor, batch: Batch) -> Tensor:
-            size = len(batch.x)
-            at = (batch.step * size + torch.arange(size, device=carry["z"].device)) % self.n
+            at = self.taken(ctx, batch.step, len(batch.x), carry)
             if self.double:
                 at = at + torch.where(batch.step * 2 >= ctx.steps, self.n, 0)
             logits = ctx.model(v, carry["x"][at], False).logits
@@ -242,6 +249,18 @@ class FedCOG(ClientRule):
             return carry["w_real"] * loss_fn(v, batch) + carry["w_kd"] * term
 
         return distilled
+
+    def taken(self, ctx: Context, step: Tensor, size: int, carry: Tensors) -> Tensor:
+        """Places of the ``size`` inputs of a step; a cycle goes on where the batch before ended."""
+        places = torch.arange(size, device=carry["z"].device)
+        if self.cycle == "by_step":
+            return (step * size + places) % self.n
+        batch, an_epoch = ctx.training.batch_size, ctx.facts["samples"].to(torch.int64)
+        if ctx.training.drop_last:
+            an_epoch = torch.where(an_epoch < batch, an_epoch, an_epoch // batch * batch)
+        steps = ctx.epoch_steps.to(torch.int64)
+        begin = step // steps * an_epoch + step % steps * batch
+        return carry["order"][(begin + places) % self.n]
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """The trained model, before aggregation, is what the next generation disagrees with."""

@@ -11,8 +11,9 @@ data heterogeneity", 2023, arXiv:2306.13263, Algorithm 1. Once, before the first
 
 The sum averages clients uniformly, as the paper does; by samples, only real ones count. ``n~`` is the size of the whole
 training set over ``N`` (the paper's 50000/N), held-out samples included. So that synthetic data do not mean more gradient
-steps, local epochs become ``max(1, floor(E n / (n + n~)))`` with ``n`` that same mean size, as in the authors' code
-(``match_steps``).
+steps, a client takes as many as ``E`` epochs of its real samples have, on batches of both kinds (``match_steps``). The
+authors' code makes ``max(1, floor(E n / (n + n~)))`` epochs in the place of ``E``, with ``n`` that same mean size
+(``match_steps=epochs``), which matches steps only where neither that quotient nor batches are rounded.
 
 Clients that refuse to share, or keep some images back, make the pool smaller; it is still dealt out to all. With ``data`` the
 paper's ablations: ``real`` (``D_i`` alone), ``local`` (each client keeps its own images), ``central_real`` and
@@ -65,7 +66,8 @@ class Fedssyn(DataRule):
         data: ``shuffled`` is the method, the others are ablations.
         refuse: Clients that do not share: their numbers (``0;3``), or a share of all (``0.2``).
         keep: What a client shares of its images: a function ``(images, labels) -> truth values``, or its import path.
-        match_steps: Fewer local epochs, so that the gradient steps stay as many as without synthetic data.
+        match_steps: True: a client takes as many gradient steps as without synthetic data; ``epochs``: fewer local epochs,
+            as the authors' code has it; False: more data, more steps.
         epsilon: Privacy budget of each client's generator; with ``noise_multiplier`` its training stops before it is spent,
             alone it decides the noise. With neither, generators are not private.
         noise_multiplier: Noise of DP-SGD over ``clip``.
@@ -86,7 +88,7 @@ class Fedssyn(DataRule):
     data: Kind = "shuffled"
     refuse: str = ""
     keep: str | Callable[..., Any] | None = None
-    match_steps: bool = True
+    match_steps: bool | Literal["epochs"] = True
     epsilon: Positive | None = None
     noise_multiplier: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
@@ -170,7 +172,7 @@ class Fedssyn(DataRule):
         return replace(client, x=cat_inputs([client.x, share["x"]]), y=y)
 
     def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
-        """The three steps, or an ablation; then the local epochs that keep the steps as many."""
+        """The three steps, or an ablation; then the budget that keeps the steps as many."""
         if self.data == "real":
             return prepared
         if self.data == "shuffled":
@@ -181,6 +183,9 @@ class Fedssyn(DataRule):
         epochs = prepared.training.local_epochs
         if epochs is None or not self.match_steps or self.data not in ("shuffled", "local"):
             return after
+        if self.match_steps is True:
+            counted = tuple(prepared.federation.sizes.clip(1).tolist())
+            return replace(after, training=replace(after.training, counted=counted))
         real = mean_size(prepared.federation) * len(prepared.federation.clients)
         more = int(after.federation.sizes.sum() - prepared.federation.sizes.sum())
         matched = max(1, epochs * real // (real + more))

@@ -101,7 +101,7 @@ def resnet18(
     config: Options | None = None,
     lora: Options | None = None,
 ) -> nn.Module:
-    """ResNet-18 trained on ImageNet; see `hugging_face` for the options."""
+    """ResNet-18 trained on ImageNet (not from the weights of Feddle's paper); see `hugging_face` for the options."""
     if not pretrained:
         weights, config = "resnet", {**RESNET18, **(config or {})}
     return images(shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora)
@@ -116,7 +116,7 @@ def vit_b16(
     config: Options | None = None,
     lora: Options | None = VIT_LORA,
 ) -> nn.Module:
-    """ViT-B/16 trained on ImageNet, with LoRA on the four projections of attention; see `hugging_face` for the options."""
+    """ViT-B/16 trained on ImageNet (not Feddle's weights), with LoRA on the projections of attention; see `hugging_face`."""
     weights = weights if pretrained else "vit"
     return images(shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora)
 

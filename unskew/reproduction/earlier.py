@@ -1,0 +1,64 @@
+"""What was measured before a default changed: tables show it with a mark until the runs are made again.
+
+Such an outcome says the option that it was made with. So it is never found as the run that a preset now names, only where
+that run is missing, and as a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from unskew.reproduction.preset import Cell
+
+MARK = " †"
+"""After the name of a row that shows earlier outcomes."""
+EARLIER = {
+    "fedssyn": (
+        "match_steps=epochs",
+        "with local epochs matched and not steps, as in the authors' code, so a client took another number of steps",
+    ),
+    "fedcog": (
+        "cycle=by_step",
+        "with synthetic batches in the order of classes, at places that skip some inputs where real batches are not whole",
+    ),
+}
+"""By rule: the option that its earlier outcomes were made with, and what that means."""
+
+
+def as_earlier(cell: Cell) -> Cell | None:
+    """The run of a cell as it was before a default changed, marked; None where none has changed.
+
+    >>> from unskew.config.reading import experiment
+    >>> cell = as_earlier(Cell("both", "all", experiment({"method": "fedssyn:rho=1+scaffold"})))
+    >>> cell.row, cell.config.method
+    ('both †', 'fedssyn:rho=1,match_steps=epochs+scaffold')
+    """
+    was = "+".join(_as_earlier(part) for part in cell.config.method.split("+"))
+    if was == cell.config.method:
+        return None
+    return replace(cell, row=cell.row + MARK, config=cell.config.model_copy(update={"method": was}))
+
+
+def _as_earlier(part: str) -> str:
+    """One rule with its earlier option, unless it already says that option."""
+    name, colon, options = part.partition(":")
+    option, _ = EARLIER.get(name, ("", ""))
+    if not option or any(told.startswith(option.partition("=")[0] + "=") for told in options.split(",")):
+        return part
+    return f"{part}{',' if colon else ':'}{option}"
+
+
+def unmarked(row: str) -> str:
+    """The name of a row as the preset has it."""
+    return row.removesuffix(MARK)
+
+
+def notes(cells: Iterable[Cell]) -> list[str]:
+    """What the marks of a table mean."""
+    methods = {cell.config.method for cell in cells if cell.row.endswith(MARK)}
+    return [
+        f"{MARK.strip()} Measured before: {meaning} (`{rule}:{option}`)."
+        for rule, (option, meaning) in EARLIER.items()
+        if any(option in method for method in methods)
+    ]
