@@ -110,6 +110,8 @@ def main() -> None:
     for library, one in found.items():
         if "skipped" in one:
             print(f"{library}: not run, {one['skipped']}.")
+        for title, (words, apart) in one.get("causes", {}).items():
+            print(f"{library}, {title}: {words}; with this change the paper's first rounds differ by {apart:.0e}.")
         for title, error in one.get("errors", {}).items():
             print(f"{library}, {title}: {error}")
 

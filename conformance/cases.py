@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from conformance.papers import paper
+from conformance.papers import Run, paper
 from conformance.problem import Array, Case, Problem, Trace
 
 Runner = Callable[[Case], Trace]
@@ -35,14 +36,14 @@ def case(method: str, **given: object) -> Case:
     return Case(method, OPTIONS.get(method, {}), **given)  # type: ignore[arg-type]
 
 
-FULL, HALF, SHORT = {"rounds": 300}, {"rounds": 600, "participation": 0.5}, {"rounds": 20}
+FULL, HALF, SHORT = {"rounds": 60}, {"rounds": 120, "participation": 0.5}, {"rounds": 20}
 TABLE: dict[str, Case] = {
     "FedAvg": case("fedavg", **FULL),
     "FedProx 0.5": case("fedprox", **FULL),
     "SCAFFOLD": case("scaffold", **FULL),
     "SCAFFOLD, option I": case("scaffold-1", **FULL),
     "SCAFFOLD, 50%": case("scaffold", **HALF),
-    "FedDyn 0.1": Case("feddyn", {"alpha": 0.1}, rounds=300),
+    "FedDyn 0.1": Case("feddyn", {"alpha": 0.1}, rounds=60),
     "FedDyn 0.5": case("feddyn", **FULL),
     "FedDyn 0.5, 50%": case("feddyn", **HALF),
     "FedAvgM": case("fedavgm", **SHORT),
@@ -67,6 +68,14 @@ def measured(run: Runner, asked: Case, rounds: int | None = None) -> tuple[float
     expected = paper(asked, trace.cohorts).models[:rounds]
     apart = max(np.abs(a - b).max() for a, b in zip(trace.models, expected, strict=False))
     return float(apart), distance(trace.models[-1], asked.make(), asked.weights)
+
+
+def reproduced(run: Runner, asked: Case, changed: Callable[..., Iterator[Array]], rounds: int = 8) -> float:
+    """Largest difference from the paper's algorithm with a change, over a few rounds."""
+    few = replace(asked, rounds=rounds)
+    trace = run(few)
+    pairs = zip(trace.models, changed(Run(few, trace.cohorts), **few.options), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
 def distance(model: Array, problem: Problem, weights: str = "uniform") -> float:

@@ -9,7 +9,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from conformance.cases import FIRST, TABLE, measured
+from conformance.cases import FIRST, TABLE, measured, reproduced
+from conformance.causes import CAUSES
 
 
 def main(name: str, out: str, checkout: str | None = None) -> None:
@@ -17,7 +18,7 @@ def main(name: str, out: str, checkout: str | None = None) -> None:
     library = importlib.import_module(f"conformance.adapters.{name}")
     if checkout is not None:
         library.use(Path(checkout))
-    found: dict[str, object] = {"version": library.version(), "cases": {}, "errors": {}}
+    found: dict[str, object] = {"version": library.version(), "cases": {}, "causes": {}, "errors": {}}
     for title, asked in TABLE.items():
         if asked.method not in library.METHODS:
             continue
@@ -28,6 +29,9 @@ def main(name: str, out: str, checkout: str | None = None) -> None:
             found["errors"][title] = f"{type(error).__name__}: {error}"
             continue
         found["cases"][title] = [x if math.isfinite(x) else None for x in numbers]
+        if asked.method in CAUSES.get(name, {}):
+            words, changed = CAUSES[name][asked.method]
+            found["causes"][title] = [words, reproduced(library.run, asked, changed)]
     Path(out).write_text(json.dumps(found, indent=1) + "\n")
 
 
