@@ -15,7 +15,7 @@ from fedjax.algorithms import fed_avg, fed_prox  # noqa: E402
 
 from conformance.problem import Case, Trace  # noqa: E402
 
-REQUIREMENTS = ("fedjax==0.0.17",)
+REQUIREMENTS = ("fedjax==0.0.17",)  # which needs an older JAX than the newest: see docs/conformance.md
 METHODS = ("fedavg", "fedprox", "fedavgm")
 
 
