@@ -107,7 +107,7 @@ CAUSES: dict[str, dict[str, Cause]] = {
     "pfllib": {"feddyn": ("the norm stands where its square is meant", partial(feddyn_by_terms, pull=_unit))},
     "fl_bench": {
         "scaffold": ("c_k is not stored at the server", partial(scaffold_with, kept=False)),
-        "feddyn": ("alpha/2 times the squared norm of theta is not in the clients' loss", partial(feddyn_by_terms, pull=lambda w, x: -x)),
+        "feddyn": ("the squared norm of theta is not in the clients' loss", partial(feddyn_by_terms, pull=lambda w, x: -x)),
     },
 }  # fmt: skip
 """By library and method: the change in words, and the algorithm with it."""
