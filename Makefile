@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels check bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels conformance check bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -40,6 +40,9 @@ check: .venv/installed  ## format, lint, types, tests
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
+	$(BIN)/python -m conformance
 
 bench: .venv/installed  ## speed and memory against loops without a framework, and what generation costs
 	$(BIN)/python -m benchmarks.speed

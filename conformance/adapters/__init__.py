@@ -1,0 +1,1 @@
+"""One module a library. Each has ``REQUIREMENTS``, ``METHODS`` and ``run``; docs/conformance.md says what they are."""

@@ -1,0 +1,92 @@
+"""The runs of the table, and what is measured in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from conformance.papers import Run, paper
+from conformance.problem import Array, Case, Problem, Trace
+
+Runner = Callable[[Case], Trace]
+
+OPTIONS: dict[str, dict[str, float]] = {
+    "fedprox": {"mu": 0.5},
+    "fedprox+scaffold": {"mu": 0.5},
+    "scaffold+fedavgm": {"beta": 0.3},
+    "feddyn": {"alpha": 0.5},
+    "fedavgm": {"beta": 0.9},
+    "fedadagrad": {"eta": 0.1, "tau": 0.01},
+    "fedyogi": {"eta": 0.1, "tau": 0.01, "beta2": 0.99},
+    "fedadam": {"eta": 0.1, "tau": 0.01, "beta2": 0.99},
+    "fedexp": {"epsilon": 0.001},
+    "fedsam": {"rho": 0.5},
+    "fedntd": {"beta": 1.0, "temperature": 2.0},
+    "fedbuff": {"size": 3},
+    "ca2fl": {"size": 3},
+    "fedasync": {"alpha": 0.4},
+}
+"""What is chosen where a paper leaves a choice."""
+
+
+def case(method: str, **given: object) -> Case:
+    """A case with the method's options."""
+    return Case(method, OPTIONS.get(method, {}), **given)  # type: ignore[arg-type]
+
+
+FULL, HALF, SHORT = {"rounds": 60}, {"rounds": 120, "participation": 0.5}, {"rounds": 20}
+TABLE: dict[str, Case] = {
+    "FedAvg": case("fedavg", **FULL),
+    "FedProx 0.5": case("fedprox", **FULL),
+    "SCAFFOLD": case("scaffold", **FULL),
+    "SCAFFOLD, option I": case("scaffold-1", **FULL),
+    "SCAFFOLD, 50%": case("scaffold", **HALF),
+    "FedDyn 0.1": Case("feddyn", {"alpha": 0.1}, rounds=60),
+    "FedDyn 0.5": case("feddyn", **FULL),
+    "FedDyn 0.5, 50%": case("feddyn", **HALF),
+    "FedAvgM": case("fedavgm", **SHORT),
+    "FedAdagrad": case("fedadagrad", **SHORT),
+    "FedYogi": case("fedyogi", **SHORT),
+    "FedAdam": case("fedadam", **SHORT),
+}
+FIRST = 20
+"""Rounds over which the way is compared; after them what matters is where it leads."""
+
+
+def deviation(run: Runner, asked: Case, rounds: int | None = None) -> float:
+    """Largest difference of a model's entry from the paper's, over the first ``rounds``."""
+    return measured(run, asked, rounds)[0]
+
+
+def measured(run: Runner, asked: Case, rounds: int | None = None) -> tuple[float, float]:
+    """The deviation over the first ``rounds``, and how far from the optimum the last model is."""
+    trace = run(asked)
+    if len(trace.models) != asked.rounds:
+        raise ValueError(f"{len(trace.models)} models came of {asked.rounds} rounds.")
+    expected = paper(asked, trace.cohorts).models[:rounds]
+    apart = max(np.abs(a - b).max() for a, b in zip(trace.models, expected, strict=False))
+    return float(apart), distance(trace.models[-1], asked.make(), asked.weights)
+
+
+def reproduced(run: Runner, asked: Case, changed: Callable[..., Iterator[Array]], rounds: int = 8) -> float:
+    """Largest difference from the paper's algorithm with a change, over a few rounds."""
+    few = replace(asked, rounds=rounds)
+    trace = run(few)
+    pairs = zip(trace.models, changed(Run(few, trace.cohorts), **few.options), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def distance(model: Array, problem: Problem, weights: str = "uniform") -> float:
+    """From the optimum of the objective that the weights name."""
+    return float(np.linalg.norm(model - problem.optimum(weights)))
+
+
+def descent(problem: Problem, rounds: int, lr: float, weights: str) -> list[Array]:
+    """Gradient descent on the whole objective."""
+    w, path, shares = problem.start(), [], problem.shares(weights)
+    for _ in range(rounds):
+        w = w - lr * sum(share * problem.gradient(k, w) for k, share in enumerate(shares))
+        path.append(w)
+    return path

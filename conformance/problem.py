@@ -1,0 +1,143 @@
+"""A convex problem on which the papers' algorithms are deterministic, and how a library is asked to run one of them.
+
+Softmax regression without a penalty: client ``k`` minimises the mean cross-entropy of its samples. Labels are skewed and
+noisy, inputs are shifted from client to client, batches are full and every model starts at zero. So nothing is left to
+chance, the optimum is finite, and Newton's method finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+CLASSES, FEATURES, CLIENTS = 4, 5, 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the clients hold: inputs ``x[k]`` of shape ``[n_k, features]``, the last of them 1, and labels ``y[k]``."""
+
+    x: tuple[Array, ...]
+    y: tuple[NDArray[np.int64], ...]
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.x)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each client."""
+        return tuple(len(y) for y in self.y)
+
+    def shares(self, weights: str) -> Array:
+        """What each client counts in the objective, in sum 1: the same for all (``uniform``), or by ``samples``."""
+        counts = np.ones(self.clients) if weights == "uniform" else np.array(self.sizes, float)
+        return counts / counts.sum()
+
+    def start(self) -> Array:
+        """The model before the first round, ``[classes, features]``."""
+        return np.zeros((CLASSES, self.x[0].shape[1]))
+
+    def gradient(self, k: int, w: Array) -> Array:
+        """Gradient of client ``k``'s mean cross-entropy."""
+        error = softmax(self.x[k] @ w.T)
+        error[np.arange(len(error)), self.y[k]] -= 1
+        return error.T @ self.x[k] / len(error)
+
+    def optimum(self, weights: str = "uniform") -> Array:
+        """The minimum of the weighted objective, by Newton's method.
+
+        Adding one row to all rows of a model changes nothing, so the Hessian is singular. The least-squares step stays
+        where the rows add up to zero, and so do all the algorithms, which start there.
+        """
+        w = self.start()
+        for _ in range(50):
+            g, h = np.zeros_like(w), np.zeros((w.size, w.size))
+            for k, share in enumerate(self.shares(weights)):
+                p = softmax(self.x[k] @ w.T)
+                curvature = p[:, :, None] * (np.eye(CLASSES) - p[:, None, :])
+                pieces = np.einsum("nab,ni,nj->aibj", curvature, self.x[k], self.x[k]) / len(p)
+                g, h = g + share * self.gradient(k, w), h + share * pieces.reshape(h.shape)
+            w = w - np.linalg.lstsq(h, g.ravel(), rcond=1e-12)[0].reshape(w.shape)
+        return w
+
+
+def softmax(logits: Array) -> Array:
+    """Probabilities of the classes, row by row."""
+    e = np.exp(logits - logits.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def problem(sizes: tuple[int, ...] = (40,) * CLIENTS, seed: int = 0) -> Problem:
+    """Clients of these sizes: each has inputs of its own mean and mostly two classes; three labels in ten are noise.
+
+    Inputs are rounded to float32, so that a library that stores them so computes with the same numbers.
+    """
+    draws = np.random.default_rng(seed)
+    truth = draws.normal(size=(CLASSES, FEATURES))
+    xs, ys = [], []
+    for k, n in enumerate(sizes):
+        x = draws.normal(size=(n, FEATURES)) + draws.normal(size=FEATURES) * 0.5
+        liked = 3.0 * np.isin(np.arange(CLASSES), [k % CLASSES, (k + 1) % CLASSES])
+        y = np.argmax(x @ truth.T + liked + draws.gumbel(size=(n, CLASSES)), axis=1)
+        y = np.where(draws.random(n) < 0.3, draws.integers(0, CLASSES, n), y)
+        xs.append(np.column_stack([x, np.ones(n)]).astype(np.float32).astype(np.float64))
+        ys.append(y.astype(np.int64))
+    return Problem(tuple(xs), tuple(ys))
+
+
+def equal_clients() -> Problem:
+    """Every client holds the same samples."""
+    one = problem()
+    return Problem((one.x[0],) * CLIENTS, (one.y[0],) * CLIENTS)
+
+
+def repeated_points(copies: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)) -> Problem:
+    """Every client holds one sample, so many times: in batches of one it takes so many steps, all alike."""
+    one = problem()
+    xs = (np.repeat(x[:1], n, axis=0) for x, n in zip(one.x, copies, strict=True))
+    return Problem(tuple(xs), tuple(np.repeat(y[:1], n) for y, n in zip(one.y, copies, strict=True)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run that a library is asked for.
+
+    Attributes:
+        method: A name that ``conformance.papers`` knows.
+        options: What the paper leaves to be chosen.
+        rounds: Number of rounds.
+        steps: Local steps of every client, on full batches; None: as many as it has samples, one sample each.
+        weights: How the server averages, ``uniform`` or by ``samples``.
+        participation: Share of the clients in each round.
+    """
+
+    method: str
+    options: Mapping[str, float] = field(default_factory=dict)
+    rounds: int = 8
+    steps: int | None = 10
+    lr: float = 0.5
+    weights: str = "uniform"
+    participation: float = 1.0
+    make: Callable[[], Problem] = problem
+
+    @property
+    def cohorts(self) -> list[list[int]]:
+        """Who takes part in each round."""
+        draws = np.random.default_rng(1)
+        clients = self.make().clients
+        size = round(self.participation * clients)
+        return [sorted(draws.choice(clients, size, replace=False).tolist()) for _ in range(self.rounds)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What came of a case: the model after each round, and who took part."""
+
+    models: list[Array]
+    cohorts: list[list[int]]
