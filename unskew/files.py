@@ -171,7 +171,9 @@ def locked(folder: Path | None) -> Iterator[None]:
         return
     place, busy = (
         folder.resolve(),
-        ConfigError(f"Another process is working in {folder}; wait for it, or stop it first."),
+        ConfigError(
+            f"Another process is working in {folder}, or another thread of this one; wait for it, or stop it first."
+        ),
     )
     if place in _ours:
         raise busy

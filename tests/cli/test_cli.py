@@ -415,7 +415,7 @@ def test_compare_goes_on(capsys):
     assert Path("c/scaffold/seed-1/summary.json").exists()
     other = call(capsys, *args, "--lr", 0.3, "--out", "c", "--resume")
     assert other.code == 2
-    assert "lr=0.01" in other.err
+    assert "lr=0.1" in other.err
     assert call(capsys, *args, "--resume").code == 2, "--resume without --out"
 
 

@@ -140,6 +140,31 @@ def test_options_of_ones_own_rules_are_part_of_what_a_run_is(fed, tmp_path):
     assert method(FedCOGAuthors(n=8)).spelling == "fedcog-authors:n=8"
 
 
+class Plain(unskew.ClientRule):
+    """No dataclass: it keeps what it is given in an attribute."""
+
+    name = "plain"
+
+    def __init__(self, **given):
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.5, 0.1),
+        (lambda x: x, lambda x: 2 * x),
+        (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
+        (np.zeros(3000), np.ones(3000)),
+        (torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
+    ],
+)
+def test_rules_differ_by_whatever_they_hold(one, other):
+    spellings = [method(Plain(w=value)).spelling for value in (one, one, other)]
+    assert spellings[0] == spellings[1] != spellings[2]
+    assert all(len(text) < 60 for text in spellings)
+
+
 def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
     methods = ["fedprox + scaffold", Mine(), method("fedprox", mu=0.5)]
     options = {"seeds": 1, "out": tmp_path / "c", **BUDGET}

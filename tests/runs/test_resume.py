@@ -483,6 +483,11 @@ def test_a_lock_removed_by_the_one_before_is_no_lock(tmp_path, monkeypatch):
 
 
 def test_without_its_checkpoints_a_run_is_not_trained_again_in_silence(tmp_path, stopped):
+    short = tmp_path / "short"  # shorter than the rounds between two checkpoints
+    unskew.run(data="digits", model="logistic", clients=2, local_steps=1, rounds=2, engine="inline", out=short)
+    shutil.rmtree(short / "checkpoints")
+    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+        unskew.resume(short, rounds=3)
     shutil.rmtree(stopped / "checkpoints")
     before = (stopped / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
@@ -506,6 +511,8 @@ def test_a_run_folder_is_used_from_elsewhere_and_its_data_may_move(tmp_path, mon
     shutil.move(home / "rows.csv", other / "moved.csv")
     again = unskew.resume(home / "run", rounds=3, data="table:moved.csv")
     assert_same_run(home / "straight", again.folder, (*TIMES, "data"))
+    shutil.copy(other / "moved.csv", other / "again.csv")
+    assert len(unskew.resume(home / "file", rounds=4, data_path="again.csv").history) == 4
     moved = (other / "moved.csv").read_text().replace("0.1", "0.2")
     (other / "moved.csv").write_text(moved)
     with pytest.raises(CheckpointError, match="The data differ"):

@@ -18,6 +18,7 @@ from unskew.cli.options import (
     BUDGET,
     DATA,
     AsJson,
+    DataPath,
     Device,
     EngineName,
     Rounds,
@@ -172,6 +173,7 @@ def compare(
 def resume(
     folder: Annotated[Path, typer.Argument(help="The run folder.")],
     rounds: Rounds = None,
+    data_path: DataPath = None,
     engine: EngineName = None,
     device: Device = None,
     sets: Sets = None,
@@ -183,7 +185,7 @@ def resume(
     from unskew.config.reading import set_field
     from unskew.runs.run import resume as resume_run
 
-    flags = {"rounds": rounds, "engine": engine, "device": device}
+    flags = {"rounds": rounds, "data_path": data_path, "engine": engine, "device": device}
     changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for assignment in sets or []:
         set_field(changes, assignment)

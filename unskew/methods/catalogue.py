@@ -7,6 +7,9 @@ one new file and one line here.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import hashlib
+import pickle
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -175,10 +178,37 @@ def spelled(rule: Rule) -> str:
     """
     cls = type(rule)
     name = next((n for n, path in CATALOGUE.items() if path == f"{cls.__module__}:{cls.__qualname__}"), rule.name)
-    values = {key: (getattr(rule, key), default) for key, default in options_of(cls).items()}
-    changed = {key: value for key, (value, default) in values.items() if value is not default and value != default}
-    options = ",".join(f"{key}={getattr(value, '__name__', value)}" for key, value in changed.items())
+    defaults = options_of(cls)
+    values = {key: written(getattr(rule, key)) for key in defaults}
+    changed = {key: value for key, value in values.items() if value != written(defaults[key])}
+    # A class that is no dataclass keeps what it was given in attributes.
+    changed |= {
+        key: written(value) for key, value in vars(rule).items() if key not in defaults and not hasattr(cls, key)
+    }
+    options = ",".join(f"{key}={value}" for key, value in changed.items())
     return f"{name}:{options}" if options else name
+
+
+def written(value: object) -> str:
+    """An option's value as text; what no text can hold, such as a function or an array, by its name and a hash."""
+    if value is None or isinstance(value, str | bool | int | float | enum.Enum):
+        return str(value)
+    if isinstance(value, tuple | list) and all(
+        item is None or isinstance(item, str | bool | int | float) for item in value
+    ):
+        return str(value)
+    name = getattr(value, "__name__", type(value).__name__)
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        content = repr((code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])).encode()
+        content += repr([cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]).encode()
+    else:
+        state = value.state_dict() if hasattr(value, "state_dict") else value
+        try:
+            content = pickle.dumps(state)
+        except Exception:  # an object of the user's that cannot be written
+            return str(name)
+    return f"{name}#{hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:

@@ -78,14 +78,15 @@ def check_never_saved(folder: Path) -> None:
     """Refuse to begin anew with a run whose checkpoints somebody removed.
 
     Raises:
-        CheckpointError: It has more rounds than it would have gone without a checkpoint.
+        CheckpointError: Rounds are finished, but the folder of its checkpoints, is gone or was emptied.
     """
     config = load_yaml(folder / "config.yaml")
     parent = config.get("start_from")
     common = len(read_history(Path(parent))) if parent else 0
-    metrics = folder / "metrics.jsonl"
+    metrics, made = folder / "metrics.jsonl", folder / "checkpoints"
     rounds = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-    if rounds > common + int(config.get("checkpoint_every", 1)):
+    emptied = rounds > common + int(config.get("checkpoint_every", 1)) or (folder / "summary.json").exists()
+    if rounds and (emptied or not made.is_dir()):
         raise CheckpointError(
             f"The run in {folder} has {rounds} rounds, but its checkpoints are gone, so it cannot go on. Bring the folder "
             "checkpoints back, or start a new run with config.yaml."
@@ -144,7 +145,7 @@ def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
         )
 
 
-def check_rounds(before: int, done: int, config: Experiment) -> None:
+def check_rounds(before: object, done: int, config: Experiment) -> None:
     """Refuse another number of rounds where it would change what was done.
 
     Raises:
@@ -152,7 +153,7 @@ def check_rounds(before: int, done: int, config: Experiment) -> None:
     """
     if config.rounds < done:
         raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {config.rounds}.")
-    if config.rounds != before and config.training.schedule.ends:
+    if config.training.schedule.ends and config.rounds != before:
         raise CheckpointError(
             f"With lr_schedule={config.lr_schedule} the rates of a run of {before} rounds are not those of one of "
             f"{config.rounds}; resume it with rounds={before}, or start a new run."

@@ -14,6 +14,7 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
+from unskew.data.reading.files import TABLES
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, new_folder, place
@@ -197,7 +198,7 @@ def resume(
         stored = load_yaml(folder / "config.yaml")
         if not trust_code:
             within.enter_context(untrusted({k: v for k, v in stored.items() if k not in changes}, folder))
-        values = {**stored, **changes}
+        values = moved(stored, changes)
         built = None if method is None else method_of(method)
         if built is not None:
             values["method"] = spelling_of(built)
@@ -209,6 +210,16 @@ def resume(
         check_unfinished(folder, config.rounds)
         shared = kept_beside(folder) if shared is None else place(shared)
         return _carried_out(config, federation, model, built, folder, True, callbacks, shared)
+
+
+def moved(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored configuration with changes; a ``data_path`` takes the place of a path that the name of the data holds."""
+    values, path = {**stored, **changes}, changes.get("data_path")
+    name = str(values.get("data"))
+    prefix, colon, _ = name.partition(":")
+    if path and "data" not in changes and (colon or name.lower().endswith(TABLES)):
+        values |= {"data": f"{prefix if colon else 'table'}:{path}", "data_path": None}
+    return values
 
 
 def check_unfinished(folder: Path, rounds: int) -> None:

@@ -17,7 +17,7 @@ from unskew.engines.base import Engine, Setup
 from unskew.engines.catalogue import make_engine, pick_engine
 from unskew.engines.machine import cores
 from unskew.errors import CheckpointError
-from unskew.files import write_atomic
+from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
 from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
@@ -179,6 +179,7 @@ class Session:
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             for name in ("summary.json", "clients.jsonl"):
                 (self.folder / name).unlink(missing_ok=True)
+            make_folder(self.folder / "checkpoints")
             checkpoint.drop(self.folder / "checkpoints", after=start)
         for callback in self.callbacks:
             callback.start(self.config.model_dump(mode="json"), start)
@@ -258,7 +259,7 @@ class Session:
             self._warn(f"{problem} Going on from {path.name} instead.")
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], self.config)
-        check_rounds(int(extra["config"]["rounds"]), done, self.config)
+        check_rounds(extra["config"].get("rounds"), done, self.config)
         check_data(extra, self.prepared)
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:

@@ -73,7 +73,7 @@ def _interruptible() -> Iterator[list[int]]:
         stopped.append(number)
         restore()
         # Not print: this may interrupt one.
-        os.write(2, b"\nFinishing this round to save it; press Ctrl-C again to stop at once.\n")
+        os.write(2, b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n")
 
     for number in before:
         signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -46,12 +47,13 @@ def choose(table: Any, label: str, choice: Choice, name: str) -> tuple[list[str]
         if not is_numeric(table.column(column).type):
             reason = left_out(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
-    numbered = [column for column, what in done.items() if what == INPUT and is_identifier(table.column(column))]
+    numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
         raise DataError(
             f"{name}: the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers, "
-            f"another one in each of the {table.num_rows} rows. Leave it out with exclude (--exclude {','.join(suspects)}); "
+            f"another one in nearly every of the {table.num_rows} rows. Leave it out with exclude "
+            f"(--exclude {','.join(suspects)}); "
             "if it is a measurement, name it and the other inputs in features (--features)."
         )
     if "" in numbered and "" not in choice.features:  # it has no name that could be excluded
@@ -141,13 +143,16 @@ def is_string(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def is_identifier(column: Any) -> bool:
-    """Whether a column holds whole numbers that all differ, in enough rows to tell."""
+def is_identifier(column: Any, name: str) -> bool:
+    """Whether a column holds whole numbers that all differ, in enough rows to tell; half of them if it is called an id."""
     import pyarrow as pa
 
     if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
         return False
-    return len(column.unique()) == len(column)
+    called = re.search(
+        r"(^|[_\W])(id|uuid|number|nr)$|[a-z]I[dD]$", name, re.I if name.islower() or name.isupper() else 0
+    )
+    return len(column.unique()) >= (len(column) / 2 if called else len(column))
 
 
 def has_decimal_commas(column: Any) -> bool:
