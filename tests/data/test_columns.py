@@ -124,12 +124,17 @@ def test_choices_that_do_not_fit_are_refused(patients, options, words):
     ],
 )
 def test_identifiers_are_whole_numbers_that_all_differ(tmp_path, n, values, refused):
-    name = write(tmp_path / "t.csv", n, visit=values(n))
+    """Half of them are enough where the name says so: a patient may come twice."""
+    name = write(tmp_path / "t.csv", n, visit=values(n), visitId=values(n), paid=values(n) // 3)
     if refused:
-        with pytest.raises(DataError, match="'visit' looks like an identifier"):
+        with pytest.raises(DataError, match="'visit' and the column 'visitId' looks like an identifier"):
             load(name, exclude=["patient_id"])
     else:
-        assert load(name, exclude=["patient_id"]).columns["visit"] == "input"
+        columns = load(name, exclude=["patient_id"], features=["visit", "visitId", "paid"]).columns
+        assert (columns["visit"], columns["paid"]) == ("input", "input")
+    twice = write(tmp_path / "twice.csv", 24, visit_id=np.arange(24) // 2, paid=np.arange(24) // 2)
+    with pytest.raises(DataError, match="column 'visit_id' looks like an identifier"):
+        load(twice, exclude=["patient_id"])
 
 
 def test_row_numbers_that_pandas_stores_are_left_out(tmp_path):
