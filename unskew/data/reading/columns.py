@@ -150,8 +150,6 @@ def is_identifier(column: Any, name: str) -> bool:
     if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
         return False
     called = re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name)
-        r"(^|[_\W])(id|uuid|number|nr)$|[a-z]I[dD]$", name, re.I if name.islower() or name.isupper() else 0
-    )
     return len(column.unique()) >= (len(column) / 2 if called else len(column))
 
 
