@@ -42,7 +42,7 @@ def test_every_method_is_in_the_suite_or_has_a_reason():
 
 
 @pytest.mark.filterwarnings("ignore:f[etd]")  # fedbn and ft say that they have nothing to do
-@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("participation", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("method", adapter.METHODS)
 def test_the_trajectory_is_the_papers(method, participation):
     assert invariants.follows_the_paper(adapter.run, method, participation) < EXACT

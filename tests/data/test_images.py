@@ -122,6 +122,7 @@ def test_rounds_before_the_first_distillation_are_fedavgs():
     assert last.summary["bytes_up"] == run("fedavg", rounds=3).summary["bytes_up"]
 
 
+@pytest.mark.slow
 def test_the_student_comes_nearer_to_the_ensemble_than_the_average():
     spy, fed = Spy(), blobs([20, 20, 20])
     options = {

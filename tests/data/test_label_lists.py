@@ -204,6 +204,7 @@ def test_other_partitions_use_every_sample_once(spec):
         make_partition(spec, y, 3, 0, classes=5, columns={"user": np.array(users(24))})
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "flair", "csv")

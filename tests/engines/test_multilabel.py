@@ -269,6 +269,7 @@ def test_refusals_name_the_part_and_come_before_any_training(tmp_path):
     assert trained == []
 
 
+@pytest.mark.slow
 def test_labels_learned_together_beat_chance():
     result = train("scaffold", fed=federation((60, 60, 60, 60), holdout=0.1), rounds=8, participation=1.0, lr=0.1)
     assert result.summary["c_f1"] > 0.75

@@ -235,6 +235,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
         factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", slow_but([False], [False, True]))
 def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tmp_path, monkeypatch):
     """What is sampled after fewer epochs is what a checkpoint of that epoch would give, with privacy at a given noise."""
@@ -259,6 +260,7 @@ def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tm
     assert early.epsilon == short.epsilon
 
 
+@pytest.mark.slow
 def test_generators_learn_what_classes_look_like():
     """Class 0 is dark, class 1 bright: so must be what is made of them."""
     y = torch.arange(64) % 2

@@ -198,6 +198,7 @@ def test_the_generator_is_trained_by_adam_whose_moments_last(spec):
     assert float(state["t"]) == 12
 
 
+@pytest.mark.slow
 def test_generated_features_come_to_mean_their_class(spec):
     """Two clients that know two classes each: after training, each takes features of its classes for what they are."""
     draws = np.random.default_rng(0)

@@ -64,6 +64,7 @@ def test_with_equal_steps_it_is_fedavg(budget):
     assert_close(mine, plain, TRAINING)
 
 
+@pytest.mark.slow
 def test_it_goes_to_the_optimum_from_which_unequal_epochs_lead_fedavg_away():
     """All samples of a client are the same, so a step has no noise. FedAvg goes where steps count, as the paper says."""
     A = [np.full((n, 1), a) for n, a in ((1, 1.0), (5, 0.7), (2, 1.3))]

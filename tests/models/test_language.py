@@ -316,6 +316,7 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
     refused(DataError, "no next token to predict", name=f"text:{short}", text=(), tokenizer=str(words))
 
 
+@pytest.mark.slow
 def test_made_up_sentences_need_nothing():
     fed = load_federation("sentences", partition="sorted:genre", clients=5, tokenizer="bytes")
     assert fed.sizes.tolist() == [720] * 5
@@ -693,6 +694,7 @@ def test_the_command_line_from_a_folder_and_a_file(capsys, opt, texts, tmp_path,
     assert shown.json()["class_names"][0] == "fiction"
 
 
+@pytest.mark.slow
 def test_tables_of_losses(opt, texts):
     compared = unskew.compare(methods=["fedavg", "ditto"], seeds=2, **{
         k: v for k, v in options(opt, texts, rounds=3, eval_every=1).items() if k != "method"

@@ -4,12 +4,15 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from unskew.reproduction.outcomes import outcome_files
 from unskew.reproduction.pages import Pages, main
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_tables_and_index_are_those_of_the_kept_outcomes():
     assert not list(Pages(ROOT).stale()), "run: python -m unskew.reproduction.pages"
 

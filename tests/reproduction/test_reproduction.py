@@ -266,6 +266,7 @@ def test_a_branched_row_is_the_run_from_its_first_round(tmp_path):
     assert outcome["curve"]["accuracy"] == [round(r["accuracy"], 5) for r in whole.history]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path):
     class Stop:
         def start(self, config, rounds_done):

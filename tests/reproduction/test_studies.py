@@ -178,6 +178,7 @@ def test_every_study_is_valid_at_every_scale(name, scale, tmp_path):
     assert name not in names()
 
 
+@pytest.mark.slow
 def test_parts_are_kept_and_not_made_again(tmp_path, monkeypatch):
     preset = load_study("fedssyn/quadratic").model_copy(update={"scales": {}, "settings": TINY})
     runs = StudyRuns(preset, "paper", tmp_path)

@@ -271,6 +271,7 @@ def write_images(path, x, y):
     pq.write_table(pa.table({"image": [png(one) for one in x], "label": y}), path)
 
 
+@pytest.mark.slow
 def test_kept_images_are_used(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fed = unskew.load_federation("digits", partition="iid", clients=3)

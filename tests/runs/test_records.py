@@ -374,6 +374,7 @@ def test_tables_of_many_clients_and_classes():
     assert str(counts[3].sum()) in text
 
 
+@pytest.mark.slow
 def test_figures_of_anything(tmp_path):
     histories = {
         "one round": [[row(1, bytes_up=1, bytes_down=1)]],

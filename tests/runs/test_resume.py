@@ -25,7 +25,8 @@ from unskew.files import locked
 from unskew.runs import run as run_module
 from unskew.simulation.checkpoint import FORMAT, checkpoints
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+# In one worker: each would start a server of its own for the processes.
+pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("processes")]
 
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
 RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")

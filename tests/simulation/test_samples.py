@@ -30,6 +30,7 @@ def names(folder):
     return sorted(path.name for path in (folder / "samples").iterdir())
 
 
+@pytest.mark.slow
 def test_every_engine_draws_the_same_and_trains_as_without(tmp_path):
     from matplotlib.image import imread
 
