@@ -482,6 +482,7 @@ def test_a_tracker_that_is_not_installed(capsys, monkeypatch, tmp_path, tracker,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_warning_names_its_run_among_several(capsys, tmp_path):
     late = ["--network", "fixed:5", "--rounds", 2, "--clients", 3, "--partition", "iid", "--local-steps", 1]
     several = call(capsys, "compare", "fedavg", "fedprox", *late, "--out", tmp_path / "many")

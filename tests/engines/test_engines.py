@@ -59,17 +59,6 @@ def train(method, engine, precision="fp64", **options):
 METHODS = [name for name in CATALOGUE if slots_of(rule_class(name)) != ["data"]]
 
 
-# Sums of which each part is tested alone, and which are sums again elsewhere.
-OF_KNOWN = [
-    "feddle:epochs=2,batch=5+fedprox",
-    "ca2fl:buffer_size=2+fedprox",
-    "fedprox:mu=0.1+scaffold",
-    "scaffold+fedavgm",
-    "scaffold:eta_g=0.5",
-    "fedprox+fedadam",
-    "fedcog:start_round=1,n=8,g_steps=3+ft",
-]
-
 # One method for each shape of message: state, upload and download; a body that stays; another upload than a model; a
 # generator that the server sends; models that remain at the clients; nothing at all.
 SHAPES = ["scaffold", "fedals:alpha=2+fedprox", "feddm", "fedgen:beta_s=0.1,labels=all+fedavgm", "fedrep+ft", "center"]

@@ -208,7 +208,7 @@ def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     assert torch.equal(torch.rand(1), before), "the global generator is left as it was"
 
 
-@pytest.mark.parametrize("kind", slow_but(["ddpm"], list(TINY)))
+@pytest.mark.parametrize("kind", slow_but(["vae"], list(TINY)))
 def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SECONDS", 0.0)
     x, y = images()

@@ -110,6 +110,7 @@ def test_the_papers_setting_spends_about_nine():
         assert f"{spent:.3g}" in (Path(__file__).parents[2] / "docs" / "generators.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_budget_alone_decides_the_noise_and_with_noise_decides_the_end():
     privacy = Privacy(epsilon=3.0)
     sigma = noise_for(privacy, 0.25, 80)

@@ -219,6 +219,7 @@ def test_uint8_images_are_normalised_as_the_data_are():
     assert abs(float(seen[0].mean()) - 0.5) < 0.05
 
 
+@pytest.mark.slow
 def test_variants_change_the_numbers():
     base = "fedcog:start_round=1,n=12,g_steps=3,lambda_kd=1,lambda_dis=5"
     options = [

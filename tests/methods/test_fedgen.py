@@ -160,6 +160,7 @@ def test_the_head_alone_gives_the_models_logits(name):
     torch.testing.assert_close(spec.head(spec.head_of(v), out.features), out.logits)
 
 
+@pytest.mark.slow
 def test_without_its_terms_it_is_fedavg():
     assert torch.equal(train("fedgen:a=0,b=0,gen_steps=5").vector, train("fedavg").vector)
     assert torch.equal(train("fedgen", rounds=1).vector, train("fedavg", rounds=1).vector)

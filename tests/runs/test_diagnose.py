@@ -142,6 +142,7 @@ def test_power_iteration_is_exact_on_the_eigenspace_and_never_above():
     assert float(two[0]) == near(5)
 
 
+@pytest.mark.slow
 def test_the_hessian_of_a_network_agrees_with_autograd():
     torch.manual_seed(0)
     fed = blobs([6, 9], shape=(1, 2, 2))
