@@ -128,6 +128,7 @@ def test_the_student_comes_nearer_to_the_ensemble_than_the_average():
     options = {
         "fed": fed,
         "local_epochs": 30,
+        "lr": 0.01,
         "model": nn.Sequential(nn.Flatten(), nn.Linear(72, 12), nn.ReLU(), nn.Linear(12, 3)),
     }
     average = run(spy, **options)

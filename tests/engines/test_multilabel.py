@@ -219,6 +219,8 @@ def test_a_partition_shows_samples_not_labels():
 
 
 FITTING = [name for name in CATALOGUE if "multilabel" in rule_class(name).tasks]
+AUTHORS = "fedcog-authors:start_round=1,n=11,g_steps=3"
+ALL = [*(name for name in FITTING if not name.startswith("fedcog")), AUTHORS]
 BOTH = f"{FEDCOG},cooccurrence=true,double=true+scaffold"
 
 
@@ -237,13 +239,13 @@ def assert_same_on(engine, method):
         assert mine["train_loss"] == near(theirs["train_loss"], TRAINING)
 
 
-@pytest.mark.parametrize("method", slow_but(["feddle", "feddf", BOTH], [*FITTING, FEDCOG, BOTH]))
+@pytest.mark.parametrize("method", slow_but(["feddle", "feddf", BOTH], [*ALL, FEDCOG, BOTH]))
 def test_the_vectorized_engine_gives_the_same_vector(method):
     """By default the methods that ask the task for something: a loss, a divergence, labels, predictions."""
     assert_same_on("vectorized", method)
 
 
-@pytest.mark.parametrize("method", slow_but(["scaffold"], [*FITTING, FEDCOG, BOTH]))
+@pytest.mark.parametrize("method", slow_but(["scaffold"], [*ALL, FEDCOG, BOTH]))
 def test_processes_give_the_same_vector(method):
     assert_same_on("processes", method)
 
