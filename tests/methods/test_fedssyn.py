@@ -546,7 +546,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch
     assert 2 <= finished < 6
     begun = (tmp_path / "fits.txt").read_text().split()
     monkeypatch.chdir(tmp_path)
-    assert call(capsys, "resume", "killed").code == 0
+    assert call(capsys, "resume", "killed", "--trust-code").code == 0
     later = (tmp_path / "fits.txt").read_text().split()[len(begun) :]
     assert not set(later) & set(begun[:finished])
     assert len(later) == 6 - finished
