@@ -191,3 +191,8 @@ def test_a_folder_of_something_else_is_refused_before_its_files_are_counted(tmp_
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match=str(tmp_path)):
         load_source(f"{kind}:{tmp_path / 'file'}")
+
+
+def test_a_partition_that_takes_other_arguments_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot be called with \(labels, clients, rng\)"):
+        unskew.load_federation("digits", partition=len, clients=2)

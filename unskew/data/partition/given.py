@@ -27,7 +27,12 @@ def from_function(
     name = getattr(function, "__name__", type(function).__name__)
     if clients is None:
         raise ConfigError(f"The partition function {name} needs the number of clients.")
-    made: Any = function(labels, clients, rng)
+    try:
+        made: Any = function(labels, clients, rng)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # it is an error within the function
+        raise ConfigError(f"The partition {name} cannot be called with (labels, clients, rng): {error}.") from error
     if not isinstance(made, Iterable) or isinstance(made, str | Mapping):
         raise DataError(
             f"The partition {name} must return a list with the sample ids of each client, not {type(made).__name__}."
