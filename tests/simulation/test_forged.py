@@ -163,7 +163,7 @@ def test_a_manifest_that_does_not_fit_the_run(run, forge):
         resume(run)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, '{"format": 3}', "not json"])
+@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, '{"format": 4}', "not json"])
 def test_a_signed_text_that_is_no_manifest(run, text):
     outer = {"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     for written in (json.dumps(outer), json.dumps([outer]), text, json.dumps({"manifest": 3, "sha256": 3})):
@@ -174,7 +174,7 @@ def test_a_signed_text_that_is_no_manifest(run, text):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("format", [2, 99, "3", None])
+@pytest.mark.parametrize("format", [3, 99, "4", None])
 def test_another_version_is_said(run, way, format):
     sign(run, {**read_manifest(last(run)), "format": format, "version": "of another kind"})
     with pytest.raises(CheckpointError, match="another version"):
