@@ -18,6 +18,7 @@ from unskew.cli.options import (
     BUDGET,
     DATA,
     AsJson,
+    ConfigFile,
     DataPath,
     Device,
     EngineName,
@@ -98,10 +99,7 @@ def compare(
         list[str], typer.Argument(help="Methods or sums of methods; a .yaml file is the configuration.")
     ],
     seeds: Annotated[str, typer.Option("--seeds", help="Which seeds: 0,1,2 or 0..4.")] = "0..2",
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
-    ] = None,
+    config: ConfigFile = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,

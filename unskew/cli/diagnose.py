@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import BUDGET, DATA, AsJson, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.options import BUDGET, DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError
 from unskew.files import place
 
@@ -18,10 +18,7 @@ def diagnose(
     run: Annotated[
         Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialised.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
-    ] = None,
+    config: ConfigFile = None,
     images: Annotated[
         Path | None,
         typer.Option(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import DATA, AsJson, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.options import DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place, write_atomic
 
@@ -89,10 +89,7 @@ def partition(
     source: Annotated[
         str | None, typer.Argument(metavar="DATA", help="Data source, or a configuration file (.yaml).")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
-    ] = None,
+    config: ConfigFile = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from unskew.errors import ConfigError
+from unskew.files import place
 
 if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
@@ -71,6 +72,10 @@ Rounds = Annotated[int | None, _flag("rounds")]
 EngineName = Annotated[str | None, _flag("engine")]
 Device = Annotated[str | None, _flag("device")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
+]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
