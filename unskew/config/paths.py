@@ -48,6 +48,7 @@ def anchored(config: Experiment) -> Experiment:
 
 def wherever(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration's values without the places of its data, which may be moved between two sittings of a run."""
-    moved = {name: str(values[name]).partition(":")[0] for name in ("data", "server") if ":" in str(values.get(name))}
+    prefixes = {name: str(values.get(name)).partition(":")[0] for name in ("data", "server")}
+    moved = {name: prefix for name, prefix in prefixes.items() if prefix in PREFIXES}
     files = {name: "table" for name in ("data", "server") if str(values.get(name)).lower().endswith(TABLES)}
     return {**values, **files, **moved, "data_path": None, "server_path": None}

@@ -110,7 +110,8 @@ def content_of(prepared: Prepared) -> str:
     if not isinstance(federation.clients, ArrayClients):
         return ""
     crc = 0
-    for part in (federation.clients.x, federation.clients.y, *federation.test):
+    server = () if federation.server is None else (federation.server.x, federation.server.y)
+    for part in (federation.clients.x, federation.clients.y, *federation.test, *server):
         rows = part.permute(0, 2, 3, 1) if part.dim() == 4 else part  # as images lie in memory
         raw: Any = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
