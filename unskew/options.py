@@ -206,6 +206,23 @@ def check_finite(rule: object, owner: str) -> None:
             build(type(rule), {key: value}, owner, f"{owner}:")
 
 
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, if every number in them is finite, however deep: a file would hold the others as null.
+
+    Raises:
+        ValueError: One is not.
+    """
+    places = [(str(key), value) for key, value in values.items()]
+    while places:
+        name, value = places.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}: {value} is no number to build with")
+        if isinstance(value, dict | list | tuple):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            places += [(f"{name}.{key}", entry) for key, entry in inner]
+    return values
+
+
 def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option") -> Built:
     """An instance of a dataclass with checked options.
 

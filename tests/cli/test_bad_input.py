@@ -124,6 +124,7 @@ OPTIONS = [
     ("--lr 0", "lr=0"),
     ("--lr -0.1", "lr=-0.1"),
     ("--lr nan", "lr=nan"),
+    ("--set model_options={hidden:[8,.inf]}", "hidden.1: inf is no number"),
     ("--lr inf", "lr=inf"),
     ("--lr 1e9", "lr=1000000000"),
     ("--lr fast", "--lr"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
 from unskew.config.sections import NetworkConfig, Section, TextConfig
@@ -20,6 +20,7 @@ from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.naming import HUB, named_model
+from unskew.options import finite
 from unskew.protocol.training import Training
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -75,7 +76,7 @@ class Experiment(Section):
 
     model: str = "cnn"
     """Name of a registered model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
-    model_options: dict[str, Any] = Field(default_factory=dict)
+    model_options: Annotated[dict[str, Any], AfterValidator(finite)] = Field(default_factory=dict)
     """Options of the model."""
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
