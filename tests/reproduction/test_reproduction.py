@@ -66,7 +66,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
                 assert not (delayed and chosen.sync)
         for value in preset.values:
             stem, slash, _ = value.partition("/")
-            if slash and stem in ("consensus", "generalization", "gradients"):
+            if slash and stem in ("consensus", "generalization", "gradients", "updates"):
                 assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
     assert all(report.shown(value.removesuffix("*"))[0] for value in preset.values)
     for value, columns in preset.published.items():

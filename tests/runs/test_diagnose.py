@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.measures import lemma
 from unskew.measures.heterogeneity import Scope, label_figures, measure
 from unskew.measures.probe import Probe, largest
+from unskew.measures.updates import Updates
 from unskew.models.vector import ModelSpec
 from unskew.tasks import TASKS
 
@@ -361,3 +363,28 @@ def test_a_run_on_arrays_needs_them_again(tmp_path):
     unskew.run(blobs([5, 6]), model="logistic", rounds=1, local_steps=1, out=tmp_path / "run", engine="inline")
     with pytest.raises(CheckpointError, match="given in Python"):
         unskew.diagnose(run=tmp_path / "run")
+
+
+def test_updates_are_measured_by_their_lengths_and_the_angles_between_them():
+    diagnosis = Updates(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False))
+    for delta in ([3.0, 4.0], [-8.0, 6.0], [-6.0, -8.0], [0.0, 0.0]):
+        diagnosis.updates.append(SimpleNamespace(delta=torch.tensor(delta)))
+    found = diagnosis.figures()
+    assert found == {
+        "updates/norm": 6.25, "updates/norm_min": 0.0, "updates/norm_max": 10.0,
+        "updates/cosine": near(-1 / 3), "updates/cosine_min": near(-1.0), "updates/cosine_max": near(0.0, size=1),
+    }  # fmt: skip
+    del diagnosis.updates[1:]
+    assert diagnosis.figures()["updates/norm"] == 5.0
+    assert math.isnan(diagnosis.figures()["updates/cosine"])
+
+
+def test_updates_that_come_late_are_measured_in_the_round_that_takes_them_in():
+    result = unskew.run(
+        blobs([12, 20]), model="logistic", rounds=2, local_steps=1, lr=0.5, engine="inline", diagnose="updates",
+        network={"delay": "fixed:1"},
+    )  # fmt: skip
+    first, second = result.history
+    assert "updates/norm" not in first
+    assert 0 < second["updates/norm_min"] < second["updates/norm"] < second["updates/norm_max"]
+    assert -1 <= second["updates/cosine_min"] == second["updates/cosine"] == second["updates/cosine_max"] <= 1

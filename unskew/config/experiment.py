@@ -28,8 +28,10 @@ DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 DEFAULT_EPOCHS = 5
 LEAST_RATE = 1e-30
 """Of a schedule's end; smaller ones cannot be computed with in float32."""
-AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients")
-"""Diagnoses that look at the clients of a round."""
+AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients", "updates")
+"""Diagnoses that look at the single clients of a round."""
+OF_ONE_ROUND = AT_CLIENTS[:-1]
+"""Those that compare clients which began at the same model."""
 DIAGNOSES = (*AT_CLIENTS, "server")
 """What can be measured with every method; methods have names of their own for what only they can."""
 

@@ -12,6 +12,7 @@ from unskew.measures.generalization import Generalization
 from unskew.measures.gradients import Gradients
 from unskew.measures.local_models import LocalModels
 from unskew.measures.server_cost import ServerCost
+from unskew.measures.updates import Updates
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 
@@ -38,5 +39,6 @@ def make_diagnoses(
         "generalization": lambda: Generalization(evaluator, server, federation, history),
         "server": lambda: ServerCost(server),
         "gradients": lambda: Gradients(server, federation),
+        "updates": lambda: Updates(server),
     }
     return [makers[name]() for name in dict.fromkeys(names) if name in makers]

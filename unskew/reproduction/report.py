@@ -39,6 +39,12 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "saving": ("saving of traffic to the target over the first row, at least, %", 100, 1),
     "epsilon": ("epsilon spent by a client's generator", 1, 2),
     "scalars_per_client": ("parameters up and down per client in 20,000 steps, billions", 1e-9, 4),
+    "updates/norm": ("length of an update, mean over the last round's", 1, 4),
+    "updates/norm_min": ("length of the shortest update of the last round", 1, 4),
+    "updates/norm_max": ("length of the longest update of the last round", 1, 4),
+    "updates/cosine": ("cosine of two updates, mean over pairs of the last round", 1, 4),
+    "updates/cosine_min": ("least cosine of two updates of the last round", 1, 4),
+    "updates/cosine_max": ("largest cosine of two updates of the last round", 1, 4),
     "generalization/gap": ("generalisation gap of the averaged model", 1, 4),
     "generalization/local_gap": ("generalisation gap of the clients' models, mean", 1, 4),
     "generalization/ratio": (

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from unskew.config.experiment import AT_CLIENTS, Experiment
+from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, MethodConflict, unknown
@@ -45,9 +45,10 @@ def check_method(
         warnings += [told] if isinstance(told, str) else told
         warnings += misspelt(rule)
     spec = run.spec
-    if delayed and of_clients:
+    of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
+    if delayed and of_one_round:
         raise ConfigError(
-            f"diagnose={of_clients[0]} compares the clients of one round; it cannot be run with network.delay."
+            f"diagnose={of_one_round[0]} compares the clients of one round; it cannot be run with network.delay."
         )
     tokens = getattr(spec.module, "tokens", None)
     if isinstance(tokens, int):

@@ -1,0 +1,37 @@
+"""How long the updates of a round are, and how far they point the same way (Zhu et al. 2025, arXiv:2503.20138, Figure 2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from unskew.measures.base import Diagnosis
+
+
+class Updates(Diagnosis):
+    """Lengths of the updates ``Delta_k`` that the server took in this round, and cosines between them.
+
+    ``updates/norm``, ``||Delta_k||_2``, and ``updates/cosine``, ``<Delta_j, Delta_k> / (||Delta_j|| ||Delta_k||)`` over the
+    pairs ``j < k``: each its mean, and with ``_min`` and ``_max`` the least and the largest. Updates are as they were sent:
+    also late ones, and of a method that sends slices these. Of a single update, or one of length zero, no cosine can be said.
+    """
+
+    def figures(self) -> dict[str, float]:
+        """The six figures."""
+        deltas = torch.stack([update.delta for update in self.updates]).to(torch.float64)
+        norms = torch.linalg.vector_norm(deltas, dim=1)
+        unit = deltas[norms > 0] / norms[norms > 0, None]
+        first, second = torch.triu_indices(len(unit), len(unit), offset=1)
+        cosines = (unit @ unit.T)[first, second]
+        return spread("norm", norms) | spread("cosine", cosines)
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean, least and largest of ``values``; not a number if there are none."""
+    mean, least, largest = (math.nan,) * 3 if not len(values) else (values.mean(), values.min(), values.max())
+    return {
+        f"updates/{name}": float(mean),
+        f"updates/{name}_min": float(least),
+        f"updates/{name}_max": float(largest),
+    }
