@@ -3,6 +3,7 @@
 import io
 import json
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -321,6 +322,14 @@ def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar10
     faces = load_federation("cifar100", **options, server="celeba", server_path=celeba, image_size=16)
     assert faces.server.x.shape == (9, 3, 16, 16)
     grey = load_federation("digits", partition="iid", clients=3, server="celeba", server_path=celeba)
-    assert grey.server.x.shape == (9, 1, 8, 8)
+    assert grey.server.x.shape == (9, 3, 8, 8), "its colours stay"
+    assert not torch.equal(grey.server.x[:, 0], grey.server.x[:, 2])
+    alone = load_federation("digits", partition="iid", clients=3)
+    for x, one in ((grey.clients[1].x, alone.clients[1].x), (grey.test[0], alone.test[0])):
+        assert torch.equal(x, one.expand(-1, 3, -1, -1))
+    assert grey.shape == (3, 8, 8)
+    assert grey.normalisation == replace(
+        alone.normalisation, mean=alone.normalisation.mean * 3, std=alone.normalisation.std * 3
+    )
     with pytest.raises(DataError, match="must both hold images"):
         load_federation("digits", partition="iid", clients=3, server="gaussians")

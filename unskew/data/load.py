@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def load_federation(
         keep_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
         holdout: Share of each client's samples kept for its own evaluation.
         server: A number: that many test samples move to the server and are no longer used for evaluation. A data set:
-            the server gets its training images, brought to the clients' channels and size; they are out of domain.
+            the server gets its training images, brought to the clients' size; they are out of domain. Grey
+            images, the server's or the clients', are repeated to three channels where the others have colours.
         server_path: Local files of the server's data set.
         text: Text columns of a data set of texts, one or a pair. Without a label the task is then ``language``.
         tokenizer: Of texts: a name at the hub, a folder, or ``bytes``.
@@ -134,7 +136,10 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         DataError: The data cannot be used as asked.
     """
     source = source_of(spec)
-    train, test = source.train, source.test
+    at_server, test = server_data(spec, source, source.test, seed)
+    if at_server is not None and not at_server.in_domain:
+        source, test = in_channels(source, test, at_server.x.shape[1])
+    train = source.train
     if spec.keep_samples is not None:
         if not 1 <= spec.keep_samples <= len(train):
             raise ConfigError(
@@ -151,7 +156,6 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     rows = torch.from_numpy(shuffled)
     x, y = take(train.x, rows), train.y[rows]
     trained_on = np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
-    at_server, test = server_data(spec, source, test, seed)
     return Federation(
         clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + trained_on),
         test=(test.x, test.y),
@@ -243,7 +247,7 @@ def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple
 
 
 def other_data(name: str, path: str | Path | None, source: Source, test: Table) -> ServerData:
-    """The training images of another data set, brought to the clients' channels and size."""
+    """The training images of another data set, brought to the clients' size; grey ones to their channels, too."""
     # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
     size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
     images = load_source(name, path=path, size=size).train
@@ -255,7 +259,16 @@ def other_data(name: str, path: str | Path | None, source: Source, test: Table) 
             f"{test.x.dtype}; bring them to one range and type first."
         )
     channels, height, width = test.x.shape[1:]
+    channels = max(channels, images.x.shape[1])
     return ServerData(with_channels(with_size(images.x, height, width), channels), images.y, in_domain=False)
+
+
+def in_channels(source: Source, test: Table, channels: int) -> tuple[Source, Table]:
+    """The clients' grey images repeated, so that one model takes them and the server's in colour (Zhu et al. 2025)."""
+    if source.train.x.shape[1] == channels:
+        return source, test
+    train, test = (replace(part, x=with_channels(part.x, channels)) for part in (source.train, test))
+    return replace(source, train=train), test
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:
