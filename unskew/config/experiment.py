@@ -146,6 +146,8 @@ class Experiment(Section):
     """Evaluate on the test set every so many rounds (and after the last)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
+    early_stopping: Annotated[int, Field(ge=1)] | None = None
+    """End the run when so many evaluations in a row bring no higher accuracy on what the clients hold out."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Write a checkpoint every so many rounds (and after the last)."""
     save_samples: bool = False

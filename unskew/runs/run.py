@@ -234,9 +234,10 @@ def check_unfinished(folder: Path, rounds: int) -> None:
 
 
 def finished_rounds(folder: Path) -> int | None:
-    """The rounds of a run that came to its end; None if it did not."""
+    """The rounds of a run that came to its end, or those it had before it if it was stopped early; else None."""
     try:
-        return int(json.loads((folder / "summary.json").read_bytes())["rounds"])
+        summary = json.loads((folder / "summary.json").read_bytes())
+        return int(summary.get("rounds_at_most", summary["rounds"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

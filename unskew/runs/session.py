@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
@@ -35,6 +33,8 @@ from unskew.runs.continuation import (
     content_of,
     data_identity,
 )
+from unskew.runs.model import write_model
+from unskew.runs.stopping import EarlyStopping
 from unskew.runs.summary import of_clients, summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
@@ -116,6 +116,7 @@ class Session:
         self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
+        self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
         self.samples: MadeInputs | None = None
         self._saved = 0
 
@@ -140,10 +141,10 @@ class Session:
                 )
             for text in texts:
                 self._warn(text)
-            rounds = range(start, self.config.rounds)
+            rounds = range(start, start if self.stopping.due else self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
             foretold = self.method.sync is not None and self.warnings
-            if not (self.server.moved or self.server.overflows or foretold):
+            if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self._warn(trouble.stuck(self.network, len(rounds)))
             self.recorder.sync()
             client_scores, clients = self._client_scores(engine)
@@ -154,14 +155,11 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
+        client_scores |= self.stopping.summary()
         summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, self.engine_name)
         if self.folder is not None:
             weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
-            # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
-            base = json.dumps({"model": self.config.model, "frozen": self.spec.frozen})
-            about = {"base": base} if self.spec.frozen else None
-            data = save({name: t.contiguous() for name, t in weights.items()}, about)
-            write_atomic(self.folder / "model.safetensors", data)
+            write_model(self.folder, weights, self.config.model, self.spec.frozen)
             write_clients(self.folder, clients)
             write_summary(self.folder, summary)
         for store in (self.server.store, self.server.cache, self.network.store):
@@ -189,19 +187,19 @@ class Session:
         """Whether the model is evaluated after round ``t``."""
         return t + 1 == self.config.rounds or (t + 1) % self.config.eval_every == 0
 
-    def _finished(self, t: int, figures: dict[str, Any]) -> None:
-        """After round ``t``: evaluate, record, save."""
-        done, last = t + 1, t + 1 == self.config.rounds
+    def _finished(self, t: int, figures: dict[str, Any]) -> bool:
+        """After round ``t``: evaluate, record, save; returns whether it was the last."""
+        done = t + 1
         score = None
         if self._evaluates(t):
             score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
+            figures |= self.stopping.figures(self.server)
             for diagnosis in self.diagnoses:
                 figures |= diagnosis.figures() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        problem = trouble.left_out(self.server, done, self.evaluator.federation.client_names)
-        if problem is not None:
+        if problem := trouble.left_out(self.server, done, self.evaluator.federation.client_names):
             self._warn(problem)
         self.recorder.round(
             {
@@ -216,12 +214,14 @@ class Session:
                 **figures,
             }
         )
+        last = done == self.config.rounds or self.stopping.due
         if last and self.samples is not None and self.folder is not None:
             nothing = self.samples.draw(self.folder / "samples")
             if nothing is not None:
                 self._warn(nothing)
         if last or done % self.config.checkpoint_every == 0:
             self._save(done)
+        return last
 
     def _warn(self, text: str) -> None:
         warn(self.callbacks, text)

@@ -12,7 +12,16 @@ from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
 from unskew.tasks import TASKS
 
-MEASURED = ("begin_seconds", "train_seconds", "local_", "consensus/", "generalization/", "gradients/", "server/")
+MEASURED = (
+    "begin_seconds",
+    "train_seconds",
+    "local_",
+    "consensus/",
+    "generalization/",
+    "gradients/",
+    "updates/",
+    "server/",
+)
 """Figures of the last round that the summary repeats: these, and those that begin so; and the method's own."""
 
 

@@ -38,9 +38,9 @@ def train(
     server: Server,
     engine: Engine,
     network: Network,
-    finished: Callable[[int, dict[str, Any]], None],
+    finished: Callable[[int, dict[str, Any]], bool],
 ) -> None:
-    """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each."""
+    """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each, and says whether it was the last."""
     with _interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
@@ -51,8 +51,9 @@ def train(
             results = engine.train([cast for cast in casts if cast.client not in gone])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
-            finished(t, {"cohort": len(cohort), **figures, **network.figures()})
-            if stopped and t + 1 < rounds.stop:
+            if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
+                return
+            if stopped:
                 raise Interrupted(stopped[0])
 
 

@@ -1,0 +1,79 @@
+"""Early stopping: where a run ends, what it looks at, and that it ends there also after a stop in between."""
+
+import pytest
+import torch
+from support.tolerance import FEW, TRAINING, near
+
+import unskew
+from unskew.data.load import load_federation
+from unskew.errors import CheckpointError, ConfigError
+from unskew.records.recorder import Callback
+
+SETTINGS = {
+    "model": "logistic", "local_steps": 3, "lr": 1.0, "engine": "inline", "precision": "fp64", "checkpoint_every": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_federation("digits", partition="dirichlet:0.1", clients=4, holdout=0.2)
+
+
+def train(federation, early_stopping, rounds=60, **options):
+    return unskew.run(federation, rounds=rounds, early_stopping=early_stopping, **SETTINGS, **options)
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_a_run_ends_when_nothing_better_came_for_so_many_evaluations(digits, patience):
+    every = train(digits, 60, eval_every=2)
+    seen = [row["validation_accuracy"] for row in every.history if row["accuracy"] is not None]
+    ends = next(
+        i for i in range(patience, len(seen)) if max(seen[i - patience + 1 : i + 1]) <= max(seen[: i - patience + 1])
+    )
+    assert 0 < ends < len(seen) - 1, "the case decides something"
+    result = train(digits, patience, eval_every=2)
+    assert result.history[-1]["round"] == len(result.history) == 2 * (ends + 1)
+    assert torch.equal(result.vector, train(digits, None, rounds=2 * (ends + 1)).vector)
+    best = max(range(ends + 1), key=seen.__getitem__)
+    assert result.summary["validation_round"] == 2 * (best + 1)
+    assert result.summary["accuracy_at_validation_round"] == result.history[2 * best + 1]["accuracy"]
+    assert result.summary["rounds_at_most"] == 60
+
+
+def test_it_looks_at_all_that_clients_hold_out_and_at_nothing_else(digits):
+    result = train(digits, 2, rounds=2)
+    x, y = (torch.cat([getattr(client, name) for client in digits.clients]) for name in ("x_test", "y_test"))
+    known = digits.normalisation
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (known.mean, known.std))
+    logits = result.model.double()((x.double() * known.scale - mean) / std)
+    assert result.summary["validation_accuracy"] == max(row["validation_accuracy"] for row in result.history)
+    right = (logits.argmax(1) == y).double().mean()
+    assert result.history[-1]["validation_accuracy"] == near(float(right), FEW)
+    loss = torch.nn.functional.cross_entropy(logits, y)
+    assert result.history[-1]["validation_loss"] == near(float(loss.detach()), TRAINING)
+
+
+def test_a_run_that_was_stopped_in_between_ends_at_the_same_round(digits, tmp_path):
+    class Stop(Callback):
+        def round(self, row):
+            if row["round"] == 2:
+                raise KeyboardInterrupt
+
+    whole = train(digits, 2)
+    with pytest.raises(KeyboardInterrupt):
+        train(digits, 2, out=tmp_path / "run", callbacks=[Stop()])
+    rest = unskew.resume(tmp_path / "run", federation=digits)
+    assert torch.equal(rest.vector, whole.vector)
+    assert [row["accuracy"] for row in rest.history] == [row["accuracy"] for row in whole.history]
+    with pytest.raises(CheckpointError, match="complete"):
+        unskew.resume(tmp_path / "run", federation=digits)
+
+
+def test_what_has_no_meaning_is_refused(digits):
+    nothing_held_out = load_federation("digits", partition="iid", clients=3, holdout=0)
+    with pytest.raises(ConfigError, match="give them a holdout above 0"):
+        train(nothing_held_out, 2)
+    with pytest.raises(ConfigError, match="eval_clients=0"):
+        train(digits, 2, eval_clients=0)
+    with pytest.raises(ConfigError, match="early_stopping=0"):
+        train(digits, 0)
