@@ -128,12 +128,15 @@ class MultiLabel(Task):
     """Any number of labels per sample, ``y [B, L]`` of 0 and 1: binary cross-entropy and sigmoid for each label.
 
     A label is predicted where its probability is above 0.5. The figures are those of multi-label papers: precision, recall
-    and F1 per label, averaged over all ``L`` labels (``c_``; ``c_f1`` is the mean of the labels' F1), and over all decisions
-    together (``o_``). A quotient without a denominator counts as 0, as in scikit-learn.
+    and F1 per label, averaged over all ``L`` labels (``c_``; ``c_f1`` is the mean of the labels' F1), over all decisions
+    together (``o_``), and F1 per sample, averaged over samples (``s_f1``). A quotient without a denominator counts as 0, as
+    in scikit-learn.
     """
 
     name: ClassVar[str] = "multilabel"
-    figures: ClassVar[tuple[str, ...]] = ("c_precision", "c_recall", "c_f1", "o_precision", "o_recall", "o_f1")
+    figures: ClassVar[tuple[str, ...]] = (
+        *("c_precision", "c_recall", "c_f1", "o_precision", "o_recall", "o_f1", "s_f1"),
+    )
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean over samples and labels of the binary cross-entropy of ``logits [B, L]`` and ``y [B, L]``."""
@@ -169,15 +172,21 @@ class MultiLabel(Task):
         return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.uint8)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Per label: predicted rightly, predicted, there; ``[3, L]``."""
+        """Per label: predicted rightly, predicted, there; last the sum of the samples' F1 and their number: ``[3, L + 1]``."""
         predicted, there = logits > 0, y > 0
-        return torch.stack([(predicted & there).sum(0), predicted.sum(0), there.sum(0)]).to(torch.float64)
+        right = predicted & there
+        by_label, by_sample = (
+            torch.stack([part.sum(axis) for part in (right, predicted, there)]).to(torch.float64) for axis in (0, -1)
+        )
+        f1 = precision_recall_f1(by_sample)[2]
+        return torch.cat([by_label, by_label.new_tensor([[float(f1.sum())], [len(f1)], [0.0]])], dim=1)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """Precision, recall and F1: of each label, then averaged; and of all labels together."""
-        by_label = [float(values.mean()) for values in precision_recall_f1(tally)]
-        overall = [float(value) for value in precision_recall_f1(tally.sum(1))]
-        return dict(zip(self.figures, by_label + overall, strict=True))
+        """Precision, recall and F1: of each label, then averaged; and of all labels together. F1 of each sample, averaged."""
+        by_label, (f1, samples, _) = tally[:, :-1], tally[:, -1].tolist()
+        means = [float(values.mean()) for values in precision_recall_f1(by_label)]
+        overall = [float(value) for value in precision_recall_f1(by_label.sum(1))]
+        return dict(zip(self.figures, [*means, *overall, f1 / max(1.0, samples)], strict=True))
 
 
 NOTHING = -1

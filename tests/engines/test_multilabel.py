@@ -155,6 +155,8 @@ def test_figures_equal_those_of_scikit_learn(n):
         expected = precision_recall_fscore_support(y, predicted, average=average, zero_division=0)
         names = [f"{letter}_{name}" for name in ("precision", "recall", "f1")]
         assert [found.figures[name] for name in names] == near(expected[:3])
+    by_sample = precision_recall_fscore_support(y, predicted, average="samples", zero_division=0)
+    assert found.figures["s_f1"] == near(by_sample[2])
     assert set(found.figures) == set(TASK.figures)
     assert found.accuracy == near((predicted == y).mean())
 

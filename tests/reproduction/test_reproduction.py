@@ -75,7 +75,24 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
         assert all(set(rows) <= set(preset.rows) for rows in columns.values())
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n.startswith("fedcog/")])
+FLAIR = {"fedcog/table-2": 405, "fedcog/table-3-flair": 401}
+
+
+@pytest.mark.parametrize("name", FLAIR)
+def test_the_tables_on_flair_have_the_papers_settings(name):
+    for cell in cells(load_preset(name), "paper", 0, {}):
+        config = cell.config
+        assert (config.data, config.model, config.local_steps, config.rounds) == (
+            "table:flair",
+            "resnet-18",
+            10,
+            FLAIR[name],
+        )
+        assert (config.clients, round(config.participation * config.clients)) == (200, 10)
+        assert "fedcog" not in config.method or "start_round=400" in config.method
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n.startswith("fedcog/") and n not in FLAIR])
 def test_the_paper_scale_has_the_papers_settings(name):
     for cell in cells(load_preset(name), "paper", 0, {}):
         config = cell.config
