@@ -172,7 +172,7 @@ class MultiLabel(Task):
         return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.uint8)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Per label: predicted rightly, predicted, there; last the sum of the samples' F1 and their number: ``[3, L + 1]``."""
+        """Per label: predicted rightly, predicted, there; last the sum of the samples' F1, and how many: ``[3, L + 1]``."""
         predicted, there = logits > 0, y > 0
         right = predicted & there
         by_label, by_sample = (
