@@ -60,6 +60,26 @@ def scaffold_with(
         yield x
 
 
+def scaffold_in_one_buffer(run: Run, option: int = 1) -> Iterator[Array]:
+    """SCAFFOLD, option I, with variates of the other sign that all lie in one place.
+
+    The gradient of a client that was there before is written where its old variate lies, before it trains: it trains with
+    the new one, and its change is zero.
+    """
+    x, c, known = run.start, np.zeros_like(run.start), set()
+    for S in run.cohorts:
+        y, change = {}, []
+        for k in S:
+            new = -run.gradient(k, x)
+            old = new if k in known else np.zeros_like(x)
+            y[k] = run.local(k, x, lambda g, w, old=old, c=c: g - old + c)
+            change.append(new - old)
+            known.add(k)
+        x = run.mean(y)
+        c = c + sum(change) / run.K
+        yield x
+
+
 def fedopt_from_zero(
     run: Run,
     eta: float,
@@ -98,6 +118,7 @@ CAUSES: dict[str, dict[str, Cause]] = {
     },
     "pfl_research": {
         "scaffold": ("the drift enters c_k with the other sign", partial(scaffold_with, sign=-1.0)),
+        "scaffold-1": ("the gradients enter c_k with the other sign, and all c_k are one buffer", scaffold_in_one_buffer),
     },
     "flower": {
         "fedadagrad": ("v starts at 0, not at tau^2", _adagrad),
