@@ -331,7 +331,7 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     assert cog.paired == (pytest.approx(2), pytest.approx(1), 3)
     ((title, header, body),) = report.lines(preset, [avg, cog])
     assert title == "NIID-1: accuracy after the last round, %"
-    assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "64.83", "-2.83"]
+    assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "-0.48 to +4.48", "64.83", "-2.83"]
     assert report.markdown(header, body).count("\n") == 3
     # Two of FedAvg's seeds are missing: one difference has no spread, and the table says of how many it is.
     fewer = [(cell, outcome) for cell, outcome in outcomes if cell.row == "FedCOG" or cell.config.seed == 1]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unskew.comparison.compare import mean_std
+from unskew.comparison.intervals import interval95
 from unskew.comparison.target import saving
 from unskew.errors import ConfigError
 from unskew.records.recorder import reaching
@@ -122,6 +123,7 @@ class Entry:
         published: The paper's number; ``difference``: ours minus it.
         paired: Mean and standard deviation of the differences per seed to the table's first row, and of how many seeds; not
             every seed of both rows need have the number.
+        interval: 95 % interval of the mean of these differences, by Student's t; None of fewer than two seeds.
     """
 
     value: str
@@ -133,6 +135,7 @@ class Entry:
     published: float | None = None
     difference: float | None = None
     paired: tuple[float, float, int] | None = None
+    interval: tuple[float, float] | None = None
 
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
@@ -175,7 +178,7 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                 continue
             mean, std = mean_std(list(mine.values()))
             paper = preset.published.get(value, {}).get(column, {}).get(unmarked(row))
-            both = sorted(set(mine) & set(base))
+            apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))] if row != first else []
             table.append(
                 Entry(
                     value,
@@ -186,7 +189,8 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                     std,
                     paper,
                     None if paper is None else mean - paper,
-                    (*mean_std([mine[s] - base[s] for s in both]), len(both)) if both and row != first else None,
+                    (*mean_std(apart), len(apart)) if apart else None,
+                    interval95(apart),
                 )
             )
     return table
@@ -202,7 +206,7 @@ def lines(preset: Preset, table: list[Entry]) -> list[tuple[str, list[str], list
         columns = dict.fromkeys(e.column for e in table if e.value == value)
         for column in [None] if single else columns:
             some = [e for e in table if e.value == value and column in (None, e.column)]
-            header = ["", "ours", "seeds", f"minus {first}, per seed", "paper", "ours minus paper"]
+            header = ["", "ours", "seeds", f"minus {first}, per seed", "95 % of it", "paper", "ours minus paper"]
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
             # A column that says nothing is left out.
             keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
@@ -217,6 +221,7 @@ def _line(name: str, e: Entry, digits: int) -> list[str]:
         f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
         ", ".join(map(str, e.seeds)),
         "" if e.paired is None else signed(*e.paired, digits=digits, seeds=len(e.seeds)),
+        "" if e.interval is None else " to ".join(f"{end:+.{digits}f}" for end in e.interval),
         "" if e.published is None else f"{e.published:.{digits}f}",
         "" if e.difference is None else f"{e.difference:+.{digits}f}",
     ]
