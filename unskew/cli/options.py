@@ -49,7 +49,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "momentum": (float, "Momentum of the clients' SGD."),
     "weight_decay": (float, "Weight decay of the clients' optimizer."),
     "seed": (int, "Decides every random draw."),
-    "engine": (str, "auto, inline, processes or vectorized."),
+    "engine": (str, "auto, inline, processes, vectorized or ray."),
     "device": (str, "auto, cpu, cuda, cuda:1."),
     "network": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
     "eval_every": (int, "Evaluate every so many rounds."),

@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
-from unskew.config.sections import NetworkConfig, Section, TextConfig
+from unskew.config.sections import NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
@@ -134,10 +134,12 @@ class Experiment(Section):
     """Folder of a run whose synthetic images are used again instead of making new ones."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides partition, initial model, cohorts, batches and drop-outs."""
-    engine: Literal["auto", "inline", "processes", "vectorized"] = "auto"
+    engine: Literal["auto", "inline", "processes", "vectorized", "ray"] = "auto"
     """How clients are trained; the numbers are the same."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Processes of the engine ``processes``; one per core if None."""
+    """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
+    ray: RayConfig = RayConfig()
+    """Where the cluster of the engine ``ray`` is."""
     patience: Positive = 600.0
     """Seconds without an answer from a worker process after which that is said."""
     device: Annotated[str, Field(pattern=DEVICES)] = "auto"

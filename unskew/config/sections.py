@@ -54,3 +54,18 @@ class TextConfig(Section):
     @classmethod
     def _columns_as_text(cls, value: Any) -> Any:
         return tuple(piece.strip() for piece in value.split(",")) if isinstance(value, str) else value
+
+
+class RayConfig(Section):
+    """A Ray cluster."""
+
+    address: Annotated[str, Field(min_length=1)] | None = None
+    """``local``, ``auto``, or ``HOST:PORT`` of its head; None is ``local`` where ``engine`` is ``ray``."""
+    cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Cores, and threads, of a task, which trains one client."""
+    gpus_per_worker: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)] = 0.0
+    """Accelerators of a task."""
+    retries: Annotated[int, Field(ge=0, le=1000)] = 5
+    """How often a client is trained again after its worker or its node died."""
+    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds without any answer of the cluster after which the run ends; None waits on."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from unskew.engines import processes
@@ -39,7 +42,9 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_engine(name: str, device: torch.device, cohort: int, workers: int | None = None) -> str:
+def pick_engine(
+    name: str, device: torch.device, cohort: int, workers: int | None = None, address: str | None = None
+) -> str:
     """The engine that ``auto`` stands for on this machine (measured; see the page on engines in the docs).
 
     >>> pick_engine("inline", torch.device("cpu"), 10)
@@ -47,14 +52,23 @@ def pick_engine(name: str, device: torch.device, cohort: int, workers: int | Non
     """
     if name != "auto":
         return name
+    if address is not None:
+        return "ray"
     if device.type != "cpu":
         return "vectorized"
     usable = (workers or cores()) if processes.available() else 1
     return "processes" if usable > 1 and cohort > 1 else "inline"
 
 
-def make_engine(name: str, setup: Setup, workers: int | None = None) -> Engine:
-    """The engine ``name`` (not ``auto``), ready to train."""
+def make_engine(
+    name: str, setup: Setup, workers: int | None = None, cluster: Mapping[str, Any] | None = None
+) -> Engine:
+    """The engine ``name`` (not ``auto``), ready to train; ``cluster`` says where that of ``ray`` is."""
+    if name == "ray":
+        from unskew.engines.on_ray import OnCluster, RayEngine
+
+        told = {key: value for key, value in (cluster or {}).items() if value is not None}
+        return RayEngine(setup, workers, OnCluster(**told))
     if name == "processes":
         return ProcessesEngine(setup, workers)
     return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup)

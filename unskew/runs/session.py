@@ -113,7 +113,7 @@ class Session:
             config.patience,
             self._warn,
         )
-        self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
+        self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers, config.ray.address)
         self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
@@ -124,8 +124,9 @@ class Session:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else self._branch()
         # More workers than clients in a round would have nothing to do.
-        workers = min(self.config.workers or cores(), self.sampler.size)
-        engine: Engine = make_engine(self.engine_name, self.setup, workers)
+        config = self.config
+        workers = config.workers if self.engine_name == "ray" else min(config.workers or cores(), self.sampler.size)
+        engine: Engine = make_engine(self.engine_name, self.setup, workers, config.ray.model_dump())
         if self.config.save_samples:
             engine = self.samples = MadeInputs(
                 engine, self.method.client, self.prepared.federation, self.config.rounds - 1

@@ -1,0 +1,19 @@
+# unskew with its tested versions and Ray, for the nodes of a cluster; runs as a user without rights.
+# docker build --tag unskew .
+FROM python:3.11-slim
+
+RUN useradd --create-home --uid 1000 ray
+WORKDIR /home/ray/unskew
+COPY --chown=ray pyproject.toml constraints.txt README.md LICENSE ./
+COPY --chown=ray unskew ./unskew
+
+# PyTorch's build without CUDA is a fifth of the size; leave the index out for nodes with an accelerator.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir --constraint constraints.txt --index-url "$TORCH_INDEX" torch \
+ && pip install --no-cache-dir --constraint constraints.txt '.[hub,ray]'
+
+USER ray
+ENV PYTHONUNBUFFERED=1
+WORKDIR /home/ray
+ENTRYPOINT ["unskew"]
+CMD ["--help"]

@@ -1,0 +1,79 @@
+"""What travels to a Ray cluster and back: tensors as NumPy arrays, and what clients share apart from what is their own."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHARED = 1024
+"""Numbers from which on a tensor that several clients of a round receive is put once for all of them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in the list of those that clients share."""
+
+    number: int
+
+
+def apart(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
+    """Large tensors that several of these records hold, and the records with places in the list where they were.
+
+    >>> v = torch.zeros(2000)
+    >>> shared, records = apart([{"v": v, "client": 0}, {"v": v, "client": 1}])
+    >>> len(shared), records[1]
+    (1, {'v': Place(number=0), 'client': 1})
+    """
+    held: Counter[int] = Counter()
+    tensors: dict[int, Tensor] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            held[id(value)] += 1
+            tensors[id(value)] = value
+        for inner in value.values() if isinstance(value, dict) else ():
+            look(inner)
+
+    for cast in casts:
+        look(cast)
+    keys = [key for key, count in held.items() if count > 1 and tensors[key].numel() >= SHARED]
+    places = {key: Place(number) for number, key in enumerate(keys)}
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: placed(inner) for key, inner in value.items()}
+        return places.get(id(value), value) if isinstance(value, Tensor) else value
+
+    return [tensors[key] for key in keys], [placed(cast) for cast in casts]
+
+
+def together(record: Any, shared: list[Tensor]) -> Any:
+    """Inverse of ``apart`` for one record."""
+    if isinstance(record, dict):
+        return {key: together(inner, shared) for key, inner in record.items()}
+    return shared[record.number] if isinstance(record, Place) else record
+
+
+def as_array(tensor: Tensor) -> tuple[Any, torch.dtype, bool]:
+    """The values as a NumPy array in the order of their memory, so that channels stay last."""
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    plain = (tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach()).contiguous()
+    if plain.dtype == torch.bfloat16:
+        plain = plain.view(torch.int16)
+    return plain.numpy(), tensor.dtype, last
+
+
+def as_tensor(value: tuple[Any, torch.dtype, bool]) -> Tensor:
+    """Inverse of ``as_array``, on the same memory."""
+    array, dtype, last = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the array may not be written to; nothing here writes to what was sent
+        tensor = torch.from_numpy(array)
+    if tensor.dtype != dtype:
+        tensor = tensor.view(dtype)
+    return tensor.permute(0, 3, 1, 2) if last else tensor
