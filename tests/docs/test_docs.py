@@ -14,7 +14,7 @@ from support.pages import DOCS, ROOT, fences, first_names, section, table
 
 import unskew
 from unskew.cli.app import app
-from unskew.config.experiment import Experiment, NetworkConfig, TextConfig
+from unskew.config.experiment import Experiment, NetworkConfig, RayConfig, TextConfig
 from unskew.config.reading import experiment
 from unskew.data.partition.spelling import OPTIONS, PARTITIONS
 from unskew.data.sources.catalogue import SOURCES
