@@ -34,6 +34,7 @@ from unskew.cli.options import (
     stoppable,
     values_of,
 )
+from unskew.cli.predict import predict
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
@@ -198,6 +199,7 @@ app.command()(cli_info.methods)
 app.command()(cli_info.models)
 app.command()(cli_info.partition)
 app.command()(diagnose)
+app.command()(predict)
 app.command()(reproduce)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.normalisation import Normalisation
 from unskew.errors import ConfigError
-from unskew.files import write_atomic
 from unskew.models.catalogue import resolve_model
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
@@ -69,16 +65,3 @@ def as_wanted(federation: Federation, spec: ModelSpec) -> Federation:
     scale = normalisation.scale if normalisation is not None else 1 / 255 if x.dtype == torch.uint8 else 1.0
     channels = x.shape[1]
     return replace(federation, normalisation=Normalisation((0.0,) * channels, (1.0,) * channels, scale))
-
-
-def write_model(folder: Path, weights: Mapping[str, Tensor], model: str, frozen: str) -> None:
-    """Write ``model.safetensors`` of a finished run.
-
-    Args:
-        folder: The run folder.
-        weights: Parameters and statistics by name.
-        model: The model that ``config.yaml`` names; it has what is not trained.
-        frozen: The mark of that, which says whether it is still the same; empty if all is trained.
-    """
-    about = {"base": json.dumps({"model": model, "frozen": frozen})} if frozen else None
-    write_atomic(folder / "model.safetensors", save({name: t.contiguous() for name, t in weights.items()}, about))

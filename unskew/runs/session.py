@@ -21,7 +21,7 @@ from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
-from unskew.records.recorder import Callback, Recorder, warn, write_clients, write_summary
+from unskew.records.recorder import Callback, Recorder, warn
 from unskew.records.result import Result
 from unskew.runs.continuation import (
     begin_where,
@@ -33,7 +33,7 @@ from unskew.runs.continuation import (
     content_of,
     data_identity,
 )
-from unskew.runs.model import write_model
+from unskew.runs.finishing import write_finished
 from unskew.runs.stopping import EarlyStopping
 from unskew.runs.summary import of_clients, summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
@@ -159,10 +159,7 @@ class Session:
         client_scores |= self.stopping.summary()
         summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, self.engine_name)
         if self.folder is not None:
-            weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
-            write_model(self.folder, weights, self.config.model, self.spec.frozen)
-            write_clients(self.folder, clients)
-            write_summary(self.folder, summary)
+            write_finished(self.folder, config, self.evaluator.federation, self.server, clients, summary)
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
         for callback in self.callbacks:

@@ -1,0 +1,87 @@
+"""``unskew predict``: labels and probabilities of new rows or images from a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unskew.cli.options import AsJson, TrustCode, console_for, print_json
+from unskew.errors import ConfigError
+from unskew.files import place, write_atomic
+
+FORMATS = (".csv", ".jsonl")
+SHOWN = 20
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    rows: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="A .csv, .jsonl or .parquet file, an image, or a folder of images.", parser=place
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=place, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."),
+    ] = None,
+    trust_code: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict labels and probabilities for new rows, images or texts with a trained model."""
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    from unskew.serving.predictor import load
+    from unskew.serving.rows import read_rows
+
+    predictor = load(run, trust_code=trust_code)
+    inputs, names = read_rows(rows, predictor.inputs)
+    probabilities = predictor.predict_proba(inputs)
+    labels = predictor.labels(probabilities)
+    lines: list[dict[str, Any]] = [
+        {"row": name, "label": label, **dict(zip(columns_of(predictor.class_names), map(float, row), strict=True))}
+        for name, label, row in zip(names, labels, probabilities, strict=True)
+    ]
+    if out is not None:
+        write_atomic(out, as_text(lines, out.suffix.lower()).encode())
+    if as_json:
+        print_json(lines)
+        return
+    console = console_for()
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(header_style="bold")
+    for title in ("row", "label", "probability"):
+        table.add_column(title)
+    several = predictor.inputs.task == "multilabel"
+    for line, row in list(zip(lines, probabilities, strict=True))[:SHOWN]:
+        shown = ", ".join(line["label"]) if several else str(line["label"])
+        table.add_row(Text(line["row"]), Text(shown or "-"), "" if several else f"{row.max():.3f}")
+    console.print(table)
+    more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
+    where = f"All are in {out}." if out is not None else "--out FILE writes all of them, with every probability."
+    console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
+
+
+def columns_of(names: list[str]) -> list[str]:
+    """A column for the probability of each class."""
+    return [f"p_{name}" for name in names]
+
+
+def as_text(lines: list[dict[str, Any]], kind: str) -> str:
+    """The predictions as JSON lines or CSV; in CSV several labels are divided by |."""
+    if kind == ".jsonl":
+        return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    import csv
+    import io
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow({k: "|".join(v) if isinstance(v, list) else v for k, v in line.items()})
+    return text.getvalue()

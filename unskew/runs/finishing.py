@@ -1,0 +1,47 @@
+"""What a finished run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation
+from unskew.files import write_atomic
+from unskew.models.vector import ModelSpec
+from unskew.records.recorder import write_clients, write_summary
+from unskew.runs.inputs import write_inputs
+from unskew.simulation.server import Server
+
+
+def write_finished(
+    folder: Path,
+    config: Experiment,
+    federation: Federation,
+    server: Server,
+    clients: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+) -> None:
+    """Write the model, what it expects, what it is worth to each client, and last the summary.
+
+    Args:
+        folder: The run folder.
+        config: Of the run.
+        federation: The data before the method changed them.
+        server: After the last round.
+        clients: A line for each client.
+        summary: Its presence says that the run came to its end.
+    """
+    spec: ModelSpec = server.spec
+    weights = {**spec.parameters(server.evaluated), **spec.buffers(server.evaluated_b)}
+    # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
+    about = {"base": json.dumps({"model": config.model, "frozen": spec.frozen})} if spec.frozen else None
+    data = save({name: t.contiguous() for name, t in weights.items()}, about)
+    write_atomic(folder / "model.safetensors", data)
+    write_inputs(folder, federation, config)
+    write_clients(folder, clients)
+    write_summary(folder, summary)

@@ -1,0 +1,118 @@
+"""``inputs.json`` of a run folder: what the model expects, so that it can be used without the data it was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation
+from unskew.data.normalisation import Normalisation
+from unskew.data.reading.columns import INPUT
+from unskew.data.reading.text import is_text
+from unskew.errors import CheckpointError, DataError
+from unskew.files import write_atomic
+
+NAME = "inputs.json"
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Standardised(BaseModel):
+    """``(x * scale - mean) / std``, per channel or feature."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mean: tuple[Finite, ...]
+    std: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...]
+    scale: Finite = 1.0
+
+
+class Inputs(BaseModel):
+    """What goes into a trained model and what its outputs are called.
+
+    Attributes:
+        task: As of a federation.
+        shape: Of one input, channels first.
+        kind: ``uint8`` images from 0 to 255, ``float`` values, or ``tokens``.
+        classes: Number of outputs; ``class_names``: their names, or none.
+        normalisation: What is done to inputs first.
+        features: Columns of a table that are the inputs, in order; ``image``: its column of images; ``text``: of texts.
+        tokenizer: Of texts, which are cut after ``block`` tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: str
+    shape: tuple[Annotated[int, Field(ge=1, le=1 << 30)], ...]
+    kind: str
+    classes: Annotated[int, Field(ge=1, le=1 << 30)]
+    class_names: tuple[str, ...] = ()
+    normalisation: Standardised | None = None
+    features: tuple[str, ...] = ()
+    image: str | None = None
+    text: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    block: int = 128
+
+    @property
+    def names(self) -> list[str]:
+        """A name for every output."""
+        return list(self.class_names) or [str(number) for number in range(self.classes)]
+
+    @property
+    def known(self) -> Normalisation | None:
+        """What is done to inputs first, as the rest of the package has it."""
+        one = self.normalisation
+        return None if one is None else Normalisation(one.mean, one.std, one.scale)
+
+
+def inputs_of(federation: Federation, config: Experiment) -> Inputs:
+    """What a model that is trained on these data expects."""
+    x, known, spec = federation.test[0], federation.normalisation, config.data_spec
+    kinds = {torch.uint8: "uint8", torch.int64: "tokens"}
+    numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
+    texts = is_text(config.data)
+    return Inputs(
+        task=federation.task,
+        shape=federation.shape,
+        kind=kinds.get(x.dtype, "float"),
+        classes=federation.classes,
+        class_names=federation.class_names,
+        normalisation=None if known is None else Standardised(mean=known.mean, std=known.std, scale=known.scale),
+        features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),
+        image=config.image if x.dim() == 4 else None,
+        text=(spec.text.columns or ("text",)) if texts else (),
+        tokenizer=spec.text.tokenizer if texts else None,
+        block=spec.text.block,
+    )
+
+
+def write_inputs(folder: Path, federation: Federation, config: Experiment) -> None:
+    """Write ``inputs.json``."""
+    write_atomic(folder / NAME, inputs_of(federation, config).model_dump_json(indent=1).encode())
+
+
+def read_inputs(folder: Path) -> Inputs:
+    """What the model of a run folder expects.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    path = folder / NAME
+    try:
+        inputs = Inputs.model_validate(json.loads(path.read_bytes()))
+        if inputs.class_names and len(inputs.class_names) != inputs.classes:
+            raise ValueError("another number of names than of classes")
+        inputs.known  # noqa: B018  refused if it is none
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} has no {NAME}: it is no run folder, or was made before models could be used from it; run it again."
+        ) from error
+    except (OSError, ValueError, DataError, pydantic.ValidationError) as error:
+        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}.") from error
+    return inputs

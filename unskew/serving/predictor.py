@@ -1,0 +1,164 @@
+"""A trained model with its preprocessing: new inputs go in as they are, labels and probabilities come out."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unskew.config.reading import experiment, load_yaml
+from unskew.data.checks import as_inputs
+from unskew.data.federation import Federation
+from unskew.data.reading.images import with_channels, with_size
+from unskew.diagnosis.diagnose import models_of
+from unskew.engines.batches import Normaliser
+from unskew.errors import CheckpointError, ConfigError, DataError
+from unskew.files import place
+from unskew.methods.catalogue import method as method_of
+from unskew.models.vector import ModelSpec
+from unskew.options import untrusted
+from unskew.runs.inputs import Inputs, read_inputs
+from unskew.runs.model import ModelLike, initial_spec
+from unskew.tasks import TASKS
+
+BATCH = 256
+PADDING = -1
+
+
+class Predictor:
+    """A model in eval mode, and what has to be done to inputs before it sees them.
+
+    Args:
+        module: The model, as ``Result.model``: it takes normalised inputs.
+        inputs: What it expects.
+        dtype: Its numbers.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Inputs, dtype: torch.dtype):
+        self.module, self.inputs = module.eval(), inputs
+        self.normalise = Normaliser(inputs.known, inputs.shape, dtype, torch.device("cpu"))
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the outputs, in order."""
+        return self.inputs.names
+
+    def predict_proba(self, x: object) -> np.ndarray:
+        """Probabilities ``[n, C]`` of inputs ``[n, *shape]``; with several labels a sample, of each label by itself.
+
+        Args:
+            x: NumPy arrays, tensors or lists: uint8 images channels first or last, of any size if they are images; features in
+                the order of ``inputs.features``; or token ids, rows filled up with -1.
+
+        Raises:
+            DataError: They have another shape or type, or hold what is no number.
+        """
+        ready = self.prepared(x)
+        task = TASKS[self.inputs.task]
+        with torch.no_grad():
+            parts = [task.probabilities(self.module(self.normalise(part))) for part in torch.split(ready, BATCH)]
+        return torch.cat(parts).double().numpy() if parts else np.zeros((0, self.inputs.classes))
+
+    def predict(self, x: object) -> list[Any]:
+        """The most probable class of each input by its name; with several labels a sample, the list of those above 0.5."""
+        return self.labels(self.predict_proba(x))
+
+    def labels(self, probabilities: np.ndarray) -> list[Any]:
+        """Names from probabilities ``[n, C]``."""
+        names = self.class_names
+        if self.inputs.task == "multilabel":
+            return [[names[k] for k in np.flatnonzero(row > 0.5)] for row in probabilities]
+        return [names[k] for k in probabilities.argmax(1)] if len(probabilities) else []
+
+    def prepared(self, x: object) -> Tensor:
+        """Inputs as the model's batches are before they are normalised."""
+        shape, kind = self.inputs.shape, self.inputs.kind
+        told = f"The model takes {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
+        try:
+            tensor = x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{told}; these cannot be read as numbers: {error}") from error
+        tensor = tensor.detach().cpu()
+        if kind == "tokens":
+            return self._tokens(tensor, told)
+        if tensor.dim() == len(shape) + 1 and tensor.dim() == 4 and kind == "uint8":
+            tensor = self._images(tensor, told)
+        if tuple(tensor.shape[1:]) != tuple(shape):
+            raise DataError(f"{told}, not {shape_text(tuple(tensor.shape[1:]))}.")
+        if kind == "uint8" and tensor.dtype != torch.uint8:
+            raise DataError(f"{told} with values from 0 to 255 in uint8, not {tensor.dtype}.")
+        return tensor if kind == "uint8" else as_inputs(tensor.to(torch.float32).numpy(), "the inputs")
+
+    def _images(self, tensor: Tensor, told: str) -> Tensor:
+        """Channels first, in the model's number of channels and size."""
+        channels, height, width = self.inputs.shape
+        if tensor.shape[1] not in (1, 3, channels) and tensor.shape[3] in (1, 3, channels):
+            tensor = tensor.permute(0, 3, 1, 2)
+        if tensor.dtype != torch.uint8:
+            raise DataError(f"{told} with values from 0 to 255 in uint8, not {tensor.dtype}.")
+        if tensor.shape[1] not in (1, 3, channels):
+            raise DataError(f"{told}, not {shape_text(tuple(tensor.shape[1:]))}.")
+        return with_channels(with_size(tensor, height, width), channels)
+
+    def _tokens(self, tensor: Tensor, told: str) -> Tensor:
+        """Rows of token ids, filled up or cut to the model's length."""
+        (length,) = self.inputs.shape
+        if tensor.dim() != 2 or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+            raise DataError(f"{told}: whole numbers, a row for each text.")
+        rows = tensor.to(torch.int64)[:, :length]
+        return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=PADDING)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """``3 x 32 x 32``."""
+    return " x ".join(map(str, shape)) if shape else "one number"
+
+
+def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = False) -> Predictor:
+    """The trained model of a run folder, ready for new inputs.
+
+    Args:
+        run: The run folder.
+        model: The model, if it was given in Python.
+        trust_code: Whether a model or a method of one's own that its ``config.yaml`` names may be imported, which runs its
+            code.
+
+    Raises:
+        CheckpointError: It holds no finished run, or its files are damaged.
+        ConfigError: The model cannot be built from what the folder says.
+    """
+    folder = place(run)
+    if folder is None or not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
+    stored, inputs = load_yaml(folder / "config.yaml"), read_inputs(folder)
+    if inputs.task == "language":
+        raise ConfigError(
+            f"{folder} holds a language model, which has no classes to predict; load it with transformers."
+        )
+    if stored.get("model") == "given" and model is None:
+        raise ConfigError(f"The model of {folder} was given in Python; load it there, with model=.")
+    with ExitStack() as within:
+        if not trust_code:
+            within.enter_context(untrusted(stored, folder))
+        config = experiment(stored)
+        method = method_of(config.method)
+        spec = initial_spec(config, empty_federation(inputs), model, method)
+        *_, (_, v, b) = models_of(folder, spec)
+    return Predictor(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
+
+
+def empty_federation(inputs: Inputs) -> Federation:
+    """Data of the right shape and number of classes, without a sample that anybody holds."""
+    kinds = {"uint8": torch.uint8, "tokens": torch.int64}
+    x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
+    several = (1, inputs.classes) if inputs.task == "multilabel" else (1,)
+    return Federation(
+        clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
+        normalisation=inputs.known, class_names=inputs.class_names,
+    )  # fmt: skip

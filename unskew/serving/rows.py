@@ -1,0 +1,69 @@
+"""New rows from files as a model's inputs: tables, JSON lines, parquet, images and folders of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unskew.data.reading.files import TABLES
+from unskew.data.reading.images import decode_column
+from unskew.data.reading.tables import features, read_file
+from unskew.data.reading.text import encoded, padded, strings
+from unskew.data.reading.tokens import make_tokenizer
+from unskew.errors import DataError, unknown
+from unskew.runs.inputs import Inputs
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+
+
+def read_rows(path: Path, inputs: Inputs) -> tuple[Tensor, list[str]]:
+    """Inputs of a model, and what each of them is called.
+
+    Args:
+        path: A .csv, .jsonl or .parquet file with the columns that the model was trained on (others may be there, too); an image
+            file; or a folder of image files, also in folders of their own.
+        inputs: What the model expects.
+
+    Raises:
+        DataError: It cannot be read, or is nothing that this model takes.
+    """
+    if not path.exists():
+        raise DataError(f"There is no file or folder {path}.")
+    if path.suffix.lower() in TABLES:
+        table = read_file(path)
+        if not table.num_rows:
+            raise DataError(f"{path} has no rows.")
+        return rows_of_table(table, path, inputs), [str(row) for row in range(table.num_rows)]
+    if inputs.kind != "uint8":
+        raise DataError(f"The model takes rows of a table (.csv, .jsonl or .parquet); {path} is none.")
+    files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
+    if not files or (not path.is_dir() and path.suffix.lower() not in IMAGES):
+        raise DataError(f"{path} is neither an image nor a folder of images ({', '.join(IMAGES)}).")
+    import pyarrow as pa
+
+    column = pa.chunked_array([pa.array([file.read_bytes() for file in files])])
+    size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
+    names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
+    return decode_column(column, str(path), None, size), names
+
+
+def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
+    """The inputs in a table's columns."""
+    wanted = inputs.text or inputs.features or ((inputs.image,) if inputs.image else ())
+    if not wanted:
+        raise DataError(
+            f"The model was trained on arrays, so nothing says which columns of {path} are its inputs; "
+            "load it in Python and give it arrays."
+        )
+    for column in wanted:
+        if column not in table.column_names:
+            raise DataError(f"{path}: {unknown('column', column, table.column_names)} The model was trained on it.")
+    if inputs.text:
+        texts = strings(table, inputs.text, str(path))
+        return padded([encoded(texts, make_tokenizer(str(inputs.tokenizer)), inputs.block)])[0]
+    if inputs.image:
+        size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
+        return decode_column(table.column(inputs.image), str(path), path.parent, size)
+    return features(table, inputs.features, str(path))
