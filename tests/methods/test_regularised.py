@@ -6,8 +6,10 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.quadratic import LR, STEPS, Quadratics, gradient, oracle, problem, sizes
 from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
+from torch import nn
 
 import unskew
+from unskew.errors import ConfigError
 from unskew.methods.feddecorr import correlation_energy
 from unskew.methods.moon import contrast
 
@@ -98,8 +100,30 @@ def test_moons_gradient_lowers_the_contrast():
     assert value(v.detach() - 0.01 * g) < before
 
 
+@pytest.mark.parametrize("wrapped", [True, False], ids=["in a sequence", "bare"])
+def test_a_model_that_is_only_a_head_is_refused_or_told_where_a_body_is_needed(wrapped):
+    draws = np.random.default_rng(0)
+    clients = [(draws.normal(size=(n, 4)), draws.integers(0, 3, n)) for n in (12, 9)]
+    fed = unskew.Federation.from_arrays(clients, test=clients[0], classes=3)
+
+    def run(method):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3)) if wrapped else nn.Linear(4, 3)
+        return unskew.run(fed, model=model, method=method, rounds=2, lr=0.1, engine="inline")
+
+    with pytest.raises(ConfigError, match="fedrep shares the body of the model"):
+        run("fedrep")
+    with pytest.raises(ConfigError, match="this model has one layer only, its head"):
+        run("fedals")
+    assert run("fedals:split=1,alpha=2").summary["bytes_up"] == run("fedavg").summary["bytes_up"] / 2
+    for method in ("moon:projection=0", "feddecorr"):
+        with pytest.warns(UserWarning, match=f"{method[:4]}.*has no effect"):
+            assert torch.equal(run(method).vector, run("fedavg").vector)
+    assert run("moon:projection=5").summary["parameters"] == (4 * 4 + 4) + (4 * 5 + 5) + (5 * 3 + 3)
+
+
 def test_moon_with_a_projection_head_trains_a_larger_model():
-    plain, projected = train("moon"), train("moon:projection=7")
+    plain, projected = train("moon:projection=0"), train("moon:projection=7")
     extra = (16 * 16 + 16) + (16 * 7 + 7) + (7 * 3 + 3) - (16 * 3 + 3)
     assert projected.summary["parameters"] == plain.summary["parameters"] + extra
 

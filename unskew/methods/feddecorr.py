@@ -11,6 +11,7 @@ that of the FedCOG paper.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
@@ -39,6 +41,10 @@ class FedDecorr(ClientRule):
 
     beta: Annotated[float, Field(ge=0)] = 0.01
     scale: Annotated[float, Field(gt=0)] = 1.0
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Without trained layers before the head there is nothing to decorrelate, which is told."""
+        return run.told_without_body(self.name, "beta") if self.beta else ()
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """``loss + beta ||R||_F^2 / m^2``."""

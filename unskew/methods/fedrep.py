@@ -14,6 +14,7 @@ The paper counts epochs: ``E_h`` on the head, then ``E_b`` on the body. Here bot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -21,8 +22,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.errors import ConfigError
 from unskew.models.trainable import Batch
 from unskew.models.vector import ModelSpec, mask_of
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
 
 
@@ -40,6 +43,19 @@ class FedRep(ClientRule, Sync):
     weights: ClassVar[Weights | None] = "uniform"
 
     head_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """There is a body to be shared.
+
+        Raises:
+            ConfigError: The model is only a head, so nothing would ever be sent; or updates are delayed.
+        """
+        if not run.spec.parts["body"]:
+            raise ConfigError(
+                "fedrep shares the body of the model and leaves its head at the clients, but this model trains no body; "
+                "take a model with more layers, or another method."
+            )
+        return super().check(run)
 
     def travels(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec

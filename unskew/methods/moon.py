@@ -14,6 +14,7 @@ the FedCOG paper have none (``projection=0``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from unskew.models.trainable import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
@@ -48,6 +50,10 @@ class Moon(ClientRule):
     temperature: Annotated[float, Field(gt=0)] = 0.5
     first: Literal["omit", "global"] = "omit"
     projection: Annotated[int, Field(ge=0)] = 0
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Without trained layers before the head there is nothing to contrast, which is told."""
+        return run.told_without_body(self.name, "mu") if self.mu else ()
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """The projection head, where wanted."""
