@@ -138,7 +138,8 @@ def test_the_student_keeps_its_optimizer_and_sees_augmented_images(monkeypatch):
     kept = run(f"{QUICK},start_round=0")
     (x, y, none, first), (more, wanted, second, _) = seen
     assert (len(x), len(more), none) == (6, 12, [])
-    assert torch.equal(first[0], second[0]) and bool(first[0].any())
+    assert torch.equal(first[0], second[0])
+    assert bool(first[0].any())
     assert not torch.equal(more[:6], x)
     assert not torch.equal(wanted[:6], y)
     seen.clear()

@@ -168,7 +168,9 @@ def test_sums_that_mean_nothing_are_refused(other):
             method(spelling)
 
 
-@pytest.mark.parametrize("other", ["fedadam", "fedavgm", "moon:projection=0", "fedcog:start_round=1,n=6,g_steps=2", "fedsam"])
+@pytest.mark.parametrize(
+    "other", ["fedadam", "fedavgm", "moon:projection=0", "fedcog:start_round=1,n=6,g_steps=2", "fedsam"]
+)
 def test_other_sums_train_and_leave_the_initial_head_at_the_server(other):
     result = train(f"fedrep+{other}")
     start = train("fedrep", rounds=1, lr=1e-300).vector

@@ -78,7 +78,10 @@ def test_the_papers_form_of_feddecorr_is_an_option():
     batch = Batch(blobs([9]).clients[0].x.double(), None, torch.tensor(0), torch.tensor(0))
     v = spec.flatten()
     features = ctx.model(v, batch.x).features
-    for rule, energy in ((FedDecorr(beta=2.0, form="paper", scale=3.0), correlation_energy), (FedDecorr(), authors_energy)):
+    for rule, energy in (
+        (FedDecorr(beta=2.0, form="paper", scale=3.0), correlation_energy),
+        (FedDecorr(), authors_energy),
+    ):
         found = rule.loss(lambda v, batch: v.sum() * 0, ctx, {})(v, batch)
         assert float(found) == near(rule.beta * rule.scale * float(energy(features)))
 

@@ -14,9 +14,9 @@ Clients train to convergence and upload once: a run has one round, with as many 
 comparison has ten communication rounds first: ``start_round=9`` and ten rounds. Rounds before ``start_round`` are FedAvg's.
 
 As in the authors' code (``heter_fl.py`` and ``helpers/synthesizers.py`` of zj-jayzhang/DENSE) one optimizer of the student
-serves all epochs, so its momentum goes on, and the student augments. There crops are for CIFAR only; other data are mirrored.
-Before, each pass here had a new optimizer and images as they are, with ``E(x)`` of each computed once, which is much less work
-for the ensemble: ``dense:keep_optimizer=false,augment=false``.
+serves all epochs, so its momentum goes on, and the student augments. There crops are for CIFAR only; other data are
+mirrored. Before, each pass here had a new optimizer and images as they are, with ``E(x)`` of each computed once, which is
+much less work for the ensemble: ``dense:keep_optimizer=false,augment=false``.
 
 Choices where text and code leave room: the student begins at the average of the clients' models; all of the pool is kept, as
 inputs and not rounded to pixels; without BatchNorm its term is zero.

@@ -11,8 +11,8 @@ of log 2 per sample, but for rounding the same); the code of the FedCOG paper dr
 nothing and is not offered.
 
 ``mu=1``, ``T=0.5`` and a projection of two layers, of 256 units, between features and head are the defaults of the authors'
-code (``main.py`` of QinbinLi/MOON: ``mu``, ``temperature``, ``out_dim``, ``use_project_head``); it says to tune ``mu`` in 0.001
-to 10. The FedCOG paper compares with ``mu=0.01`` and no projection, which were the defaults here before:
+code (``main.py`` of QinbinLi/MOON: ``mu``, ``temperature``, ``out_dim``, ``use_project_head``); it says to tune ``mu``
+between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projection, which were the defaults here before:
 ``moon:mu=0.01,projection=0``. A projection makes the model larger than that of other methods.
 """
 
