@@ -158,9 +158,11 @@ def compare(
     rows = result.rows()
     if as_json:
         costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
-        print_json({"folder": str(folder), "rows": rows, "reaching": costs_of})
+        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         return
     costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
+    for note in result.notes():
+        console.print(f"{note}\n", markup=False)
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)

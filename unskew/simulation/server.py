@@ -70,17 +70,17 @@ class Server:
     ):
         self.at_server = at_server
         self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
-        self.facts, self.seed = facts, seed
+        self.facts, self.seed = replace(facts, weights=weights), seed
         self.sends_model = all(r.sends_model for r in method.client)
         self.needs = {what for part in (rule, *method.rules) for what in part.needs}
         self.store = ClientStore() if store is None else store  # an empty one is false
         self.cache = ClientStore() if cache is None else cache
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
-        self.state = rule.init(spec.flatten(), facts)
+        self.state = rule.init(spec.flatten(), self.facts)
         check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
         self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
-        self.rules: dict[str, Tensors] = {name: r.server_init(self.v, facts) for name, r in self.halves.items()}
+        self.rules: dict[str, Tensors] = {name: r.server_init(self.v, self.facts) for name, r in self.halves.items()}
         self.waiting = empty(method, rule)
         self.traffic = Traffic()
         self.moved = False
@@ -158,7 +158,7 @@ class Server:
             b=b if self.mode == "average" else self.b0,
             download={name: tensors for name, tensors in extra.items() if tensors},
             state=ClientState.of(self.store.get(client)),
-            weight=1.0 if self.weights == "uniform" else float(self.facts.size(client)),
+            weight=self.facts.weight(client),
             down=down,
             up=up,
             initial=() if accepted is not None or down is None else complement(down, len(v)),
