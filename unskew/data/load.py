@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from unskew.data.arrays import training_size, whole_number
-from unskew.data.federation import ArrayClients, Federation, ServerData, take
+from unskew.data.clients import DrawnClients, take
+from unskew.data.federation import Federation, ServerData
 from unskew.data.partition.make import Partition, make_partition
 from unskew.data.partition.spelling import column_of, parse
 from unskew.data.reading.columns import Choice
@@ -149,16 +150,22 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
     rows = torch.from_numpy(shuffled)
-    x, y = take(train.x, rows), train.y[rows]
+    offsets, y = parts.offsets, train.y[rows]
     trained_on = np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
     at_server, test = server_data(spec, source, test, seed)
     return Federation(
-        clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + trained_on),
+        clients=DrawnClients(
+            lambda k, start, stop: take(train.x, rows[offsets[k] + start : offsets[k] + stop]),
+            train.x[:1],
+            y,
+            offsets,
+            offsets[:-1] + trained_on,
+        ),
         test=(test.x, test.y),
         server=at_server,
         task=source.task,
         classes=source.classes,
-        normalisation=source.normalisation if len(y) == len(train) else normalisation_of(x),
+        normalisation=source.normalisation if len(y) == len(train) else normalisation_of(take(train.x, rows)),
         class_names=source.class_names,
         name=source.name,
         partition=parts.name,
