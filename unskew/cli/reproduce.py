@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
 from unskew.errors import ConfigError, unknown
 from unskew.files import place
-from unskew.options import seeds_in
 
 if TYPE_CHECKING:
     from unskew.reproduction.preset import Preset
@@ -53,6 +54,7 @@ def reproduce(
     from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
     from unskew.reproduction.study import load_study, study_names
+    from unskew.options import seeds_in
     from unskew.reproduction.sweep import Sweep
 
     console = console_for(as_json)
