@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 import unskew
 from unskew.data.clients import RECENT, batched
 from unskew.errors import DataError

@@ -49,12 +49,12 @@ def reproduce(
     from rich.table import Table
 
     from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.options import seeds_in
     from unskew.reproduction import report
     from unskew.reproduction.earlier import notes
     from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
     from unskew.reproduction.study import load_study, study_names
-    from unskew.options import seeds_in
     from unskew.reproduction.sweep import Sweep
 
     console = console_for(as_json)

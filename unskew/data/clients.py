@@ -135,7 +135,13 @@ class _Drawn(ClientData):
     """A client whose inputs are brought together when somebody looks at them; those to train on are then kept."""
 
     def __init__(
-        self, id: int, y: Tensor, y_test: Tensor, rows: Rows | None = None, x_test: Tensor | None = None, **train: Tensor
+        self,
+        id: int,
+        y: Tensor,
+        y_test: Tensor,
+        rows: Rows | None = None,
+        x_test: Tensor | None = None,
+        **train: Tensor,
     ):
         # The class is frozen; with inputs it is called by dataclasses.replace.
         self.__dict__.update(id=id, y=y, y_test=y_test, rows=rows, held_out=x_test, **train)
