@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,20 @@ EACH = 25_000  # images of a client of the large federation
 CASES = [(loop, setting, kind) for setting in "AB" for kind in ("uint8", "float32") for loop in ("tuned", "unskew")]
 
 
-def given(setting: str, kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The arrays of each client; their bytes do not matter here."""
+def given(setting: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The images of all clients in order, and their labels; their values do not matter here."""
     draws, one = np.random.default_rng(0), SETTINGS[setting]
-    shape = (one["per_client"], 32, 32, 3)
-    made = draws.integers(0, 256, (one["clients"], *shape), dtype=np.uint8)
-    labels = draws.integers(0, 10, made.shape[:2])
-    return [(x.astype(kind), y) for x, y in zip(made, labels, strict=True)]
+    count = one["clients"] * one["per_client"]
+    x = np.empty((count, 32, 32, 3), kind)
+    for first in range(0, count, 1000):
+        x[first : first + 1000] = draws.integers(0, 256, x[first : first + 1000].shape, dtype=np.uint8)
+    return x, draws.integers(0, 10, count)
+
+
+def apart(x: np.ndarray, y: np.ndarray, per_client: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arrays of its own for each client."""
+    rows = [slice(first, first + per_client) for first in range(0, len(x), per_client)]
+    return [(x[own].copy(), y[own].copy()) for own in rows]
 
 
 def mapped(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -47,15 +55,9 @@ def mapped(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(x[k : k + EACH], y[k : k + EACH]) for k in range(0, len(x), EACH)]
 
 
-def tuned(clients: list[tuple[np.ndarray, np.ndarray]], setting: str) -> None:
-    """The hand-made loop; its data are one array, so there is nothing beside it."""
-    one = SETTINGS[setting]
-    shape = (len(clients), one["per_client"])
-    x, y = np.empty((*shape, 32, 32, 3), clients[0][0].dtype), np.empty(shape, np.int64)
-    for k in range(shape[0]):
-        x[k], y[k] = clients[k]
-        clients[k] = (x[k], y[k])
-    loop = TunedLoop(x.reshape(-1, 32, 32, 3), y.reshape(-1), **one)
+def tuned(x: np.ndarray, y: np.ndarray, setting: str) -> None:
+    """The hand-made loop."""
+    loop = TunedLoop(x, y, **SETTINGS[setting])
     for t in range(ROUNDS):
         loop.round(t)
     loop.close()
@@ -78,9 +80,16 @@ def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
     """One line of the table, in this process."""
     from unskew.data.normalisation import Normalisation
 
+    options = {"normalise": Normalisation(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
     with tempfile.TemporaryDirectory() as folder:
-        clients = mapped(Path(folder)) if kind == "mapped" else given(setting, kind)
-        data = sum(array.nbytes for pair in clients for array in pair)
+        if loop == "tuned":
+            x, y = given(setting, kind)
+            data, work = x.nbytes + y.nbytes, partial(tuned, x, y, setting)
+        else:
+            per_client = SETTINGS[setting]["per_client"]
+            clients = mapped(Path(folder)) if kind == "mapped" else apart(*given(setting, kind), per_client)
+            data = sum(array.nbytes for pair in clients for array in pair)
+            work = partial(ours, clients, setting, **options)
         peak, ended = [0.0], threading.Event()
 
         def watch() -> None:
@@ -89,10 +98,7 @@ def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
 
         threading.Thread(target=watch, daemon=True).start()
         began = time.perf_counter()
-        if loop == "tuned":
-            tuned(clients, setting)
-        else:
-            ours(clients, setting, **({"normalise": Normalisation(MEAN, STD, 1 / 255)} if kind == "mapped" else {}))
+        work()
         ended.set()
         return {"data_mb": data / 2**20, "peak_mb": peak[0], "seconds": time.perf_counter() - began}
 

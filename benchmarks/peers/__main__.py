@@ -61,7 +61,7 @@ class Peer:
         for pipe in ("turns", "answers"):
             os.mkfifo(folder / pipe)
         self.folder, self.log = folder, folder / "log"
-        module, processes = f"benchmarks.peers.{name}", _number(HERE / f"{name}.py", "TORCHRUN")
+        module, processes = f"benchmarks.peers.{name}", number(HERE / f"{name}.py", "TORCHRUN")
         start = ["-m", module]
         if processes:
             start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module]
@@ -106,7 +106,7 @@ class Peer:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _number(module: Path, name: str) -> int:
+def number(module: Path, name: str) -> int:
     """What a module that is not imported sets ``name`` to, or 0."""
     line = next((line for line in module.read_text().splitlines() if line.startswith(f"{name} = ")), "0 = 0")
     return int(line.partition("=")[2])
