@@ -147,13 +147,17 @@ class _Drawn(ClientData):
         self.__dict__.update(id=id, y=y, y_test=y_test, rows=rows, held_out=x_test, **train)
 
     @cached_property
-    def x(self) -> Tensor:  # type: ignore[override]
-        return self.__dict__["rows"](self.id, 0, len(self.y))
+    def x(self) -> Tensor:
+        return self._rows(0, len(self.y))
 
     @property
-    def x_test(self) -> Tensor:  # type: ignore[override]
+    def x_test(self) -> Tensor:
         made: Tensor | None = self.__dict__["held_out"]
-        return self.__dict__["rows"](self.id, len(self.y), len(self.y) + len(self.y_test)) if made is None else made
+        return self._rows(len(self.y), len(self.y) + len(self.y_test)) if made is None else made
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        rows: Rows = self.__dict__["rows"]
+        return rows(self.id, start, stop)
 
 
 def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:

@@ -59,9 +59,9 @@ def pair(
     weights = [spec.parameters(v) for v, _ in (first, second)]
     steps, split = [], False
     for name, layer in _pooled_first(layers):
-        own = [[w[f"{name}.{what}"] for w in weights if f"{name}.{what}" in w] for what in ("weight", "bias")]
-        steps.append(_step(layer, *own, split))
-        split = split or bool(own[0])
+        own, biases = ([w[f"{name}.{what}"] for w in weights if f"{name}.{what}" in w] for what in ("weight", "bias"))
+        steps.append(_step(layer, own, biases, split))
+        split = split or bool(own)
 
     def logits(x: Tensor) -> list[Tensor]:
         for step in steps:
@@ -91,8 +91,8 @@ def _step(layer: nn.Module, weights: list[Tensor], biases: list[Tensor], split: 
     """
     if isinstance(layer, nn.Conv2d):
         weight, bias = channels_last(torch.cat(weights)), torch.cat(biases) if biases else None
-        how = (layer.stride, layer.padding, layer.dilation, 2 if split else 1)
-        return lambda h: F.conv2d(h, weight, bias, *how)
+        stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, 2 if split else 1
+        return lambda h: F.conv2d(h, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
     if isinstance(layer, nn.Linear):
         rows = torch.stack(weights).transpose(1, 2)
         if not biases:
