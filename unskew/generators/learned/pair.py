@@ -92,7 +92,7 @@ def _step(layer: nn.Module, weights: list[Tensor], biases: list[Tensor], split: 
     if isinstance(layer, nn.Conv2d):
         weight, bias = channels_last(torch.cat(weights)), torch.cat(biases) if biases else None
         stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, 2 if split else 1
-        return lambda h: F.conv2d(h, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+        return lambda h: F.conv2d(h, weight, bias, stride, padding, dilation, groups)
     if isinstance(layer, nn.Linear):
         rows = torch.stack(weights).transpose(1, 2)
         if not biases:
