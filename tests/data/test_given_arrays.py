@@ -1,5 +1,6 @@
 """A federation holds the arrays that it is given, and of files only what a drawn client needs."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,14 @@ def test_a_client_has_its_own_rows_in_its_own_order(shape, dtype):
     assert torch.equal(together[1].x_test, fed.clients[1].x_test)
     changed = replace(fed.clients[1], y=fed.clients[1].y + 1)
     assert torch.equal(changed.x_test, fed.clients[1].x_test)
+
+
+def test_a_federation_can_be_copied_to_another_process():
+    for fed in (federation(given()), unskew.load_federation("digits", clients=3)):
+        fed.clients[1].x  # noqa: B018
+        again = pickle.loads(pickle.dumps(fed))
+        assert torch.equal(again.clients.x, fed.clients.x)
+        assert torch.equal(again.clients[1].x_test, fed.clients[1].x_test)
 
 
 def test_types_that_differ_become_one():

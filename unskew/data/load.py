@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unskew.data.arrays import training_size, whole_number
 from unskew.data.clients import DrawnClients, take
@@ -155,7 +157,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     at_server, test = server_data(spec, source, test, seed)
     return Federation(
         clients=DrawnClients(
-            lambda k, start, stop: take(train.x, rows[offsets[k] + start : offsets[k] + stop]),
+            partial(ranged, train.x, rows, offsets),
             train.x[:1],
             y,
             offsets,
@@ -174,6 +176,11 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
         columns=source.columns,
     )
+
+
+def ranged(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
+    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``."""
+    return take(x, rows[offsets[k] + start : offsets[k] + stop])
 
 
 def source_of(spec: DataSpec) -> Source:
