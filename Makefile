@@ -46,6 +46,7 @@ conformance: .venv/installed  ## unskew and other libraries against the papers' 
 
 bench: .venv/installed  ## speed and memory against loops without a framework, and what generation costs
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.generation
 
 docs: .venv/installed  ## the documentation, into site/

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop
 from benchmarks.handmade import HandmadeTogether, HandmadeTrainer
-from benchmarks.timing import load_images, measure
+from benchmarks.timing import load_images, measure, resident
 from unskew import ClientData, Federation, ModelSpec, Normalisation, method
 from unskew.data.federation import ArrayClients
 from unskew.engines.base import Setup
@@ -107,12 +107,15 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
             "unskew, inline": partial(UnskewLoop, fed, **mine, engine="inline"),
             "unskew, processes": partial(UnskewLoop, fed, **mine, engine="processes"),
         }
-        seconds = measure(loops, repetitions, rounds)
+        memory: dict[str, float] = {}
+        seconds = measure(loops, repetitions, rounds, memory=memory)
         tuned = min(statistics.median(s) for loop, s in seconds.items() if loop.startswith("(b)"))
         for loop, values in seconds.items():
             median = statistics.median(values)
-            rows.append({"setting": name, "loop": loop, "rounds_per_s": 1 / median, "of_tuned": tuned / median})
-            print(f"{name}  {loop:<28} {1 / median:6.2f} rounds/s  {tuned / median:5.2f} of (b)", flush=True)
+            row = {"setting": name, "loop": loop, "rounds_per_s": 1 / median, "of_tuned": tuned / median}
+            rows.append({**row, "mb": memory[loop]})
+            print(f"{name}  {loop:<28} {1 / median:6.2f} rounds/s  {tuned / median:5.2f} of (b)  "
+                  f"{memory[loop]:5.0f} MB", flush=True)  # fmt: skip
     return rows
 
 
@@ -131,17 +134,6 @@ class Registered(Sequence[ClientData]):
         return ClientData(k, self.x[rows], self.y[rows], self.x[none], self.y[none])
 
 
-def _resident() -> float:
-    """Memory of this process and its workers in MB, shared pages counted once (proportional set size)."""
-    pids = [os.getpid(), *(p.pid for p in mp.active_children())]
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1])
-    return total / 1024
-
-
 def _registered(x: np.ndarray, y: np.ndarray, clients: int, spelling: str, rounds: int, pipe: Any) -> None:
     images, labels = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)
     fed = Federation(
@@ -150,12 +142,12 @@ def _registered(x: np.ndarray, y: np.ndarray, clients: int, spelling: str, round
     )  # fmt: skip
     loop = UnskewLoop(fed, cohort=10, steps=8, batch=64, lr=0.05, seed=1, spelling=spelling)
     loop.round(0)
-    before, seconds = _resident(), []
+    before, seconds = resident(), []
     for t in range(1, rounds + 1):
         start = time.perf_counter()
         loop.round(t)
         seconds.append(time.perf_counter() - start)
-    after = _resident()
+    after = resident()
     loop.close()
     pipe.send((statistics.median(seconds), before, after))
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+
+def resident() -> float:
+    """Memory of this process and its workers in MB, shared pages counted once (proportional set size)."""
+    total = 0
+    for pid in (os.getpid(), *(process.pid for process in mp.active_children())):
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+    return total / 1024
 
 
 def _serve(make_loop: Callable[[], Any], pipe: Connection) -> None:
@@ -16,6 +30,9 @@ def _serve(make_loop: Callable[[], Any], pipe: Connection) -> None:
     loop = make_loop()
     t = 0
     while (rounds := pipe.recv()) is not None:
+        if not rounds:
+            pipe.send(resident())
+            continue
         start = time.perf_counter()
         for _ in range(rounds):
             loop.round(t)
@@ -25,7 +42,11 @@ def _serve(make_loop: Callable[[], Any], pipe: Connection) -> None:
 
 
 def measure(
-    loops: dict[str, Callable[[], Any]], repetitions: int, rounds: int, warm_up: int = 1
+    loops: dict[str, Callable[[], Any]],
+    repetitions: int,
+    rounds: int,
+    warm_up: int = 1,
+    memory: dict[str, float] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per round of each loop, measured in turn; each loop lives in a process of its own.
 
@@ -34,6 +55,7 @@ def measure(
         repetitions: How many times the turn goes round.
         rounds: FedAvg rounds of each loop per turn.
         warm_up: Unmeasured rounds before.
+        memory: Filled with the MB that each loop holds in the end, besides what it shares with the others.
 
     Returns:
         By name, one number for each repetition.
@@ -53,7 +75,10 @@ def measure(
         for name, (pipe, _process) in zip(loops, handles, strict=True):
             pipe.send(rounds)
             seconds[name].append(pipe.recv())
-    for pipe, process in handles:
+    for name, (pipe, process) in zip(loops, handles, strict=True):
+        if memory is not None:
+            pipe.send(0)
+            memory[name] = pipe.recv()
         pipe.send(None)
         process.join()
     return seconds

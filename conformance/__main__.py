@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import platform
 import subprocess
 import sys
-import sysconfig
 from datetime import date
 from pathlib import Path
 
 from conformance.cases import FIRST, TABLE, measured
+from conformance.environments import MINUTES, environment
 from conformance.papers import paper
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".venv"
 LIBRARIES = ("unskew", "fedlab", "pfl_research", "fedjax", "flower", "pfllib", "fl_bench")
 CHECKOUTS = ("pfllib", "fl_bench")
-MINUTES = 10
 
 
-def constant(library: str, name: str) -> tuple[str, ...]:
-    """What an adapter sets ``name`` to; it is read, not imported, as the library is not here."""
-    for node in ast.parse((HERE / "adapters" / f"{library}.py").read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
-            return tuple(ast.literal_eval(node.value))
-    return ()
-
-
-def environment(library: str) -> Path:
-    """The interpreter that has the library, made if need be. PyTorch is that of this interpreter, as it is large."""
-    if library == "unskew":
-        return Path(sys.executable)
-    folder = ENVIRONMENTS / library
-    python = folder / "bin" / "python"
-    if not (folder / "made").exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-        for options, names in (([], "REQUIREMENTS"), (["--no-deps"], "ALONE")):
-            if wanted := constant(library, names):
-                command = [python, "-m", "pip", "install", "--quiet", *options, *wanted]
-                subprocess.run(command, check=True, timeout=60 * MINUTES)
-        (folder / "made").touch()
-    return python
+def interpreter(library: str) -> Path:
+    """The interpreter that has the library."""
+    return environment(ENVIRONMENTS / library, HERE / "adapters" / f"{library}.py")
 
 
 def outcome(library: str, checkout: Path | None) -> dict[str, object]:
@@ -58,7 +35,8 @@ def outcome(library: str, checkout: Path | None) -> dict[str, object]:
     out.unlink(missing_ok=True)
     path = {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     try:
-        command = [environment(library), "-m", "conformance.worker", library, out]
+        python = Path(sys.executable) if library == "unskew" else interpreter(library)
+        command = [python, "-m", "conformance.worker", library, out]
         with log.open("w") as file:
             command += [] if checkout is None else [checkout.resolve()]
             subprocess.run(

@@ -13,7 +13,9 @@ ONE_STEP = ("fedavg", "fedprox", "scaffold", "scaffold-1", "fedprox+scaffold", "
 """Methods that with one local step and all clients are gradient descent."""
 EQUAL = ("fedavg", "scaffold", "scaffold-1", "fednova", "fedexp", "fedpvr", "ditto", "fedbn")
 """Methods that do nothing of their own where all clients are the same."""
-BY_SAMPLES = ("fedavg", "fedprox", "fednova", "fedavgm", "fedexp", "fedsam")
+VARIATES = ("scaffold", "scaffold-1", "feddyn", "fedpvr")
+"""Methods whose variates lead to the optimum of the objective that the weights name."""
+BY_SAMPLES = ("fedavg", "fedprox", "fednova", "fedavgm", "fedexp", "fedsam", "fedbuff", "ca2fl", *VARIATES)
 """Methods whose average may weigh clients by their samples."""
 UNEQUAL = (10, 90, 20, 80, 30, 70, 40, 60)
 
@@ -56,9 +58,10 @@ def fedprox_by_mu(run: Runner, rounds: int = 20) -> list[float]:
     return [distance(run(replace(asked, options={"mu": mu})).models[-1], asked.make()) for mu in mus]
 
 
-def weights_name_the_objective(run: Runner, method: str, weights: str) -> float:
+def weights_name_the_objective(run: Runner, method: str, weights: str, participation: float = 1.0) -> float:
     """Clients of unequal sizes: the trajectory is the paper's with these weights."""
-    return deviation(run, replace(case(method, rounds=3, steps=2, weights=weights), make=unequal_sizes))
+    asked = case(method, rounds=3, steps=2, weights=weights, participation=participation)
+    return deviation(run, replace(asked, make=unequal_sizes))
 
 
 def one_step_descends_the_objective(run: Runner, weights: str) -> float:

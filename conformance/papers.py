@@ -67,7 +67,10 @@ def fedprox(run: Run, mu: float) -> Iterator[Array]:
 
 
 def scaffold(run: Run, option: int = 2, mu: float = 0.0, beta: float = 0.0) -> Iterator[Array]:
-    """Karimireddy et al. 2019, Algorithm 1; for sums also with FedProx's term and FedAvgM's momentum."""
+    """Karimireddy et al. 2019, Algorithm 1; for sums also with FedProx's term and FedAvgM's momentum.
+
+    The paper's ``c`` is the plain mean of all ``c_k``; with other weights it is the mean that the objective takes.
+    """
     x, c, c_k, m = run.start, np.zeros_like(run.start), run.zeros(), 0.0
     for S in run.cohorts:
         y, new = {}, {}
@@ -77,18 +80,21 @@ def scaffold(run: Run, option: int = 2, mu: float = 0.0, beta: float = 0.0) -> I
             new[k] = run.gradient(k, x) if option == 1 else c_k[k] - c + drift
         m = beta * m + run.mean({k: y[k] - x for k in S})
         x = x + m
-        c = c + sum(new[k] - c_k[k] for k in S) / run.K
+        c = c + sum(run.share[k] * (new[k] - c_k[k]) for k in S)
         c_k.update(new)
         yield x
 
 
 def feddyn(run: Run, alpha: float) -> Iterator[Array]:
-    """Acar et al. 2021, Algorithm 1, with gradient steps in the place of the exact minimum."""
+    """Acar et al. 2021, Algorithm 1, with gradient steps in the place of the exact minimum.
+
+    The paper's ``h`` is the plain mean of all ``g_k``; with other weights it is the mean that the objective takes.
+    """
     x, h, g_k = run.start, np.zeros_like(run.start), run.zeros()
     for S in run.cohorts:
         y = {k: run.local(k, x, lambda g, w, x=x, k=k: g - g_k[k] + alpha * (w - x)) for k in S}
         g_k.update({k: g_k[k] - alpha * (y[k] - x) for k in S})
-        h = h - alpha / run.K * sum(y[k] - x for k in S)
+        h = h - alpha * sum(run.share[k] * (y[k] - x) for k in S)
         x = run.mean(y) - h / alpha
         yield x
 
@@ -183,10 +189,10 @@ def fedbuff(run: Run, size: int) -> Iterator[Array]:
     """Nguyen et al. 2021, Algorithm 1, without delays: what does not fill a buffer waits for the next round."""
     x, buffer = run.start, []
     for S in run.cohorts:
-        for delta in [run.local(k, x) - x for k in S]:
-            buffer.append(delta)
+        for k, delta in [(k, run.local(k, x) - x) for k in S]:
+            buffer.append((run.share[k], delta))
             if len(buffer) == size:
-                x, buffer = x + sum(buffer) / size, []
+                x, buffer = x + sum(p * d for p, d in buffer) / sum(p for p, _ in buffer), []
         yield x
 
 
@@ -196,10 +202,11 @@ def ca2fl(run: Run, size: int) -> Iterator[Array]:
     h = np.zeros_like(x)
     for S in run.cohorts:
         for k, delta in [(k, run.local(k, x) - x) for k in S]:
-            buffer.append(delta - h_k[k])
+            buffer.append((run.share[k], delta - h_k[k]))
             h_k[k] = delta
             if len(buffer) == size:
-                x, buffer, h = x + h + sum(buffer) / size, [], sum(h_k.values()) / run.K
+                x = x + h + sum(p * change for p, change in buffer) / sum(p for p, _ in buffer)
+                buffer, h = [], sum(run.share[k] * h_k[k] for k in h_k)
         yield x
 
 

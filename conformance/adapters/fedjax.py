@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 jax.config.update("jax_enable_x64", True)
+jax.tree_map = jax.tree_util.tree_map  # the last FedJAX calls it so; JAX took it away later
 
 import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg, fed_prox  # noqa: E402
 
 from conformance.problem import Case, Trace  # noqa: E402
 
-REQUIREMENTS = ("fedjax==0.0.17",)  # which needs an older JAX than the newest: see docs/conformance.md
+REQUIREMENTS = ("fedjax==0.0.17", "jax==0.10.2")
 METHODS = ("fedavg", "fedprox", "fedavgm")
 
 

@@ -74,6 +74,8 @@ def test_fedprox_drifts_less_with_more_of_its_term(run):
 @pytest.mark.parametrize("method", invariants.BY_SAMPLES)
 def test_unequal_sizes_count_as_the_weights_say(method, weights):
     assert invariants.weights_name_the_objective(adapter.run, method, weights) < EXACT
+    if method in (*invariants.VARIATES, "ca2fl"):  # the part that the cohort is of all clients enters there
+        assert invariants.weights_name_the_objective(adapter.run, method, weights, 0.5) < EXACT
 
 
 @pytest.mark.parametrize("weights", ["uniform", "samples"])
@@ -105,19 +107,14 @@ def test_a_row_of_the_table(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [paper, adapter.run], ids=["paper", "unskew"])
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-@pytest.mark.parametrize("method", ["scaffold", "feddyn", "fedpvr"])
-def test_variates_reach_the_uniform_optimum_of_unequal_clients(method, participation):
-    found = invariants.fixed_point(adapter.run, method, "uniform", participation, 300)
-    assert found["uniform"] < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the variates are averaged uniformly whatever the weights: docs/conformance.md")
-@pytest.mark.parametrize(("method", "participation"), [("scaffold", 1.0), ("fedpvr", 1.0), ("feddyn", 0.5)])
-def test_variates_reach_the_optimum_by_samples(method, participation):
-    found = invariants.fixed_point(adapter.run, method, "samples", participation, 300)
-    assert found["samples"] < 1e-3
+@pytest.mark.parametrize("method", invariants.VARIATES)
+def test_variates_reach_the_optimum_that_the_weights_name(run, method, participation, weights):
+    found = invariants.fixed_point(run, method, weights, participation, 300)
+    assert found.pop(weights) < 1e-8
+    assert min(found.values()) > 0.1
 
 
 def test_the_problem_has_what_it_promises():

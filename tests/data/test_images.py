@@ -17,6 +17,7 @@ from unskew.methods.dense import Dense, divergence, ensemble
 from unskew.methods.feddm import FedDM, shortened
 from unskew.models.vector import ModelSpec
 from unskew.protocol.updates import Aggregate
+from unskew.simulation.server_training import ServerTrainer
 
 QUICK = "dense:epochs=2,g_steps=2,batch=6"
 SHAPE = (2, 6, 6)
@@ -120,6 +121,34 @@ def test_rounds_before_the_first_distillation_are_fedavgs():
     last = run(f"{QUICK},start_round=2", rounds=3)
     assert not torch.allclose(last.vector, run("fedavg", rounds=3).vector)
     assert last.summary["bytes_up"] == run("fedavg", rounds=3).summary["bytes_up"]
+
+
+def test_the_student_keeps_its_optimizer_and_sees_augmented_images(monkeypatch):
+    """The second pass begins with the momentum that the first left; teacher and student see the same images."""
+    seen, real = [], ServerTrainer.train
+
+    def train(trainer, v, b, key, **given):
+        moments = None if given["moments"] is None else [m.clone() for m in given["moments"]]
+        trained = real(trainer, v, b, key, **given)
+        after = None if given["moments"] is None else [m.clone() for m in given["moments"]]
+        seen.append((given["x"], given["y"], moments, after))
+        return trained
+
+    monkeypatch.setattr(ServerTrainer, "train", train)
+    kept = run(f"{QUICK},start_round=0")
+    (x, y, none, first), (more, wanted, second, _) = seen
+    assert (len(x), len(more), none) == (6, 12, [])
+    assert torch.equal(first[0], second[0])
+    assert bool(first[0].any())
+    assert not torch.equal(more[:6], x)
+    assert not torch.equal(wanted[:6], y)
+    seen.clear()
+    anew = run(f"{QUICK},keep_optimizer=false,augment=false")
+    (x, y, none, _), (more, wanted, still, _) = seen
+    assert none is still is None
+    assert torch.equal(more[:6], x)
+    assert torch.equal(wanted[:6], y)
+    assert not torch.equal(kept.vector, anew.vector)
 
 
 @pytest.mark.slow

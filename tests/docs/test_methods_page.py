@@ -111,19 +111,20 @@ def test_the_sums_that_are_refused_are_told():
 
 
 def test_the_costs_of_methods_are_those_counted():
-    """In the second round, when nothing is missing any more; a linear model is all classifier."""
-    options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
+    """In the second round, when nothing is missing any more and no body is due; all layers are linear."""
+    options = {"model": "mlp", "model_options": {"hidden": [8]}}
+    options |= {"rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
     for name in CATALOGUE:
         traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
         result = unskew.run(method=QUICK.get(name, name), server=100, to_be_continued=True, **options)
         size = result.summary["parameters"]
-        g = LatentGenerator(classes=10, noise=32, hidden=256, features=64).size
+        g = LatentGenerator(classes=10, noise=32, hidden=256, features=8).size
         numbers = {
             "d": size,
             "2d": 2 * size,
             "dc": size,
-            "db": 0,
-            "dh": size,
+            "db": 64 * 8 + 8,
+            "dh": 8 * 10 + 10,
             "db/alpha": 0,
             "1": 1,
             "g": g,

@@ -15,12 +15,13 @@ from unskew.data.augment import keyed_crop_and_flip
 from unskew.data.federation import Federation
 from unskew.data.pixels import Pixels
 from unskew.errors import ConfigError, MethodConflict
-from unskew.generators.learned import decoder
+from unskew.generators.learned import decoder, pair
 from unskew.generators.learned.inversion import augmented
 from unskew.methods.catalogue import method
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedcog.fedcog import FedCOG
 from unskew.methods.moon import Moon
+from unskew.models.catalogue import build_model
 from unskew.protocol.training import Training
 
 F64 = torch.float64
@@ -286,3 +287,32 @@ def test_what_is_written_before_belongs_to_the_loss_of_real_batches(spec, coeffi
     assert value(cog, moon) == pytest.approx(value(cog) + term, rel=1e-12)
     assert value(moon, cog) == pytest.approx(value(cog) + w_real * term, rel=1e-12)
     assert (w_real == 1) == (coefficients == "fixed")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "known"),
+    [("cnn", (3, 16, 16), True), ("mlp", (7,), True), ("logistic", (1, 4, 4), True), ("resnet20", (3, 8, 8), False)],
+)
+def test_two_models_in_one_pass_equal_one_after_the_other(name, shape, known):
+    """Their logits and the gradient for the inputs, also mapped over clients; a model with other layers falls back."""
+    torch.manual_seed(0)
+    spec = unskew.ModelSpec(build_model(name, shape, 4), shape, 4, dtype=torch.float64)
+    assert (pair.layers_of(spec) is not None) == known
+    v, b, x = spec.flatten(), spec.flatten_buffers(), torch.randn(5, *shape, dtype=torch.float64)
+    w = v + 0.1 * torch.randn_like(v)
+
+    def together(w, x):
+        first, second = pair.pair(spec, (v, b), (w, b))(x)
+        return (first.square() * second.exp()).sum(), (first, second)
+
+    def alone(w, x):
+        first, second = (spec.forward(u, b, x).logits for u in (v, w))
+        return (first.square() * second.exp()).sum(), (first, second)
+
+    found, expected = (torch.func.grad(f, argnums=1, has_aux=True)(w, x) for f in (together, alone))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    if known:
+        mapped = torch.func.vmap(torch.func.grad(together, argnums=1, has_aux=True))(
+            w.expand(2, -1), x.expand(2, *x.shape)
+        )
+        torch.testing.assert_close(mapped[0][1], expected[0], rtol=1e-10, atol=1e-10)

@@ -111,6 +111,8 @@ def test_the_clients_loss_equals_numpy(spec, labels):
     rule = FedGen(a=3, b=2, decay=0.9, labels=labels, hidden=7, noise=4, batch=6)
     g = rule.generator(spec).init(torch.tensor(5)).double() * 3
     ctx = context(spec, rule, g, [5.0, 0.0, 2.0], round=2)
+    if labels == "all":  # what clients reported so far, told with the generator
+        ctx.download["labels"] = torch.ones(3, dtype=torch.float64)
     carry = rule.begin(ctx)
     data = blobs(SIZES).clients[1]
     batch = Batch(data.x[:4].double(), data.y[:4], torch.tensor(0), torch.tensor(3))
@@ -220,11 +222,33 @@ def test_generated_features_come_to_mean_their_class(spec):
 
 
 def test_it_is_paid_for():
-    plain, fedgen = (train(m, participation=0.7).history for m in ("fedavg", "fedgen:hidden=7,noise=4"))
+    methods = ("fedavg", "fedgen:hidden=7,noise=4", "fedgen:hidden=7,noise=4,labels=own")
+    plain, fedgen, own = (train(m, participation=0.7).history for m in methods)
     g = LatentGenerator(3, 4, 7, 16).size
-    for t, (before, after) in enumerate(zip(plain, fedgen, strict=True)):
+    for t, (before, after, less) in enumerate(zip(plain, fedgen, own, strict=True)):
         assert after["bytes_up"] - before["bytes_up"] == 8 * 2 * (t + 1) * 3
-        assert after["bytes_down"] - before["bytes_down"] == 8 * 2 * t * g
+        assert less["bytes_down"] - before["bytes_down"] == 8 * 2 * t * g
+        assert after["bytes_down"] - less["bytes_down"] == 8 * 2 * t * 3
+
+
+def test_labels_of_all_are_those_that_some_client_has_reported(spec):
+    """Also in an earlier round; a class that no client holds is never drawn."""
+    rule, v = FedGen(gen_steps=1, hidden=7, noise=4), spec.flatten()
+
+    def report(state, *counts):
+        some = [
+            protocol.an_update(k, torch.zeros_like(v), upload={"fedgen": {"counts": torch.tensor(c, dtype=v.dtype)}})
+            for k, c in enumerate(counts)
+        ]
+        return rule.collect(state, protocol.some_updates(some, v=v, spec=spec, one_by_one={"fedgen"}))
+
+    state = report({}, [3, 0, 0], [1, 0, 0])
+    assert rule.extras(state, 0)["labels"].tolist() == [1, 0, 0]
+    state = report(state, [0, 0, 5])
+    assert rule.extras(state, 0)["labels"].tolist() == [1, 0, 1]
+    ctx = context(spec, rule, state["g"], [5.0, 0.0, 0.0])
+    ctx.download["labels"] = state["labels"]
+    assert rule.begin(ctx)["present"].tolist() == [1, 0, 1]
 
 
 def test_the_seed_decides_the_generator():

@@ -28,9 +28,12 @@ def numpy_fedreg(x, y, W0, rule, rates=(LR,) * STEPS):
         e = (forward(W, x) - target) / len(x)
         return np.concatenate([e.T @ x, e.sum(0)[:, None]], axis=1)
 
+    low, high = x.min(), x.max()
+
     def moved(x, eta):
         for _ in range(rule.iterations):
             x = x - eta * np.sign((forward(W0, x) - onehot) @ W0[:, :-1])
+            x = np.clip(x, low, high) if rule.clamp else x
         return x
 
     x_s, x_p = moved(x, rule.eta_s), moved(x, rule.eta_s / 100)
@@ -52,6 +55,7 @@ def numpy_fedreg(x, y, W0, rule, rates=(LR,) * STEPS):
     [
         (FedReg(), "constant", (LR,) * STEPS),
         (FedReg(gamma=0.8, eta_s=0.3, iterations=4), "constant", (LR,) * STEPS),
+        (FedReg(eta_s=0.5, clamp=True), "constant", (LR,) * STEPS),
         (FedReg(), "step:1,0.5", (LR, LR / 2, LR / 4)),
     ],
 )

@@ -199,7 +199,14 @@ def test_fedopt_with_unit_second_moment_is_fedavg():
 
 def test_paper_defaults():
     assert method("fedprox").client[0].mu == 0.01
-    assert (method("fedavgm").server.beta, method("fedavgm").server.eta) == (0.1, 1.0)
+    assert (method("fedavgm").server.beta, method("fedavgm").server.eta) == (0.9, 1.0)
+    moon, decorr = (method(name).client[0] for name in ("moon", "feddecorr"))
+    assert (moon.mu, moon.temperature, moon.projection) == (1.0, 0.5, 256)
+    assert (decorr.beta, decorr.form, decorr.scale) == (0.1, "authors", 1.0)
+    assert method("fedgen").client[0].labels == "all"
+    assert method("fedrep").client[0].head_share == 10 / 15
+    assert not method("fedreg").client[0].clamp
+    assert (method("dense").server.keep_optimizer, method("dense").server.augment) == (True, True)
     for name in ("fedadam", "fedyogi"):
         rule = method(name).server
         assert (rule.eta, rule.beta1, rule.beta2, rule.tau) == (0.01, 0.9, 0.99, 1e-3)

@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from support import protocol
 from support.federations import SmallBatchNorm, blobs
 from support.quadratic import LR, STEPS, Quadratics, gradient, oracle, problem, sizes
 from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
+from torch import nn
 
 import unskew
-from unskew.methods.feddecorr import correlation_energy
+from unskew.errors import ConfigError
+from unskew.methods.feddecorr import FedDecorr, authors_energy, correlation_energy
 from unskew.methods.moon import contrast
+from unskew.models.trainable import Batch
 
 
 def train(method, **options):
@@ -18,7 +22,7 @@ def train(method, **options):
     return unskew.run(blobs([12, 23, 17]), model=SmallBatchNorm(dropout=0.0), method=method, **given)
 
 
-@pytest.mark.parametrize("same", ["fedsam:rho=0", "feddecorr:beta=0", "moon:mu=0"])
+@pytest.mark.parametrize("same", ["fedsam:rho=0", "feddecorr:beta=0", "moon:mu=0,projection=0"])
 def test_reductions_to_fedavg(same):
     assert torch.equal(train(same).vector, train("fedavg").vector)
 
@@ -54,6 +58,34 @@ def test_correlation_energy_is_the_mean_squared_correlation():
     assert float(correlation_energy(constant)) == 0.0
 
 
+def test_the_authors_energy_is_that_of_their_code_and_tens_of_times_the_papers():
+    """The mean over pairs of different dimensions, of a matrix that is not divided by the batch, and over the batch."""
+    draws = np.random.default_rng(0)
+    for shape in ((30, 6), (6, 30)):
+        x = draws.normal(size=shape) @ draws.normal(size=(shape[1], shape[1]))
+        z = (x - x.mean(0)) / np.sqrt(x.var(0, ddof=1) + 1e-8)
+        pairs = (z.T @ z)[~np.eye(shape[1], dtype=bool)]
+        assert float(authors_energy(torch.tensor(x))) == near((pairs**2).mean() / shape[0], FEW)
+    assert float(authors_energy(torch.tensor(draws.normal(size=(5, 1))))) == pytest.approx(0, abs=1e-12)
+    features = torch.tensor(draws.normal(size=(64, 256)))
+    assert float(authors_energy(features) / correlation_energy(features)) == pytest.approx(50, rel=0.1)
+
+
+def test_the_papers_form_of_feddecorr_is_an_option():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 4), nn.Linear(4, 3)).double()
+    spec = unskew.ModelSpec(model, (2, 6, 6), 3, dtype=torch.float64)
+    ctx = protocol.context(spec, model=lambda v, x, track=False: spec.forward(v, v[:0], x))
+    batch = Batch(blobs([9]).clients[0].x.double(), None, torch.tensor(0), torch.tensor(0))
+    v = spec.flatten()
+    features = ctx.model(v, batch.x).features
+    for rule, energy in (
+        (FedDecorr(beta=2.0, form="paper", scale=3.0), correlation_energy),
+        (FedDecorr(), authors_energy),
+    ):
+        found = rule.loss(lambda v, batch: v.sum() * 0, ctx, {})(v, batch)
+        assert float(found) == near(rule.beta * rule.scale * float(energy(features)))
+
+
 def test_feddecorr_decorrelates_the_features():
     x = blobs([50]).clients[0].x.double()
 
@@ -77,8 +109,9 @@ def test_moons_contrast_equals_the_formula():
 
 
 def test_moon_has_no_effect_before_there_is_a_previous_model():
-    assert torch.equal(train("moon:mu=5", rounds=1).vector, train("fedavg", rounds=1).vector)
-    assert not torch.equal(train("moon:mu=5", rounds=2).vector, train("fedavg", rounds=2).vector)
+    moon = "moon:mu=5,projection=0"
+    assert torch.equal(train(moon, rounds=1).vector, train("fedavg", rounds=1).vector)
+    assert not torch.equal(train(moon, rounds=2).vector, train("fedavg", rounds=2).vector)
 
 
 def test_moons_gradient_lowers_the_contrast():
@@ -98,8 +131,30 @@ def test_moons_gradient_lowers_the_contrast():
     assert value(v.detach() - 0.01 * g) < before
 
 
+@pytest.mark.parametrize("wrapped", [True, False], ids=["in a sequence", "bare"])
+def test_a_model_that_is_only_a_head_is_refused_or_told_where_a_body_is_needed(wrapped):
+    draws = np.random.default_rng(0)
+    clients = [(draws.normal(size=(n, 4)), draws.integers(0, 3, n)) for n in (12, 9)]
+    fed = unskew.Federation.from_arrays(clients, test=clients[0], classes=3)
+
+    def run(method):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3)) if wrapped else nn.Linear(4, 3)
+        return unskew.run(fed, model=model, method=method, rounds=2, lr=0.1, engine="inline")
+
+    with pytest.raises(ConfigError, match="fedrep shares the body of the model"):
+        run("fedrep")
+    with pytest.raises(ConfigError, match="this model has one layer only, its head"):
+        run("fedals")
+    assert run("fedals:split=1,alpha=2").summary["bytes_up"] == run("fedavg").summary["bytes_up"] / 2
+    for method in ("moon:projection=0", "feddecorr"):
+        with pytest.warns(UserWarning, match=f"{method[:4]}.*has no effect"):
+            assert torch.equal(run(method).vector, run("fedavg").vector)
+    assert run("moon:projection=5").summary["parameters"] == (4 * 4 + 4) + (4 * 5 + 5) + (5 * 3 + 3)
+
+
 def test_moon_with_a_projection_head_trains_a_larger_model():
-    plain, projected = train("moon"), train("moon:projection=7")
+    plain, projected = train("moon:projection=0"), train("moon:projection=7")
     extra = (16 * 16 + 16) + (16 * 7 + 7) + (7 * 3 + 3) - (16 * 3 + 3)
     assert projected.summary["parameters"] == plain.summary["parameters"] + extra
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import state_at
-from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, problem
+from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, problem, sizes
 from support.tolerance import MAGNIFIED, TRAINING, assert_close
 from torch import nn
 
@@ -41,16 +41,39 @@ def test_feddyn_reaches_the_optimum():
     assert np.linalg.norm(found - best) < 1e-6
 
 
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+@pytest.mark.parametrize(
+    ("chosen", "own", "mean"),
+    [("scaffold", "c", "c"), ("scaffold:option=I", "c", "c"), ("fedpvr", "c", "c"), ("feddyn:alpha=1", "g", "h")],
+)
+def test_the_servers_variate_is_the_mean_that_the_weights_name(chosen, own, mean, weights):
+    """The mean over all clients, of whom some were absent: what rests only at the objective's optimum."""
+    A, b = problem(sizes=(6, 18, 9, 27))
+    run = Quadratics(A, b, chosen, weights=weights, participation=0.5)
+    run.rounds(5)
+    name, share = run.method.name, sizes(A) if weights == "samples" else np.full(4, 0.25)
+    states = [state_at(run.server, k).rules.get(name, {}) for k in range(4)]
+    kept = np.array([state[own].numpy() if own in state else np.zeros(3) for state in states])
+    found = run.server.state[mean] if name == "feddyn" else run.server.rules[name][mean]
+    assert_close(found, share @ kept, TRAINING)
+    assert np.linalg.norm(sizes(A) @ kept - kept.mean(0)) > 1e-3
+
+
 def train(method, **options):
     torch.manual_seed(0)
     given = {"rounds": 4, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.7, "engine": "inline"}
     return unskew.run(blobs([12, 23, 17, 9]), model=SmallBatchNorm(), method=method, **{**given, **options})
 
 
-def test_fedpvr_on_a_model_that_is_only_a_head_is_scaffold():
+@pytest.mark.parametrize("wrapped", [True, False], ids=["in a sequence", "bare"])
+def test_fedpvr_on_a_model_that_is_only_a_head_is_scaffold(wrapped):
     given = {"rounds": 4, "precision": "fp64", "lr": 0.1, "participation": 0.7, "engine": "inline"}
-    fed = blobs([12, 23, 17, 9])
-    scaffold, fedpvr = (unskew.run(fed, model="logistic", method=m, **given) for m in ("scaffold", "fedpvr"))
+    draws = np.random.default_rng(0)
+    clients = [(draws.normal(size=(n, 4)), draws.integers(0, 3, n)) for n in (12, 23, 17, 9)]
+    fed = unskew.Federation.from_arrays(clients, test=clients[0], classes=3)
+    linear = nn.Linear(4, 3)
+    model = nn.Sequential(linear) if wrapped else linear
+    scaffold, fedpvr = (unskew.run(fed, model=model, method=m, **given) for m in ("scaffold", "fedpvr"))
     assert_close(fedpvr.vector, scaffold.vector, TRAINING)
     extra = [s.summary["bytes_up"] for s in (scaffold, fedpvr)]
     assert extra[0] == extra[1]

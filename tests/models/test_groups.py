@@ -60,6 +60,15 @@ class Shuffled(nn.Module):
         return self.out(torch.relu(self.norm(self.second(torch.relu(self.first(x))))))
 
 
+def test_a_model_that_is_itself_a_layer_is_one_group_and_all_head():
+    spec = ModelSpec(nn.Linear(5, 3), (5,), 3)
+    (group,) = layer_groups(spec)
+    assert (group.layers, group.slices) == (("",), (slice(0, 18),))
+    assert (spec.layers, spec.head_name, spec.parts) == ([""], "", {"body": [], "head": [slice(0, 18)]})
+    inside = ModelSpec(nn.Sequential(nn.Linear(5, 3)), (5,), 3)
+    assert [(g.slices, g.buffers) for g in layer_groups(inside)] == [(group.slices, group.buffers)]
+
+
 def test_depth_is_the_order_of_first_use():
     _, groups = groups_of(Shuffled(), (6,), 3)
     assert [g.name for g in groups] == ["first", "second", "out"]

@@ -123,8 +123,8 @@ def test_methods_of_the_one_round_comparison_begin_at_the_same_model(name):
     ]
     assert len(found) == (8 if name == "fedcog/figure-2" else 4)
     assert {c.parent.rounds for c in found} == {50}
-    assert {c.parent.method for c in found} == {"fedcog:start_round=50", "moon:mu=0"}
-    assert all(c.parent.method == "moon:mu=0" for c in found if "moon" in c.config.method)
+    assert {c.parent.method for c in found} == {"fedcog:start_round=50", "moon:mu=0,projection=0"}
+    assert all(c.parent.method == "moon:mu=0,projection=0" for c in found if "moon" in c.config.method)
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n.startswith("feddle/table-")])

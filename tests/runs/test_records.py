@@ -346,6 +346,26 @@ def test_comparison_rows_by_hand():
     assert reaching([row(1, None), row(2, 0.4)], 0.4) == row(2, 0.4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "methods", "weights", "told"),
+    [
+        ((9, 14), ["fedavg", "scaffold", "fedprox"], "auto", True),
+        ((9, 14), ["fedavg", "scaffold"], "uniform", False),
+        ((9, 14), ["fedavg", "fedprox"], "auto", False),
+        ((9, 9), ["fedavg", "scaffold"], "auto", False),
+    ],
+)
+def test_a_comparison_says_where_its_methods_do_not_count_clients_alike(sizes, methods, weights, told):
+    given = {"model": "logistic", "rounds": 1, "seeds": 1, "engine": "inline", "weights": weights}
+    compared = unskew.compare(blobs(sizes), methods=methods, **given)
+    for note in compared.notes():
+        assert "by samples with fedavg, fedprox; each the same with scaffold" in note
+    assert len(compared.notes()) == told
+    named = {row["method"]: row["weights"] for row in compared.rows()}
+    assert named["fedavg"] == ("samples" if weights == "auto" else weights)
+    assert named.get("scaffold", "uniform") == "uniform"
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 def test_a_methods_spelling_is_never_broken_inside_a_word(width):
     names = ["fedssyn:generator=gan-small,epochs=1+scaffold", "feddecorr:beta=0.1"]

@@ -163,7 +163,7 @@ def test_a_manifest_that_does_not_fit_the_run(run, forge):
         resume(run)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, '{"format": 4}', "not json"])
+@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000, '{"format": 5}', "not json"])
 def test_a_signed_text_that_is_no_manifest(run, text):
     outer = {"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     for written in (json.dumps(outer), json.dumps([outer]), text, json.dumps({"manifest": 3, "sha256": 3})):

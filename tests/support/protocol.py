@@ -1,5 +1,6 @@
 """Messages and contexts made by hand, for tests of single rules; what a test does not care about is filled in."""
 
+import numpy as np
 import torch
 
 from unskew.protocol.context import Context
@@ -14,7 +15,8 @@ NOTHING = torch.zeros(0, dtype=torch.float64)
 
 def facts(clients, dtype=torch.float32):
     """What a server knows of so many clients with one sample each."""
-    return FederationFacts(clients, (1,), 2, "classification", dtype, None, lambda client: 1, lambda: None)
+    ones = np.ones(clients, int)
+    return FederationFacts(clients, (1,), 2, "classification", dtype, None, lambda k: 1, lambda: None, lambda: ones)
 
 
 def broadcast(round, client, **fields):

@@ -7,10 +7,9 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from unskew.cli import info as cli_info
 from unskew.cli.diagnose import diagnose
@@ -38,7 +37,9 @@ from unskew.cli.predict import predict
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
-from unskew.options import seeds_in
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SERVER = ("server", "server_path")
 TRAINING = ("model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay")
@@ -131,6 +132,8 @@ def compare(
                 f"--set {name} has no effect on a comparison: its methods are listed, as in unskew compare fedavg moon, "
                 "and --seeds 0..4 takes the seeds 0 to 4."
             )
+    from unskew.options import seeds_in
+
     which = seeds_in(seeds)
     if len(which) == 1 and which[0] > 0:  # the former meaning
         which = seeds_in(f"0..{which[0] - 1}")
@@ -159,9 +162,11 @@ def compare(
     rows = result.rows()
     if as_json:
         costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
-        print_json({"folder": str(folder), "rows": rows, "reaching": costs_of})
+        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         return
     costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
+    for note in result.notes():
+        console.print(f"{note}\n", markup=False)
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
@@ -217,12 +222,19 @@ def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _refuse(text: str) -> None:
+    """Say on standard error why nothing was done."""
+    from rich.console import Console  # it takes as long as all else, and most that only ask for help do without
+
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     try:
         app(prog_name="unskew")
     except (UnskewError, OSError) as error:
-        Console(stderr=True).print(f"unskew: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _refuse(f"unskew: {error}")
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
@@ -230,5 +242,5 @@ def main() -> None:
         text = (
             f"unskew: there is not enough memory for this: {str(error).splitlines()[-1] if str(error) else 'none left'}"
         )
-        Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        _refuse(text)
         sys.exit(2)

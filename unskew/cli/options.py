@@ -16,12 +16,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from unskew.errors import ConfigError
 from unskew.files import place
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unskew.config.experiment import Experiment
 
 FLAGS: dict[str, tuple[type, str]] = {
@@ -174,6 +175,8 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
 
 def console_for(as_json: bool = False) -> Console:
     """Progress goes to standard error when standard output must be JSON; a file has no narrow lines."""
+    from rich.console import Console
+
     stream = sys.stderr if as_json else sys.stdout
     return Console(stderr=as_json, width=None if stream.isatty() else 120)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
 from unskew.errors import ConfigError, unknown
 from unskew.files import place
-from unskew.options import seeds_in
 
 if TYPE_CHECKING:
     from unskew.reproduction.preset import Preset
@@ -48,6 +49,7 @@ def reproduce(
     from rich.table import Table
 
     from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.options import seeds_in
     from unskew.reproduction import report
     from unskew.reproduction.earlier import notes
     from unskew.reproduction.figures import draw_curves, draw_points

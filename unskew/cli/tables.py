@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from unskew.data.reading.columns import described
+
+if TYPE_CHECKING:
+    import numpy as np
 
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""

@@ -64,12 +64,28 @@ class Comparison:
         summaries: For each method, the summary of each seed.
         target: Accuracy for which rounds are counted: the one asked for, or 90% of the best mean accuracy reached.
         folder: Where the runs, the figures and ``comparison.json`` are, or None.
+        unequal: Whether clients train on different numbers of samples.
     """
 
     histories: dict[str, list[list[dict[str, Any]]]]
     summaries: dict[str, list[dict[str, Any]]]
     target: float
     folder: Path | None
+    unequal: bool = False
+
+    def notes(self) -> list[str]:
+        """What must be known to read the table: that its methods do not count clients alike, where it makes a difference."""
+        by_samples, alike = (
+            [name for name, summaries in self.summaries.items() if summaries[0].get("weights") == weights]
+            for weights in ("samples", "uniform")
+        )
+        if not (self.unequal and by_samples and alike):
+            return []
+        return [
+            f"Clients are of different sizes, and the methods do not count them alike: by samples with "
+            f"{', '.join(by_samples)}; each the same with {', '.join(alike)}. So they do not minimise the same mean. "
+            "weights=samples or weights=uniform is the same for all."
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -80,7 +96,7 @@ class Comparison:
         for name, summaries in self.summaries.items():
             histories = self.histories[name]
             rounds = [first["round"] for history in histories if (first := reaching(history, self.target)) is not None]
-            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
+            row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
             figures = [key for key in summaries[0] if key in FIGURES or key.removeprefix("best_") in FIGURES]
             for key in (*AVERAGED, *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
@@ -170,7 +186,7 @@ def compare(
         for seed in which
         for name, m in by_name.items()
     }
-    result = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder)
+    result, unequal = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder), False
 
     def begun() -> bool:
         """Whether a run began, or something was made for several."""
@@ -198,10 +214,12 @@ def compare(
                 )
                 result.histories[name].append(history)
                 result.summaries[name].append(summary)
+            if len({group[0]["weights"] for group in result.summaries.values()}) > 1:
+                unequal = unequal or len(set(data.sizes.tolist())) > 1
         if target is None:
             means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
             target = round(0.9 * max(means), 3)
-        result = replace(result, target=target)
+        result = replace(result, target=target, unequal=unequal)
         if folder is not None:
             result.plot(folder / "convergence.png")
             write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from numbers import Integral, Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets
+from unskew.data.checks import (
+    as_targets,
+    check_finite,
+    given_inputs,
+    is_mapped,
+    laid_out,
+    without_padding,
+)
+from unskew.data.clients import cat_inputs, take
 from unskew.data.normalisation import Normalisation
 from unskew.errors import DataError, items, shown
 
@@ -53,33 +62,104 @@ def given_pair(pair: object, who: str) -> tuple[object, object]:
 
 
 def checked_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Tensor]:
-    """Inputs and as many labels."""
-    inputs, targets = as_inputs(x, who, task), as_targets(y, who, task)
+    """Inputs, laid out as models take them, and as many labels."""
+    inputs, targets = given_tensors(x, y, who, task)
+    return laid_out(without_padding(inputs, task)), targets
+
+
+class GivenInputs:
+    """The inputs of each client where they were given: finds ranges of them, in the client's own order.
+
+    Attributes:
+        parts: Of each client, the array ``(x,)``, of which some rows are held out, or ``(x, x_test)``.
+        mapped: Whether some of them lie in files; these are checked when they are read.
+        like: One of them, ``[1, ...]``, in the type of all.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tensor, ...]], mapped: bool, task: str, seed: int):
+        self.parts, self.mapped, self.task, self.seed = parts, mapped, task, seed
+        self.dtype = reduce(torch.promote_types, (x.dtype for arrays in parts for x in arrays))
+        self.like = parts[0][0][:1].to(self.dtype)
+
+    def all(self) -> Iterator[Tensor]:
+        """Every array."""
+        return (x for arrays in self.parts for x in arrays)
+
+    def told(self, k: int, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of client ``k`` that have the shape of all of its targets ``y``, without a look at them."""
+        x = self.parts[k][0]
+        return x[:1].expand(len(y), *x.shape[1:]), y
+
+    def __call__(self, k: int, start: int, stop: int) -> Tensor:
+        """Rows ``start:stop`` of client ``k``, first those that it trains on.
+
+        Raises:
+            DataError: They lie in a file, and are not finite.
+        """
+        x, *test = self.parts[k]
+        if not test:
+            pieces = [picked(x, shuffled(len(x), self.seed, k)[start:stop])]
+        else:
+            cuts = (slice(start, min(stop, len(x))), slice(max(0, start - len(x)), max(0, stop - len(x))))
+            pieces = [part[cut] for part, cut in zip((x, *test), cuts, strict=True) if cut.start < cut.stop]
+        if self.mapped:
+            check_finite(pieces, f"client {k}")
+        found = [laid_out(without_padding(piece, self.task).to(self.dtype)) for piece in pieces or [x[:0]]]
+        return found[0] if len(found) == 1 else cat_inputs(found)
+
+
+def given_clients(
+    clients: Iterable[object], task: str, holdout: float, seed: int
+) -> tuple[GivenInputs, list[Tensor], list[int]]:
+    """Where the inputs of all clients are, the labels of each, and with how many samples, the first ones, it trains.
+
+    Raises:
+        DataError: They are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    ys, splits, mapped = [], [], False
+    for k, arrays in enumerate(clients):
+        if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
+            raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
+        in_file = is_mapped(arrays[0]) or (len(arrays) == 4 and is_mapped(arrays[2]))
+        mapped = mapped or in_file
+        x, y = given_tensors(arrays[0], arrays[1], f"client {k}", task, in_file)
+        if len(arrays) == 2:
+            parts.append((x,))
+            ys.append(y[shuffled(len(y), seed, k)])
+            splits.append(training_size(len(y), holdout))
+            continue
+        xt, yt = given_tensors(arrays[2], arrays[3], f"client {k} (test)", task, in_file)
+        if x.shape[1:] != xt.shape[1:]:
+            raise DataError(
+                f"Client {k} has inputs of shape {tuple(x.shape[1:])}, but {tuple(xt.shape[1:])} to test on."
+            )
+        if y.shape[1:] != yt.shape[1:]:
+            raise DataError(f"Client {k} has {y.shape[1]} labels to train on but {yt.shape[1]} to test on.")
+        parts.append((x, xt))
+        ys.append(torch.cat([y, yt]))
+        splits.append(len(x))
+    return GivenInputs(parts, mapped, task, seed), ys, splits
+
+
+def given_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
+    """Inputs as they were given and as many labels; inputs in files are not read."""
+    inputs, targets = given_inputs(x, who, checked=not mapped), as_targets(y, who, task)
     if len(inputs) != len(targets):
         raise DataError(f"{who[0].upper()}{who[1:]} has {len(inputs)} inputs but {len(targets)} labels.")
     return inputs, targets
 
 
-def client_samples(k: int, arrays: object, task: str, holdout: float, seed: int) -> tuple[Tensor, Tensor, int]:
-    """All samples of client ``k``, and with how many of them, the first ones, it trains.
+def shuffled(n: int, seed: int, k: int) -> Tensor:
+    """The order of client ``k``'s ``n`` samples, of which the last ones are held out."""
+    own = seed * 1_000_003 + k
+    own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # what PyTorch takes
+    return torch.randperm(n, generator=torch.Generator().manual_seed(own))
 
-    Raises:
-        DataError: They are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
-    """
-    if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
-        raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-    x, y = checked_pair(arrays[0], arrays[1], f"client {k}", task)
-    if len(arrays) == 2:
-        own = seed * 1_000_003 + k
-        own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # what PyTorch takes
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(own))
-        return x[order], y[order], training_size(len(y), holdout)
-    xt, yt = checked_pair(arrays[2], arrays[3], f"client {k} (test)", task)
-    if x.shape[1:] != xt.shape[1:]:
-        raise DataError(f"Client {k} has inputs of shape {tuple(x.shape[1:])}, but {tuple(xt.shape[1:])} to test on.")
-    if y.shape[1:] != yt.shape[1:]:
-        raise DataError(f"Client {k} has {y.shape[1]} labels to train on but {yt.shape[1]} to test on.")
-    return torch.cat([x, xt]), torch.cat([y, yt]), len(x)
+
+def picked(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows, read in the order in which they lie in memory."""
+    return take(x, rows) if x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous() else x.index_select(0, rows)
 
 
 def training_size(n: int, holdout: object) -> int:
@@ -91,8 +171,13 @@ def training_size(n: int, holdout: object) -> int:
     return n - min(n - 1, max(1, round(n * float(holdout))))
 
 
-def fitting(normalise: object, x: Tensor) -> Normalisation | None:
+def fitting(normalise: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalisation | None:
     """The normalisation that ``normalise`` asks for: of 8-bit inputs their own, unless it is one, or False.
+
+    Args:
+        normalise: What was asked for.
+        x: Some inputs, in the type of all.
+        inputs: All of them.
 
     Raises:
         DataError: It is neither a truth value nor a normalisation, or one of another number of channels.
@@ -105,7 +190,7 @@ def fitting(normalise: object, x: Tensor) -> Normalisation | None:
         return normalise
     if normalise is not None and not isinstance(normalise, bool):
         raise DataError(f"normalise must be True, False, None or a Normalisation, not {shown(normalise)}.")
-    return Normalisation.fit(x) if normalise is not False and x.dtype == torch.uint8 else None
+    return Normalisation.fit(x[:0], inputs) if normalise is not False and x.dtype == torch.uint8 else None
 
 
 def checked_names(class_names: object, classes: int) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -32,9 +33,9 @@ def as_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
 
 
 def as_tensor(values: object, problem: str) -> Tensor:
-    """An array or a tensor as a tensor in memory; ``problem`` begins the error where it is neither."""
+    """An array or a tensor as a tensor over the same memory, if it can be; ``problem`` begins the error if it is neither."""
     try:
-        tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+        tensor = values if isinstance(values, Tensor) else from_numpy(values)
     except (TypeError, ValueError) as error:
         raise DataError(f"{problem}: {error}.") from error
     if tensor.is_complex():
@@ -42,45 +43,99 @@ def as_tensor(values: object, problem: str) -> Tensor:
     return tensor.detach().cpu()
 
 
+def from_numpy(values: object) -> Tensor:
+    """A tensor over the memory of an array, or over a copy where PyTorch knows no such strides."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+        if isinstance(values, np.ndarray) and values.ndim:
+            try:
+                return torch.from_numpy(values)
+            except ValueError:
+                pass
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def is_mapped(values: object) -> bool:
+    """Whether an array, or what it is a part of, is mapped from a file."""
+    while isinstance(values, np.ndarray):
+        if isinstance(values, np.memmap):
+            return True
+        values = values.base
+    return False
+
+
 def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
     """A tensor of inputs: images become ``[n, C, H, W]`` over channels-last memory, tables stay ``[n, f]``.
 
     Args:
-        values: NumPy array or tensor; uint8, integer or floating point.
+        values: NumPy array or tensor; uint8, integer or floating point, which becomes float32.
         who: Whose data this is, for the error.
         task: Of ``language`` the inputs are token ids.
 
     Raises:
         DataError: Empty, not numeric, NaN or infinite, or of a shape that is neither images nor a table.
     """
+    return laid_out(without_padding(single(given_inputs(values, who)), task))
+
+
+def given_inputs(values: object, who: str, checked: bool = True) -> Tensor:
+    """Inputs ``[n, C, H, W]`` or ``[n, f]`` over the memory and in the type that they came in; truth values are bytes.
+
+    Args:
+        values: As for ``as_inputs``.
+        who: Whose data this is, for the error.
+        checked: Whether to look at the numbers.
+
+    Raises:
+        DataError: As for ``as_inputs``.
+    """
     x = as_tensor(values, f"The inputs of {who} are not a numeric array")
     if not 2 <= x.dim() <= 4:
         raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
     if len(x) == 0:
         raise DataError(f"The data of {who} is empty; at least one sample is needed.")
-    if x.dtype in (torch.float64, torch.float16, torch.bfloat16):
-        x = x.float()
-    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
-        raise DataError(f"The inputs of {who} hold NaN or infinite values; clean them first.")
+    if checked:
+        check_finite([x], who)
     if x.dtype == torch.bool:
-        x = x.to(torch.uint8)
+        x = x.view(torch.uint8)
     if x.dim() == 3 and x.dtype == torch.uint8:
         x = x.unsqueeze(1)
-    if x.dim() == 4:
-        return images(x)
-    if task == "language" and x.dtype == torch.int64:
-        x = torch.where(x == TRANSFORMERS_PADDING, -1, x)
-    return x.contiguous()
+    return images(x) if x.dim() == 4 else x
+
+
+def check_finite(pieces: Iterable[Tensor], who: str) -> None:
+    """Refuse numbers that are not finite, as float32.
+
+    Raises:
+        DataError: There are some.
+    """
+    for x in pieces:
+        # A NaN is the least and the largest; to ask for these makes no copy.
+        if x.is_floating_point() and x.numel() and not bool(torch.isfinite(single(torch.stack(x.aminmax()))).all()):
+            raise DataError(f"The inputs of {who} hold NaN or infinite values; clean them first.")
+
+
+def single(x: Tensor) -> Tensor:
+    """Floats of any precision as float32; other types stay."""
+    return x.float() if x.is_floating_point() else x
+
+
+def without_padding(x: Tensor, task: str) -> Tensor:
+    """Token ids with -1 where the package transformers has its own number; other inputs as they are."""
+    return torch.where(x == TRANSFORMERS_PADDING, -1, x) if task == "language" and x.dtype == torch.int64 else x
 
 
 def images(x: Tensor) -> Tensor:
-    """Images as ``[n, C, H, W]`` over channels-last memory.
+    """Images as ``[n, C, H, W]``, over the same memory.
 
     The channels are the second axis, as in PyTorch, unless the last axis has 1, 3 or 4 entries and the second has not.
     """
-    if x.shape[-1] in CHANNELS and x.shape[1] not in CHANNELS:
-        return x.contiguous().permute(0, 3, 1, 2)
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return x.permute(0, 3, 1, 2) if x.shape[-1] in CHANNELS and x.shape[1] not in CHANNELS else x
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Inputs as models take them best: images ``[n, C, H, W]`` over channels-last memory, others contiguous."""
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x.contiguous()
 
 
 def as_targets(values: object, who: str, task: str = "classification") -> Tensor:

@@ -1,14 +1,14 @@
 """A federation: who holds which samples.
 
-The samples of all clients lie in one array, ordered by client, so a client's data is a view (an offset and a
-length) and a million registered clients cost two integers each. Images stay uint8, channels-last, and are
-normalised batch by batch on the device that trains.
+Samples stay in the arrays that were given or read, in their own type. A client is an offset and a length, so a million
+registered clients cost two integers each; its inputs are brought together when it is drawn. Images are normalised batch
+by batch on the device that trains.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,66 +19,19 @@ from unskew.data.arrays import (
     check_clients,
     checked_names,
     checked_pair,
-    client_samples,
     fitting,
+    given_clients,
     given_pair,
     whole_number,
 )
 from unskew.data.checks import as_names, check_differ, check_targets
+from unskew.data.clients import ArrayClients, ClientData, DrawnClients, cat_inputs, joined_clients, take
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import described
 from unskew.errors import DataError, shown, unknown
 from unskew.tasks import TASKS
 
-
-@dataclass(frozen=True)
-class ClientData:
-    """What one client holds: ``x [n, ...]`` and ``y [n]`` to train on, and its own held-out ``x_test, y_test``.
-
-    With several labels a sample, ``y`` is ``[n, L]`` of 0 and 1.
-    """
-
-    id: int
-    x: Tensor
-    y: Tensor
-    x_test: Tensor
-    y_test: Tensor
-
-    @property
-    def examples(self) -> int:
-        """Number of training samples."""
-        return len(self.y)
-
-    def __repr__(self) -> str:
-        return f"ClientData(id={self.id}, samples={self.examples}, held_out={len(self.y_test)})"
-
-
-class ArrayClients(Sequence[ClientData]):
-    """Clients as slices of shared arrays: ``k`` trains on ``offsets[k]:splits[k]``, holds out up to ``offsets[k+1]``."""
-
-    def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
-        self.x, self.y, self.offsets, self.splits = x, y, offsets, splits
-
-    def __len__(self) -> int:
-        return len(self.splits)
-
-    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
-        if not 0 <= k < len(self):
-            raise IndexError(f"There is no client {k}; this federation has {len(self)}.")
-        start, split, stop = int(self.offsets[k]), int(self.splits[k]), int(self.offsets[k + 1])
-        x, y = self.x, self.y
-        return ClientData(k, x[start:split], y[start:split], x[split:stop], y[split:stop])
-
-    def __iter__(self) -> Iterator[ClientData]:
-        return (self[k] for k in range(len(self)))
-
-
-def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:
-    """Clients, in order, with all their samples in one array."""
-    trained = np.array([client.examples for client in clients])
-    offsets = np.concatenate([[0], np.cumsum(trained + [len(client.y_test) for client in clients])])
-    xs, ys = [t for c in clients for t in (c.x, c.x_test)], [t for c in clients for t in (c.y, c.y_test)]
-    return ArrayClients(cat_inputs(xs), torch.cat(ys), offsets, offsets[:-1] + trained)
+__all__ = ["ArrayClients", "ClientData", "Federation", "ServerData", "cat_inputs", "joined_clients", "take"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +121,7 @@ class Federation:
         x, y = self.test
         clients = self.clients
         if isinstance(clients, ArrayClients):
-            clients = ArrayClients(clients.x.to(device), clients.y.to(device), clients.offsets, clients.splits)
+            clients = clients.to(device)
         return replace(self, clients=clients, test=(x.to(device), y.to(device)))
 
     def holdings(self) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -198,7 +151,11 @@ class Federation:
         client_names: Sequence[str] = (),
         name: str = "arrays",
     ) -> Federation:
-        """Build a federation from arrays.
+        """Build a federation from arrays; they are used where they are, so do not change them afterwards.
+
+        Arrays that are mapped from files (``np.load(path, mmap_mode="r")``) stay there: the inputs of a client are read, and
+        checked, when it is drawn. But of 8-bit inputs all are read once for their mean and deviation, unless ``normalise``
+        gives them or is False. Each input keeps its type, float64 too; it is brought to the model's precision in its batch.
 
         Args:
             clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are
@@ -235,14 +192,14 @@ class Federation:
         check_clients(clients)
         names = as_names(client_names, len(clients))
         whole_number(seed, "seed")
-        xs, ys, splits = zip(
-            *(client_samples(k, one, task, holdout, seed) for k, one in enumerate(clients)), strict=True
-        )
+        given, ys, splits = given_clients(clients, task, holdout, seed)
         pairs = {"the test set": checked_pair(*given_pair(test, "test"), "the test set", task)}
         if server is not None:
             pairs["the server"] = checked_pair(*given_pair(server, "server"), "the server", task)
-        shape = tuple(xs[0].shape[1:])
-        for who, inputs in [*((f"client {k}", x) for k, x in enumerate(xs)), *((w, x) for w, (x, _) in pairs.items())]:
+        firsts = [parts[0] for parts in given.parts]
+        shape = tuple(firsts[0].shape[1:])
+        named = [(f"client {k}", x) for k, x in enumerate(firsts)]
+        for who, inputs in [*named, *((w, x) for w, (x, _) in pairs.items())]:
             if tuple(inputs.shape[1:]) != shape:
                 raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, client 0 of {shape}.")
         if classes is None:
@@ -252,37 +209,23 @@ class Federation:
             check_differ(in_domain, task)
         else:
             whole_number(classes, "classes", least=2 if task == "classification" else 1)
-        for who, pair in [*((f"client {k}", (xs[k], ys[k])) for k in range(len(xs))), *pairs.items()]:
+        for who, pair in [*((who, given.told(k, ys[k])) for k, (who, _) in enumerate(named)), *pairs.items()]:
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
-        x_all, y_all = cat_inputs(xs), torch.cat(ys)
+        y_all = torch.cat(ys)
         return Federation(
-            clients=ArrayClients(x_all, y_all, offsets, offsets[:-1] + np.array(splits)),
+            clients=DrawnClients(given, given.like, y_all, offsets, offsets[:-1] + np.array(splits), given.mapped),
             test=pairs["the test set"],
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
             classes=classes,
-            normalisation=fitting(normalise, x_all),
+            normalisation=fitting(normalise, given.like, given.all()),
             class_names=checked_names(class_names, 0 if task == "language" else classes),
             client_names=names,
             name=name,
             fingerprint=fingerprint_of(y_all.numpy(), offsets),
         )
-
-
-def cat_inputs(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate inputs; images keep their channels-last memory."""
-    if parts[0].dim() != 4:
-        return torch.cat(list(parts))
-    return torch.cat([p.permute(0, 2, 3, 1) for p in parts]).permute(0, 3, 1, 2)
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer."""
-    if x.dim() != 4:
-        return x.index_select(0, index)
-    return x.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
 
 
 def fingerprint_of(values: np.ndarray, offsets: np.ndarray) -> str:

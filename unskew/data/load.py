@@ -6,14 +6,17 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unskew.data.arrays import training_size, whole_number
-from unskew.data.federation import ArrayClients, Federation, ServerData, take
+from unskew.data.clients import DrawnClients, take
+from unskew.data.federation import Federation, ServerData
 from unskew.data.partition.make import Partition, make_partition
 from unskew.data.partition.spelling import column_of, parse
 from unskew.data.reading.columns import Choice
@@ -154,15 +157,21 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
     rows = torch.from_numpy(shuffled)
-    x, y = take(train.x, rows), train.y[rows]
+    offsets, y = parts.offsets, train.y[rows]
     trained_on = np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
     return Federation(
-        clients=ArrayClients(x, y, parts.offsets, parts.offsets[:-1] + trained_on),
+        clients=DrawnClients(
+            partial(ranged, train.x, rows, offsets),
+            train.x[:1],
+            y,
+            offsets,
+            offsets[:-1] + trained_on,
+        ),
         test=(test.x, test.y),
         server=at_server,
         task=source.task,
         classes=source.classes,
-        normalisation=source.normalisation if len(y) == len(train) else normalisation_of(x),
+        normalisation=source.normalisation if len(y) == len(train) else normalisation_of(take(train.x, rows)),
         class_names=source.class_names,
         name=source.name,
         partition=parts.name,
@@ -171,6 +180,11 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
         columns=source.columns,
     )
+
+
+def ranged(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
+    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``."""
+    return take(x, rows[offsets[k] + start : offsets[k] + stop])
 
 
 def source_of(spec: DataSpec) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError
+
+ROWS = 4096  # so that no copy of many bytes is made at once
 
 
 @dataclass(frozen=True)
@@ -32,20 +35,28 @@ class Normalisation:
             raise DataError(f"The mean and scale of a normalisation must be finite, not {self.mean} and {self.scale}.")
 
     @staticmethod
-    def fit(x: Tensor) -> Normalisation:
-        """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``."""
+    def fit(x: Tensor, further: Iterable[Tensor] = ()) -> Normalisation:
+        """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``.
+
+        Of bytes there may be ``further`` ones, so that all need not lie in one array.
+        """
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
-        total = x.numel() // x.shape[1]
-        sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
-        for channel in range(x.shape[1]):
-            values = x[:, channel]
-            if x.dtype == torch.uint8:
-                # A histogram says all about bytes and is several times faster than arithmetic on a float copy.
-                counts = torch.bincount(values.flatten(), minlength=256).to(torch.float64)
-                levels = torch.arange(256, dtype=torch.float64)
-                sums[:, channel] = torch.stack([counts @ levels, counts @ levels.square()])
-            else:
-                values = values.to(torch.float64)
+        channels, total = x.shape[1], 0
+        sums = torch.zeros(2, channels, dtype=torch.float64)
+        if x.dtype == torch.uint8:
+            # A histogram says all about bytes and is several times faster than arithmetic on a float copy.
+            counts = torch.zeros(channels, 256, dtype=torch.int64)
+            for part in (piece for array in (x, *further) for piece in torch.split(array, ROWS)):
+                total += part.numel() // channels
+                for channel in range(channels):
+                    counts[channel] += torch.bincount(part[:, channel].flatten(), minlength=256)
+            levels = torch.arange(256, dtype=torch.float64)
+            for channel, count in enumerate(counts.to(torch.float64)):
+                sums[:, channel] = torch.stack([count @ levels, count @ levels.square()])
+        else:
+            total = x.numel() // channels
+            for channel in range(channels):
+                values = x[:, channel].to(torch.float64)
                 sums[:, channel] = torch.stack([values.sum(), values.square().sum()])
         mean = sums[0] / total
         std = (sums[1] / total - mean.square()).clamp_min(0).sqrt()

@@ -102,6 +102,8 @@ def checked(pair: object, federation: Federation, who: str) -> Pair:
     x, y = as_inputs(pair[0], who), as_targets(pair[1], who, federation.task)
     check_targets(y, federation.classes, who)
     stored = federation.test[0].dtype
+    if x.is_floating_point() and stored.is_floating_point:
+        x = x.to(stored)
     if tuple(x.shape[1:]) != federation.shape or len(x) != len(y) or x.dtype != stored:
         raise DataError(
             f"{who} has {len(x)} inputs of shape {tuple(x.shape[1:])} and type {x.dtype} with {len(y)} labels; the clients' "

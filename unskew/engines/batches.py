@@ -31,8 +31,7 @@ class Plan:
         self.batches: list[Tensor] = []
         while len(self.batches) < steps:
             order = torch.randperm(examples, generator=draws)
-            self.batches += [order[cut] for cut in cuts]
-        del self.batches[steps:]
+            self.batches += [order[cut] for cut in cuts[: steps - len(self.batches)]]
         self._augment = generator(seed, "augment", round, client) if training.augment else None
 
     def augment(self, x: Tensor) -> Tensor:

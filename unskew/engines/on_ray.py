@@ -243,7 +243,8 @@ def _train(run: str, everything: list[Any], common: list[Any], packed: dict[str,
     try:
         if run not in _trainers:
             _trainers.clear()
-            torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+            resources: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+            torch.set_num_threads(max(1, int(resources.get("CPU", 1))))
             keep_freed_memory()
             ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
             _trainers[run] = LocalTrainer(ray.get(everything[0]))

@@ -9,8 +9,11 @@ in the buffer::
 
 and the buffer is emptied; ``h`` is the mean from before the buffer. What the buffer holds is by how much the sum of all
 ``h_j`` has grown, so the new mean is ``h + buffer / J``. A client that arrives twice in one buffer is calibrated by its own
-first update. With empty caches the first step is FedBuff's. Every client counts the same, whatever its size. Normalisation
-statistics are not calibrated: as with FedBuff they move with the model, by the mean change of the buffer's clients.
+first update. With empty caches the first step is FedBuff's. Clients count the same, as in the paper; with
+``weights="samples"`` both means are weighted alike, ``h = sum_j p_j h_j`` over all clients and the buffer's over its own
+weights. Where all ``h_j`` are the updates at ``omega``, each buffer then moves it by ``sum_j p_j h_j``, whoever is in it.
+Normalisation statistics are not calibrated: as with FedBuff they move with the model, by the mean change of the buffer's
+clients.
 
 The cache is one vector of the model's size per client that ever sent an update. It is kept where clients' states are: in
 memory up to a limit, the rest in files of the run folder.
@@ -59,15 +62,16 @@ class CA2FL(ServerRule):
 
     def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """No client has sent an update."""
-        return {"v": v, "h": torch.zeros_like(v), "clients": torch.tensor(facts.clients)}
+        return {"v": v, "h": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=torch.float64)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """A full buffer moves the model, and statistics with it."""
-        v, h, total, moved = state["v"], state["h"], torch.zeros_like(state["v"]), None
+        v, h, grown, moved = state["v"], state["h"], torch.zeros_like(state["v"]), None
         for update in updates:
-            total += update.delta if update.last is None else update.delta - update.last
+            grown += update.weight * (update.delta if update.last is None else update.delta - update.last)
             if update.b_start is not None:
-                change = update.buffers - update.b_start
+                change = update.weight * (update.buffers - update.b_start)
                 moved = change if moved is None else change + moved
-        after = {**state, "v": v + self.eta * (h + total / len(updates)), "h": h + total / int(state["clients"])}
-        return after if moved is None else {**after, "b": updates.b_global + moved / len(updates)}
+        weight = updates.aggregate.weight
+        after = {**state, "v": v + self.eta * (h + grown / weight), "h": h + grown / float(state["total"])}
+        return after if moved is None else {**after, "b": updates.b_global + moved / weight}

@@ -7,10 +7,17 @@ Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Wu, "DENSE: Data-Free One-Shot Federated L
    ``CE(E(x), y) + lambda_bn mean_k BN_k(x) - lambda_adv mean_x [argmax E != argmax S] KL(E(x) || S(x))``;
    ``BN_k`` is DeepInversion's distance of batch statistics from client ``k``'s running ones;
 2. the images of its best step join a pool with their ``E(x)``;
-3. the student takes a pass over the pool with ``T^2 KL(softmax(E/T) || softmax(S/T))``.
+3. the student takes a pass over the pool with ``T^2 KL(softmax(E/T) || softmax(S/T))``; images are cropped at random from a
+   black frame of 4 pixels and mirrored at random, and both ``E`` and ``S`` see them so.
 
 Clients train to convergence and upload once: a run has one round, with as many local epochs as that takes. Fedssyn's
 comparison has ten communication rounds first: ``start_round=9`` and ten rounds. Rounds before ``start_round`` are FedAvg's.
+
+As in the authors' code (``heter_fl.py`` and ``helpers/synthesizers.py`` of zj-jayzhang/DENSE) one optimizer of the student
+serves all epochs, so its momentum goes on, and the student augments. There crops are for CIFAR only; other data are
+mirrored. Before, each pass here had a new optimizer and images as they are, with ``E(x)`` of each computed once, which is
+much less work for the ensemble: ``dense:keep_optimizer=false,augment=false``.
+
 Choices where text and code leave room: the student begins at the average of the clients' models; all of the pool is kept, as
 inputs and not rounded to pixels; without BatchNorm its term is zero.
 """
@@ -29,7 +36,7 @@ from torch import Tensor
 from unskew.data.pixels import Pixels
 from unskew.errors import ConfigError
 from unskew.generators.learned import decoder
-from unskew.generators.learned.inversion import learn, statistics_distance
+from unskew.generators.learned.inversion import augmented, learn, statistics_distance
 from unskew.models.vector import ModelSpec
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ServerRule, Tensors, Updates
@@ -54,6 +61,8 @@ class Dense(ServerRule):
         lambda_bn, lambda_adv: Weights of the generator's terms.
         t: Temperature of the distillation; 20 is the authors' example.
         lr, momentum: Of the student's SGD.
+        keep_optimizer: Whether its momentum goes on from epoch to epoch.
+        augment: Whether the student and its teachers see images cropped and mirrored at random.
     """
 
     name: ClassVar[str] = "dense"
@@ -73,6 +82,8 @@ class Dense(ServerRule):
     t: Positive = 20.0
     lr: Positive = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    keep_optimizer: bool = True
+    augment: bool = True
 
     def check(self, run: Proposed) -> Sequence[str]:
         """The generator makes images, and all models of a round are of that round.
@@ -94,19 +105,27 @@ class Dense(ServerRule):
             return {"v": v}
         models = [(updates.v_global + update.delta, update.buffers) for update in updates]
         at_server, spec = updates.at_server, updates.spec
-        pool, wanted = [], []
+        pool: list[Tensor] = []
+        wanted: list[Tensor] = []
+        moments: list[Tensor] = []
         for epoch in range(self.epochs):
             key = fold(updates.key, epoch)
             x = self.generate(spec, models, (v, b), fold(key, 0), at_server.pixels)
             pool.append(x)
+            seen = torch.cat(pool)
             with torch.no_grad():
-                wanted.append(ensemble(spec, models, x))
+                if self.augment:
+                    seen = augmented(seen, fold(key, 2), at_server.pixels.inputs(torch.zeros_like(x[:1])))
+                    wanted = [ensemble(spec, models, part) for part in torch.split(seen, self.batch)]
+                else:
+                    wanted.append(ensemble(spec, models, x))
             trained = at_server.train(
                 v,
                 b,
                 fold(key, 1),
-                x=torch.cat(pool),
+                x=seen,
                 y=torch.cat(wanted),
+                moments=moments if self.keep_optimizer else None,
                 loss=self.distillation,
                 ready=True,
                 local_epochs=1,

@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.protocol.rules import ServerRule, Tensors, Updates
+from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class FedAsync(ServerRule):
     name: ClassVar[str] = "fedasync"
     summary: ClassVar[str] = "every update moves the model as it arrives"
     paper: ClassVar[str] = "Xie et al. 2019, arXiv:1903.03934"
+    weights: ClassVar[Weights | None] = "uniform"
     needs = ("individual", "sent_model")
 
     alpha0: Annotated[float, Field(gt=0, le=1)] = 0.4

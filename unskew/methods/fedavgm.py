@@ -4,8 +4,10 @@ Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Fe
 arXiv:1909.06335: ``m <- beta m + (theta - sum_k p_k theta_k)``, ``theta <- theta - eta m``. Here ``m`` has the sign of an
 update, ``m <- beta m + delta`` and ``theta <- theta + eta m``, which is the same.
 
-The default ``beta=0.1`` is that of the FedCOG paper, which compares with it; ``nesterov=True`` steps along
-``delta + beta m`` instead, as the authors of that paper's code do (without their extra division by ``1 + beta``).
+The default ``beta=0.9`` is what other authors' code compares with: that of FedCOG (arXiv:2312.05966) and of FedDecorr
+(arXiv:2210.00226, ``run_scripts/cifar10_fedavgm.sh``), and Flower's baseline for Hsu et al., who try values up to 0.997. The
+text of FedCOG has ``beta=0.1``, which was the default here before. ``nesterov=True`` steps along ``delta + beta m`` instead,
+as FedCOG's code does (without its extra division by ``1 + beta``).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class FedAvgM(ServerRule):
     summary: ClassVar[str] = "momentum at the server"
     paper: ClassVar[str] = "Hsu et al. 2019, arXiv:1909.06335"
 
-    beta: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eta: Annotated[float, Field(gt=0)] = 1.0
     nesterov: bool = False
 

@@ -1,17 +1,22 @@
 """FedDecorr: decorrelates the dimensions of the features, against their collapse under label skew.
 
 Shi, Liang, Zhang, Tan, Bai, "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated
-Learning", 2022, arXiv:2210.00226, Equation 4: with the correlation matrix ``R [m, m]`` of a batch's penultimate features,
-z-scored per dimension, the loss gains ``beta ||R||_F^2 / m^2``. A batch of one sample has no correlation and is skipped.
+Learning", 2022, arXiv:2210.00226. With the penultimate features ``Z [B, m]`` of a batch, z-scored per dimension, the loss
+gains ``beta`` times
 
-The authors' code averages the squared off-diagonal entries of ``X^T X`` divided by the batch size instead, which is about
-``B`` times larger; ``scale`` multiplies the term for those who want to come near it. Their default ``beta`` is 0.1; 0.01 is
-that of the FedCOG paper.
+    mean_{i != j} (Z^T Z)_ij^2 / B        form=authors, the authors' code (``loss.py`` of bytedance/FedDecorr)
+    ||R||_F^2 / m^2,  R = Z^T Z / B       form=paper, Equation 4
+
+The first is about ``B`` times the second: ``Z^T Z`` is not divided by the batch, but its square is, and only pairs of
+different dimensions count; its z-scores have the unbiased variance. ``beta=0.1`` is the default of the authors' code and
+scripts, so it goes with their form. The text of the FedCOG paper has 0.01, and ``feddecorr:beta=0.01,form=paper`` was the
+default here before. A batch of one sample has no correlation and is skipped.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -19,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.models.trainable import Batch, LossFn
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
@@ -28,7 +34,8 @@ class FedDecorr(ClientRule):
 
     Attributes:
         beta: Strength; 0 is FedAvg.
-        scale: Another factor of the term, 1 in the paper's formula.
+        form: The term as in the ``authors``' code or in the ``paper``.
+        scale: Another factor of the term.
     """
 
     name: ClassVar[str] = "feddecorr"
@@ -37,20 +44,26 @@ class FedDecorr(ClientRule):
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "it correlates one feature vector a sample"
 
-    beta: Annotated[float, Field(ge=0)] = 0.01
+    beta: Annotated[float, Field(ge=0)] = 0.1
+    form: Literal["authors", "paper"] = "authors"
     scale: Annotated[float, Field(gt=0)] = 1.0
 
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Without trained layers before the head there is nothing to decorrelate, which is told."""
+        return run.told_without_body(self.name, "beta") if self.beta else ()
+
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
-        """``loss + beta ||R||_F^2 / m^2``."""
+        """The loss with ``beta`` times the term."""
         if self.beta == 0:
             return loss_fn
+        energy = authors_energy if self.form == "authors" else correlation_energy
 
         def decorrelated(v: Tensor, batch: Batch) -> Tensor:
             loss = loss_fn(v, batch)
             if len(batch.x) < 2:
                 return loss
             features = ctx.model(v, batch.x, batch.track).features
-            return loss + self.beta * self.scale * correlation_energy(features)
+            return loss + self.beta * self.scale * energy(features)
 
         return decorrelated
 
@@ -63,3 +76,13 @@ def correlation_energy(features: Tensor) -> Tensor:
     # ||Z^T Z||_F = ||Z Z^T||_F: the smaller of the two Gram matrices will do.
     gram = z @ z.T if size < m else z.T @ z
     return (gram / size).square().sum() / m**2
+
+
+def authors_energy(features: Tensor) -> Tensor:
+    """``mean_{i != j} (Z^T Z)_ij^2 / B`` of features ``[B, m]``, ``B >= 2``; 0 for a single dimension."""
+    size, m = features.shape
+    z = features - features.mean(0)
+    z = z / torch.sqrt(z.square().sum(0) / (size - 1) + 1e-8)
+    gram = z @ z.T if size < m else z.T @ z
+    pairs = gram.square().sum() - z.square().sum(0).square().sum()
+    return pairs / (max(1, m * (m - 1)) * size)

@@ -11,6 +11,15 @@ clips gradients at 10: set ``clip=10`` in the run. Fedssyn's code uses the norm 
 
 Where a part of the model is sent only every so many rounds (FedALS), ``theta^t`` of that part is what the client last
 received, and ``g_k`` of it is renewed when it is sent, so ``h`` stays the mean also if clients miss an average.
+
+With other weights the objective is ``F = sum_k p_k f_k``, where ``p_k = w_k / sum_j w_j`` over all clients, and ``h`` counts
+clients as ``F`` does::
+
+    h <- h - alpha sum_S p_k (theta_k - theta^t),    so that always    h = sum_k p_k g_k
+
+A client rests where ``g_k = grad f_k``. Where nothing changes any more all ``theta_k`` are ``theta``, so ``h = 0``, which is
+``grad F(theta) = 0``, whoever takes part. The weighted mean of the cohort's updates is over the cohort's weights, so it
+enters ``h`` with their part of all weights, ``sum_S w_k / sum_j w_j``; that is ``|S| / K`` only if clients count alike.
 """
 
 from __future__ import annotations
@@ -61,11 +70,11 @@ class FedDyn(ClientRule, ServerRule):
 
     def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """``h = 0``."""
-        clients = torch.tensor(float(facts.clients), dtype=v.dtype)
-        return {"v": v, "h": torch.zeros_like(v), "clients": clients}
+        total = torch.tensor(facts.total_weight(), dtype=v.dtype)
+        return {"v": v, "h": torch.zeros_like(v), "total": total}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """``h <- h - alpha |S|/K mean(delta)``; ``theta <- mean theta_k - h/alpha``."""
+        """``h <- h - alpha sum_S p_k delta_k``; ``theta <- mean theta_k - h/alpha``."""
         delta = updates.aggregate.delta
-        h = state["h"] - self.alpha * len(updates) / state["clients"] * delta
+        h = state["h"] - self.alpha * updates.aggregate.weight / state["total"] * delta
         return {**state, "v": state["v"] + delta - h / self.alpha, "h": h}

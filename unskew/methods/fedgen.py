@@ -8,11 +8,14 @@ Algorithm 1. After each round the server trains a generator ``G(y, eps)`` of fea
     teacher = softmax(sum_k alpha_k(y) head_k(G))
 
 The model itself is averaged as without this rule. In later rounds a client adds to its loss, with labels ``y~`` drawn evenly
-from its classes and ``decay`` per round::
+and ``decay`` per round::
 
     a decay^t CE(head(G(y~, eps)), y~) + b decay^t KL(head(G(y, eps')) || f(x))
 
-``head(G(y, eps'))`` is a teacher without gradient. In the first round clients train without these terms, as in the authors'
+``head(G(y, eps'))`` is a teacher without gradient. The labels ``y~`` are those of all clients (``labels="all"``), as in the
+authors' code (``available_labels`` in ``FLAlgorithms/servers/serverpFedGen.py`` of zhuangdizhu/FedGen); the server sends with
+the generator which classes clients have reported so far. ``labels="own"``, the default here before, draws from the client's
+own. In the first round clients train without these terms, as in the authors'
 code; so the generator, untrained until then, is made after it and not sent before. Differences from the code: noise is
 Gaussian, as in the paper (there uniform); the generator has no BatchNorm, weight decay or decaying rate; both batches of
 generated features have the same size; the terms act in every local epoch. Adam's moments are kept between rounds, as there.
@@ -50,7 +53,7 @@ class FedGen(ClientRule):
     Attributes:
         a, b: Weights of the two client terms in round 0; with both 0 this is FedAvg.
         decay: Factor of ``a`` and ``b`` per round.
-        labels: Whether ``y~`` is drawn from the client's ``own`` classes or from ``all``.
+        labels: Whether ``y~`` is drawn from the client's ``own`` classes or from those of ``all`` clients.
         gen_steps: Steps on the generator after each round; the authors' code takes 40.
         gen_lr: Adam's step there.
         batch: Generated features per step, at the server and at clients.
@@ -68,7 +71,7 @@ class FedGen(ClientRule):
     a: NonNegative = 10.0
     b: NonNegative = 10.0
     decay: Annotated[float, Field(gt=0, le=1)] = 0.98
-    labels: Literal["own", "all"] = "own"
+    labels: Literal["own", "all"] = "all"
     gen_steps: Annotated[int, Field(ge=0)] = 40
     gen_lr: Annotated[float, Field(gt=0)] = 3e-4
     batch: Annotated[int, Field(ge=2)] = 32
@@ -108,8 +111,8 @@ class FedGen(ClientRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """The classes that ``y~`` is drawn from, marked ``[C]``."""
-        held = ctx.facts["counts"] > 0
-        return {"present": (held if self.labels == "own" else torch.ones_like(held)).to(ctx.v_global.dtype)}
+        held = (ctx.facts["counts"] > 0).to(ctx.v_global.dtype)
+        return {"present": ctx.download.get("labels", held)}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """``loss + a decay^t CE + b decay^t KL``."""
@@ -135,11 +138,14 @@ class FedGen(ClientRule):
         ctx.upload["counts"] = ctx.facts["counts"]
 
     def extras(self, state: Tensors, client: int) -> Tensors:
-        """The generator, once there is one."""
-        return {"g": state["g"]} if "g" in state else {}
+        """The generator, once there is one, and the classes of all clients."""
+        return {name: state[name] for name in ("g", "labels") if name in state}
 
     def collect(self, state: Tensors, updates: Updates) -> Tensors:
-        """Train the generator; state holds ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``."""
+        """Train the generator; state holds ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``.
+
+        With the labels of all clients also which classes were reported so far, ``labels [C]``.
+        """
         v, spec, key = updates.v_global, updates.spec, updates.key
         G, student = self.generator(spec), spec.head_of(v)
         heads = torch.stack([spec.head_of(v + update.delta) for update in updates])
@@ -150,6 +156,7 @@ class FedGen(ClientRule):
         if not state:
             g = G.init(fold(key, 0)).to(v.dtype)
             state = {"g": g, "m": torch.zeros_like(g), "s": torch.zeros_like(g), "t": g.new_zeros(())}
+        known = {"labels": torch.maximum(present, state.get("labels", present))} if self.labels == "all" else {}
         g, m, s, t = (state[name] for name in ("g", "m", "s", "t"))
         for i in range(self.gen_steps):
             now = fold(fold(key, 1), i)
@@ -160,7 +167,7 @@ class FedGen(ClientRule):
             (slope,) = torch.autograd.grad(value, leaf)
             t, m, s = t + 1, 0.9 * m + 0.1 * slope, 0.999 * s + 0.001 * slope.square()
             g = g - self.gen_lr * m / (1 - 0.9**t) / ((s / (1 - 0.999**t)).sqrt() + 1e-8)
-        return {"g": g, "m": m, "s": s, "t": t}
+        return {"g": g, "m": m, "s": s, "t": t, **known}
 
     def server_objective(
         self, spec: ModelSpec, z: Tensor, y: Tensor, eps: Tensor, heads: Tensor, student: Tensor, alpha: Tensor

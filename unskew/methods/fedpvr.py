@@ -6,10 +6,14 @@ elsewhere and neither kept nor sent. The default are all linear layers (for VGG-
 
 The paper trains these layers without momentum. Here the run's optimizer means the same for all parameters and methods; the
 variate is the mean of the gradients, which stays right with momentum.
+
+The server's variate is ``c = sum_k p_k c_k`` with the weights of the average, so that the corrected layers rest where the
+objective that these name does; ``unskew.methods.scaffold`` has the reason. In the paper they are uniform.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -21,6 +25,7 @@ from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn
 from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import FederationFacts
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
 
 
@@ -58,6 +63,11 @@ class FedPVR(ClientRule):
         ]
         return torch.cat(pieces)
 
+    def check(self, run: Proposed) -> Sequence[str]:
+        """There is a linear layer to be corrected."""
+        self.corrected(run.spec)
+        return ()
+
     def begin(self, ctx: Context) -> Tensors:
         """The correction ``c - c_k`` on the chosen parameters, and the sum of their gradients."""
         index = self.corrected(ctx.spec).to(ctx.v_global.device)
@@ -82,18 +92,18 @@ class FedPVR(ClientRule):
         """The new variate is the mean gradient on the way; its change is sent."""
         new = carry["sum"] / ctx.steps
         c_k = ctx.state.get("c")
-        ctx.upload["change"] = new if c_k is None else new - c_k
+        ctx.upload["change"] = ctx.weight * (new if c_k is None else new - c_k)
         ctx.state["c"] = new
 
     def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
         """The variate is zero until first updated; its size depends on the model's layers."""
-        return {"clients": torch.tensor(float(facts.clients), dtype=v.dtype)}
+        return {"total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 
     def extras(self, state: Tensors, client: int) -> Tensors:
         """The server's variate."""
         return {"c": state["c"]} if "c" in state else {}
 
     def collect(self, state: Tensors, updates: Updates) -> Tensors:
-        """``c <- c + (1/K) sum_S (c_k+ - c_k)``."""
-        change = updates.aggregate.upload[self.name]["change"] / state["clients"]
+        """``c <- c + sum_S p_k (c_k+ - c_k)``."""
+        change = updates.aggregate.upload[self.name]["change"] / state["total"]
         return {**state, "c": state["c"] + change if "c" in state else change}

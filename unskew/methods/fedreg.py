@@ -15,6 +15,10 @@ A step is then::
 
 The projections replace the optimizer's own arithmetic, so the client must use plain SGD. The average is uniform, as in the
 original. ``eta_s = 0.1`` is the original's; the FedCOG paper names no setting, and its code's single 1e-3 equals ``eta_p``.
+
+``clamp`` keeps the inputs made within the smallest and the largest value of the batch, after every sign step. The authors'
+code (``FedUtils/models/utils.py`` of Zoesgithub/FedReg) calls torch's ``clamp`` there, but drops what it returns, so the
+inputs that it trains with are not bounded; that is the default here, too.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ class FedReg(ClientRule):
         gamma: Share of the local model in the point where its gradient is taken.
         eta_s: Step of the pseudo data; the perturbed data take a hundredth of it.
         iterations: Sign-gradient steps.
+        clamp: Keep the inputs made within the batch's range.
     """
 
     name: ClassVar[str] = "fedreg"
@@ -55,6 +60,7 @@ class FedReg(ClientRule):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1
     iterations: Annotated[int, Field(ge=0)] = 10
+    clamp: bool = False
 
     def refuses(self, whole: Method) -> str | None:
         """Not with rules that freeze a part of the model: the projections take each step to be a whole one."""
@@ -77,8 +83,11 @@ class FedReg(ClientRule):
         def loss(x: Tensor) -> Tensor:
             return ctx.task.loss(ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits, y)
 
+        low, high = x.min(), x.max()
         for _ in range(self.iterations):
             x = x - eta * torch.sign(torch.func.grad(loss)(x))
+            if self.clamp:
+                x = torch.clamp(x, low, high)
         return x
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:

@@ -8,12 +8,17 @@ model in training, ``z_g`` of the received and ``z_p`` of the client's previous 
 ``z_g`` and ``z_p`` carry no gradient; both models are in eval mode, as in the authors' code. A client without a previous
 model leaves the term out (``first="omit"``) or uses the received one as its previous (``first="global"``, a constant loss
 of log 2 per sample, but for rounding the same); the code of the FedCOG paper draws a random model there, which means
-nothing and is not offered. The original puts a two-layer projection of 256 units between features and head; comparisons in
-the FedCOG paper have none (``projection=0``).
+nothing and is not offered.
+
+``mu=1``, ``T=0.5`` and a projection of two layers, of 256 units, between features and head are the defaults of the authors'
+code (``main.py`` of QinbinLi/MOON: ``mu``, ``temperature``, ``out_dim``, ``use_project_head``); it says to tune ``mu``
+between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projection, which were the defaults here before:
+``moon:mu=0.01,projection=0``. A projection makes the model larger than that of other methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -24,6 +29,7 @@ from torch import Tensor, nn
 
 from unskew.models.trainable import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
+from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
@@ -35,7 +41,7 @@ class Moon(ClientRule):
         mu: Strength; 0 is FedAvg.
         temperature: ``T``.
         first: What a client without a previous model does.
-        projection: Units of the projection head of the original paper; 0 for none.
+        projection: Units of the projection head; 0 for none.
     """
 
     name: ClassVar[str] = "moon"
@@ -44,10 +50,14 @@ class Moon(ClientRule):
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "it compares one feature vector a sample"
 
-    mu: Annotated[float, Field(ge=0)] = 0.01
+    mu: Annotated[float, Field(ge=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 0.5
     first: Literal["omit", "global"] = "omit"
-    projection: Annotated[int, Field(ge=0)] = 0
+    projection: Annotated[int, Field(ge=0)] = 256
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Without trained layers before the head there is nothing to contrast, which is told."""
+        return run.told_without_body(self.name, "mu") if self.mu else ()
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """The projection head, where wanted."""

@@ -14,7 +14,17 @@ the signs of ``c`` and ``c_k`` swapped and no ``1/K`` in the local step. A clien
 so downloads it, begins a new interval there; what it did before counts in no variate.
 
 ``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
-uniform, as in the paper (``weights="samples"`` of the run overrides it). Variates cover parameters, not statistics.
+uniform, as in the paper. Variates cover parameters, not statistics.
+
+With other weights (``weights="samples"`` of the run) the objective is ``F = sum_k p_k f_k``, where ``p_k = w_k / sum_j w_j``
+over all clients, and the server's variate counts clients as ``F`` does::
+
+    c <- c + sum_S p_k (c_k+ - c_k),    so that always    c = sum_k p_k c_k
+
+Where nothing changes any more, ``c_k`` is the mean of the client's gradients on its way, so each client moves by
+``-eta tau c``, all in one direction: whatever the average, it rests only where ``c = 0``. Then no client moves,
+``c_k = grad f_k(x)``, and ``c = grad F(x) = 0``. It is thus the variate's weights that name the objective, not the average's,
+and who takes part does not matter. With ``1/K`` the rest is that of the uniform mean, however the server averages.
 
 Where the learning rate changes (``lr_schedule``), the steps move the model by ``x - y = sum_t eta_t (g_t - c_k + c)``. So
 ``eta tau`` is ``sum_t eta_t`` over the steps of the interval, and option II is their mean gradient weighted by ``eta_t``.
@@ -120,18 +130,18 @@ class Scaffold(ClientRule):
             kept: Tensors = {"steps": steps.expand_as(v)}
             kept |= {n: carry[n].expand_as(v) for n in ("sum", "start", "rates") if n in carry}
             ctx.state.update({name: torch.where(ctx.sent, 0.0, t) for name, t in kept.items()})
-        ctx.upload["change"] = new - carry["c_k"]
+        ctx.upload["change"] = ctx.weight * (new - carry["c_k"])
         ctx.state["c"] = new
 
     def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
-        """``c = 0``; the number of clients is needed for the mean over all of them."""
-        return {"c": torch.zeros_like(v), "clients": torch.tensor(float(facts.clients), dtype=v.dtype)}
+        """``c = 0``; the weights of all clients together are needed for the mean over all of them."""
+        return {"c": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 
     def extras(self, state: Tensors, client: int) -> Tensors:
         """The server's variate."""
         return {"c": state["c"]}
 
     def collect(self, state: Tensors, updates: Updates) -> Tensors:
-        """``c <- c + (1/K) sum_S (c_k+ - c_k)``."""
+        """``c <- c + sum_S p_k (c_k+ - c_k)``."""
         change = updates.aggregate.upload[self.name]["change"]
-        return {**state, "c": state["c"] + change / state["clients"]}
+        return {**state, "c": state["c"] + change / state["total"]}

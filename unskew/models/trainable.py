@@ -105,10 +105,15 @@ class BoundModel:
 
         Without ``train`` the model is in eval mode: its statistics are read and stay as they are.
         """
-        self.module.train(train)
+        self._switch(train)
         self.b.copy_(b)
         for counter, initial in self._counters:
             counter.copy_(initial)
+
+    def _switch(self, train: bool) -> None:
+        """To training or eval mode; to walk through all layers takes as long as a small forward pass."""
+        if self.module.training is not train:
+            self.module.train(train)
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
         """Training-mode outputs at ``v``; only at the vector being differentiated do they cost no copy."""
@@ -129,7 +134,7 @@ class BoundModel:
         """The model in eval mode at ``v, b``: a function of inputs, for evaluation without gradients."""
         self.leaf.data.copy_(v)
         self.b.copy_(b)
-        self.module.eval()
+        self._switch(False)
 
         def run(x: Tensor) -> Output:
             with torch.no_grad(), self._precision:

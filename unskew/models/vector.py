@@ -127,7 +127,7 @@ class ModelSpec:
         hooks = [
             m.register_forward_hook(lambda _m, _a, out, name=n: seen(name, out))
             for n, m in self.module.named_modules()
-            if n and not list(m.children())
+            if not list(m.children())
         ]
         training = self.module.training
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ class FederationFacts:
         normalisation: How inputs are standardised; None leaves them alone.
         size: From a client's number to its samples that count in a weighted mean: the real ones it trains on.
         class_counts: All clients' samples per class to train on, ``[K, C]``; it may take long.
+        sizes: ``size`` of all clients, ``[K]``; it may take long, too.
+        weights: How clients count in a mean: by samples, or uniformly.
     """
 
     clients: int
@@ -38,6 +41,16 @@ class FederationFacts:
     normalisation: Normalisation | None
     size: Callable[[int], int]
     class_counts: Callable[[], np.ndarray]
+    sizes: Callable[[], np.ndarray]
+    weights: Literal["samples", "uniform"] = "uniform"
+
+    def weight(self, client: int) -> float:
+        """The aggregation weight ``w_k`` of a client before normalisation."""
+        return 1.0 if self.weights == "uniform" else float(self.size(client))
+
+    def total_weight(self) -> float:
+        """``sum_k w_k`` over all clients, also those that do not take part: ``w_k`` over it is ``p_k``."""
+        return float(self.clients) if self.weights == "uniform" else float(self.sizes().sum())
 
     @staticmethod
     def of(federation: Federation, counted: np.ndarray | None = None) -> FederationFacts:
@@ -55,6 +68,7 @@ class FederationFacts:
             federation.normalisation,
             size,
             federation.class_counts,
+            lambda: federation.sizes if counted is None else counted,
         )
 
 

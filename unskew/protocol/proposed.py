@@ -56,6 +56,12 @@ class Proposed:
                 f"{name} needs the updates of a round in that round; it cannot be run with network.delay."
             )
 
+    def told_without_body(self, name: str, option: str) -> tuple[str, ...]:
+        """What to tell where a rule's term is one of the features, and no trained layer lies before the head."""
+        if self.spec.parts["body"]:
+            return ()
+        return (f"{name} changes how features are learned, but this model trains none: {option} has no effect.",)
+
     def need_numbers(self, name: str) -> None:
         """For rules that learn or draw inputs: there is nothing between two tokens of a text."""
         if self.federation.test[0].dtype == torch.int64:

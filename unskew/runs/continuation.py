@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.config.paths import wherever
 from unskew.config.reading import load_yaml
+from unskew.data.checks import single
 from unskew.data.federation import ArrayClients
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
@@ -116,14 +118,15 @@ def data_identity(prepared: Prepared) -> str:
 
 
 def content_of(prepared: Prepared) -> str:
-    """A checksum of what is trained and evaluated on; empty where clients are not slices of one array."""
+    """A checksum of what is trained and evaluated on; empty where clients are loaded one by one or lie in files."""
     federation = prepared.federation
-    if not isinstance(federation.clients, ArrayClients):
+    clients = federation.clients
+    if not isinstance(clients, ArrayClients) or clients.mapped:
         return ""
     crc = 0
     server = () if federation.server is None else (federation.server.x, federation.server.y)
-    for part in (federation.clients.x, federation.clients.y, *federation.test, *server):
-        rows = part.permute(0, 2, 3, 1) if part.dim() == 4 else part  # as images lie in memory
+    for part in chain(clients.inputs(), (clients.y, *federation.test), server):
+        rows = single(part.permute(0, 2, 3, 1) if part.dim() == 4 else part)  # as images lie in memory
         raw: Any = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
     return f"{crc:08x}"

@@ -28,7 +28,7 @@ from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore, encode
 
-FORMAT = 4
+FORMAT = 5
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
 CLIENTS, CACHE, FLYING = "client", "cached", "flying"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.clients import batched
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import Normaliser
 from unskew.engines.machine import threads
@@ -103,22 +104,23 @@ class Evaluator:
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
+        self._test = [self.test[0]], [self.test[1]]
         self.batch = max(1, min(BATCH, CELLS // spec.widest))
         self.threads = torch.get_num_threads()  # an engine may take threads away for training
 
     def _samples(
-        self, v: Tensor, b: Tensor, x: Tensor, y: Tensor, single: bool = False
+        self, v: Tensor, b: Tensor, xs: Iterable[Tensor], ys: Iterable[Tensor], single: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """How right each sample is, how many predictions it asks for, summed losses, and the sum of the tallies.
+        """Of samples in pieces: how right each is, how many predictions it asks for, summed losses, the sum of the tallies.
 
         Losses are summed over the predictions of each batch, or with ``single`` over those of each sample.
         """
         right, asked, losses, tallies = [], [], [], []
         with threads(self.threads):
             predict = self.model.predict(v, b)
-            for first in range(0, len(y), self.batch):
-                target = y[first : first + self.batch].to(self.model.device)
-                logits = predict(self.normalise(x[first : first + self.batch])).logits
+            for x, y in zip(batched(xs, self.batch), batched(ys, self.batch), strict=True):
+                target = y.to(self.model.device)
+                logits = predict(self.normalise(x)).logits
                 right.append(self.task.correct(logits, target))
                 asked.append(self.task.predictions(target))
                 if single:
@@ -143,7 +145,7 @@ class Evaluator:
 
     def score(self, v: Tensor, b: Tensor) -> Score:
         """The model ``v [d], b [m]`` on the test set."""
-        right, asked, losses, tally = self._samples(v, b, *self.test)
+        right, asked, losses, tally = self._samples(v, b, *self._test)
         loss = float(losses.sum() / asked.sum())
         return Score(mean(right, asked), loss, self.task.measure(tally, loss))
 
@@ -180,10 +182,8 @@ class Evaluator:
         if not held:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who)
-        images = held[0].x_test.dim() == 4
-        x = torch.cat([c.x_test.permute(0, 2, 3, 1) if images else c.x_test for c in held])
-        joined = x.permute(0, 3, 1, 2) if images else x
-        measured = self._samples(v, b, joined, torch.cat([c.y_test for c in held]), single=True)[:3]
+        inputs = (c.x_test for c in held)  # one client's after another's, not all at once
+        measured = self._samples(v, b, inputs, [c.y_test for c in held], single=True)[:3]
         sizes = [len(c.y_test) for c in held]
         parts = zip(*(torch.split(t, sizes) for t in measured), strict=True)
         accuracies, losses = np.array([means(*part) for part in parts]).T
@@ -192,13 +192,13 @@ class Evaluator:
     def one(self, v: Tensor, b: Tensor, client: ClientData) -> tuple[float, float]:
         """Accuracy and loss of a client's own model on its own data."""
         if len(client.y_test):
-            return means(*self._samples(v, b, client.x_test, client.y_test, single=True)[:3])
+            return means(*self._samples(v, b, [client.x_test], [client.y_test], single=True)[:3])
         accuracies, losses = self._by_class(v, b, [client.y])
         return float(accuracies[0]), float(losses[0])
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Accuracy and loss on the test set with its classes weighted as in each client's labels, ``[K]``."""
-        right, _, summed, _ = self._samples(v, b, *self.test, single=True)
+        right, _, summed, _ = self._samples(v, b, *self._test, single=True)
         classes = self.federation.classes
         y = self.test[1].cpu()
         total = torch.bincount(y, minlength=classes).to(torch.float64)

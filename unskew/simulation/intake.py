@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.messages import ClientState, Tensors, Update
+from unskew.protocol.messages import ClientState, Tensors, Update, changed
 from unskew.protocol.rules import Method, ServerRule
 from unskew.protocol.updates import Aggregate
 from unskew.tasks import TASKS
@@ -125,7 +125,7 @@ class Intake:
         with self.meter():
             self.whole.add(update)
             if self.rule.buffer() is not None:
-                self.waiting.add(replace(update, state=ClientState()))
+                self.waiting.add(changed(update, state=ClientState()))
         self.whole.arrivals = len(self.taken) + 1
         if self.waiting.aggregate.count == self.rule.buffer():
             self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
@@ -136,7 +136,7 @@ class Intake:
         self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
         # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
         none = torch.empty(0)
-        self.taken.append(replace(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
+        self.taken.append(changed(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
 
     def for_rule(self) -> list[Gathered]:
         """What the server rule steps with, in turn."""

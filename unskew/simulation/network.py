@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from unskew.protocol.messages import Update
+from unskew.protocol.messages import Update, changed
 from unskew.seeding import numpy_generator
 from unskew.simulation.delays import Delays
 from unskew.simulation.store import ClientStore
@@ -57,11 +56,11 @@ class Network:
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
         """The updates that reach the server in ``round``, by round of their broadcast and by client."""
         if self.delays.instant:
-            return (replace(update, arrived=round) for update in results)
+            return (changed(update, arrived=round) for update in results)
         arrivals = [update for update in self.pending if update.arrived == round]
         self.pending = [update for update in self.pending if update.arrived > round]
         for update in results:
-            update = replace(update, arrived=round + self.delays(round, update.client))
+            update = changed(update, arrived=round + self.delays(round, update.client))
             if update.arrived == round:
                 arrivals.append(update)
             else:

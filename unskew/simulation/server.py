@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import FederationFacts
-from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, finite, flat
+from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, changed, finite, flat
 from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training import Buffers
@@ -70,17 +70,17 @@ class Server:
     ):
         self.at_server = at_server
         self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
-        self.facts, self.seed = facts, seed
+        self.facts, self.seed = replace(facts, weights=weights), seed
         self.sends_model = all(r.sends_model for r in method.client)
         self.needs = {what for part in (rule, *method.rules) for what in part.needs}
         self.store = ClientStore() if store is None else store  # an empty one is false
         self.cache = ClientStore() if cache is None else cache
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
-        self.state = rule.init(spec.flatten(), facts)
+        self.state = rule.init(spec.flatten(), self.facts)
         check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
         self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
-        self.rules: dict[str, Tensors] = {name: r.server_init(self.v, facts) for name, r in self.halves.items()}
+        self.rules: dict[str, Tensors] = {name: r.server_init(self.v, self.facts) for name, r in self.halves.items()}
         self.waiting = empty(method, rule)
         self.traffic = Traffic()
         self.moved = False
@@ -127,7 +127,7 @@ class Server:
         """What ``client`` receives in ``round``; its bytes are counted."""
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
-        cast = replace(self._cast(round, client, self.v, self.b, down, up), report=report)
+        cast = changed(self._cast(round, client, self.v, self.b, down, up), report=report)
         # Where only slices travel, a client may begin with statistics of its own.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None
         if "sent_model" in self.needs or statistics_too:
@@ -146,7 +146,7 @@ class Server:
         own = () if self.method.sync is None else self.method.sync.own(self.spec)
         down = complement(own, len(self.v)) if own else None
         cast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
-        return replace(cast, report=True, keeps=False)
+        return changed(cast, report=True, keeps=False)
 
     def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
         accepted = self.last.get(client)
@@ -158,7 +158,7 @@ class Server:
             b=b if self.mode == "average" else self.b0,
             download={name: tensors for name, tensors in extra.items() if tensors},
             state=ClientState.of(self.store.get(client)),
-            weight=1.0 if self.weights == "uniform" else float(self.facts.size(client)),
+            weight=self.facts.weight(client),
             down=down,
             up=up,
             initial=() if accepted is not None or down is None else complement(down, len(v)),
@@ -183,7 +183,7 @@ class Server:
                 self.lost(update.client)
                 continue
             sent = self.sent.pop(update.client, Sent(0, 0))
-            update = replace(
+            update = changed(
                 update, start=sent.v, version=sent.version, b_start=sent.b, last=self._cached(update.client)
             )
             intake.add(update)

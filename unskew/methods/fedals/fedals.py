@@ -106,9 +106,18 @@ class FedALS(Sync):
         return slices_of(spec, missed), slices_of(spec, due)
 
     def check(self, run: Proposed) -> Sequence[str]:
-        """Layers that are never averaged are told."""
+        """Layers that are never averaged are told.
+
+        Raises:
+            ConfigError: The model has no body that could be averaged less often; or updates are delayed.
+        """
         super().check(run)
         periods = _periods(self, run.spec)
+        if len(periods) == 1 and self.alpha > 1 and self.split < 0 and not self.periods:
+            raise ConfigError(
+                "fedals averages the body of the model less often than its head, but this model has one layer only, its "
+                "head. Take a model with more layers, or fedals:split=1 to average that layer less often."
+            )
         late = [group.name for group, p in zip(layer_groups(run.spec), periods, strict=True) if p > run.rounds]
         if not late:
             return ()

@@ -37,6 +37,7 @@ from unskew.errors import ConfigError
 from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
 from unskew.generators.learned import decoder
 from unskew.generators.learned.inversion import Maker, augmented, learn, statistics_distance
+from unskew.generators.learned.pair import pair
 from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
@@ -190,7 +191,10 @@ class FedCOG(ClientRule):
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
         start, make, betas = self.maker(ctx, key)
-        weight = torch.as_tensor(self.lambda_dis if self.source == "both" and "v" in ctx.state else 0.0)
+        disagree = self.source == "both" and "v" in ctx.state
+        weight = torch.as_tensor(self.lambda_dis if disagree else 0.0)
+        teachers = (ctx.v_global, ctx.b_global)
+        both = pair(ctx.spec, teachers, (ctx.state["v"], ctx.state["b"])) if disagree and not self.lambda_bn else None
         if self.max_prev_age and "round" in ctx.state:
             weight = torch.where(ctx.round - ctx.state["round"] <= self.max_prev_age, weight, torch.zeros_like(weight))
 
@@ -199,16 +203,18 @@ class FedCOG(ClientRule):
             if self.augment:
                 x = augmented(x, fold(fold(key, 3), t), ctx.pixels.inputs(torch.zeros_like(x[:1])))
             if self.lambda_bn:
-                teacher, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
+                output, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
+                teacher = output.logits
+            elif both is None:
+                teacher = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
             else:
-                teacher, distance = ctx.spec.forward(ctx.v_global, ctx.b_global, x), None
-            loss = self.lambda_ce * ctx.task.loss(teacher.logits, y)
-            if self.source == "both" and "v" in ctx.state:
-                student = ctx.spec.forward(ctx.state["v"], ctx.state["b"], x)
-                loss = loss + weight * self.disagreement(ctx.task, teacher.logits, student.logits)
-            if distance is not None:
-                loss = loss + self.lambda_bn * distance
-            return loss, teacher.logits
+                teacher, student = both(x)
+            loss = self.lambda_ce * ctx.task.loss(teacher, y)
+            if disagree:
+                if self.lambda_bn:
+                    student = ctx.spec.forward(ctx.state["v"], ctx.state["b"], x).logits
+                loss = loss + weight * self.disagreement(ctx.task, teacher, student)
+            return loss + self.lambda_bn * distance if self.lambda_bn else loss, teacher
 
         steps = 0 if self.source == "noise" else self.g_steps
         point, z = learn(start, objective, steps, self.g_lr, betas, last=self.alias)

@@ -28,14 +28,15 @@ def with_projection(module: nn.Module, head: str, width: int) -> tuple[nn.Module
     """A copy of ``module`` with a projection of ``width`` units before its head, and the name of the new head.
 
     Raises:
-        ConfigError: The head is not a linear layer, or is the whole model.
+        ConfigError: The head is not a linear layer.
     """
     module = copy.deepcopy(module)
     parent, _, name = head.rpartition(".")
-    old = module.get_submodule(head) if head else None
+    old = module.get_submodule(head)
     if not isinstance(old, nn.Linear):
-        raise ConfigError(
-            f"A projection needs a linear head inside the model, but the head is {head or 'the model'!r}."
-        )
+        what = f"{head!r}, a {type(old).__name__}" if head else f"the model, a {type(old).__name__}"
+        raise ConfigError(f"A projection needs a linear head, but the head is {what}; projection=0 is without one.")
+    if not head:
+        return Projected(old, width), "head"
     setattr(module.get_submodule(parent), name, Projected(old, width))
     return module, f"{head}.head"

@@ -1,0 +1,137 @@
+"""A federation holds the arrays that it is given, and of files only what a drawn client needs."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import unskew
+from unskew.data.clients import RECENT, batched
+from unskew.errors import DataError
+from unskew.runs.continuation import content_of
+
+OPTIONS = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 4, "engine": "inline", "seed": 0}
+
+
+def given(n=6, clients=3, shape=(5,), dtype="float32", seed=0):
+    draws = np.random.default_rng(seed)
+    xs = draws.integers(0, 200, (clients, n, *shape)).astype(dtype)
+    return [(x, np.arange(n) % 2) for x in xs]
+
+
+def federation(clients, **options):
+    return unskew.Federation.from_arrays(clients, test=clients[0][:2], **options)
+
+
+def tensors(*parts):
+    return [torch.from_numpy(part) for part in parts]
+
+
+def test_no_array_is_copied():
+    """Not when the federation is made; rows that are in order already are not copied when a client is drawn, either."""
+    plain, whole = given(shape=(6, 6, 3), dtype="uint8"), given(shape=(6, 6, 3), seed=1)
+    fed = federation([*plain, (*whole[0], *whole[1])])
+    held = [x.data_ptr() for x in fed.clients.rows.all()]
+    assert held == [x.ctypes.data for x in (*(x for x, _ in plain), whole[0][0], whole[1][0])]
+    again = federation([(*whole[0], *whole[1])]).clients[0]
+    assert (again.x.data_ptr(), again.x_test.data_ptr()) == (whole[0][0].ctypes.data, whole[1][0].ctypes.data)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "bool"])
+@pytest.mark.parametrize("shape", [(5,), (6, 6, 3), (3, 6, 6)])
+def test_a_client_has_its_own_rows_in_its_own_order(shape, dtype):
+    clients = given(10, shape=shape, dtype=dtype)
+    fed = federation(clients, holdout=0.2, seed=3)
+    for k, (x, y) in enumerate(clients):
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(3 * 1_000_003 + k))
+        x, y = tensors(x, y)
+        x = x.permute(0, 3, 1, 2) if shape[-1] == 3 else x
+        client = fed.clients[k]
+        assert client.x.dtype == (torch.uint8 if dtype == "bool" else x.dtype)
+        for found, rows in ((client.x, order[:8]), (client.x_test, order[8:])):
+            assert torch.equal(found, x[rows].to(found.dtype))
+            assert len(shape) == 1 or found.permute(0, 2, 3, 1).is_contiguous()
+        assert torch.equal(torch.cat([client.y, client.y_test]), y[order])
+    together = fed.clients.to(torch.device("cpu"))
+    assert torch.equal(together.x, fed.clients.x)
+    assert torch.equal(together[1].x_test, fed.clients[1].x_test)
+    changed = replace(fed.clients[1], y=fed.clients[1].y + 1)
+    assert torch.equal(changed.x_test, fed.clients[1].x_test)
+
+
+def test_a_federation_can_be_copied_to_another_process():
+    for fed in (federation(given()), unskew.load_federation("digits", clients=3)):
+        fed.clients[1].x  # noqa: B018
+        again = pickle.loads(pickle.dumps(fed))
+        assert torch.equal(again.clients.x, fed.clients.x)
+        assert torch.equal(again.clients[1].x_test, fed.clients[1].x_test)
+
+
+def test_types_that_differ_become_one():
+    fed = federation([*given(dtype="uint8"), *given(dtype="float64")])
+    assert {client.x.dtype for client in fed.clients} == {torch.float64}
+    assert fed.normalisation is None
+
+
+def test_double_precision_is_kept_where_the_run_has_it():
+    """What float32 cannot tell apart makes a difference with fp64, and none with fp32."""
+    clients = given(dtype="float64")
+    near = [(x + 1e-9, y) for x, y in clients]
+    for precision, same in (("fp32", True), ("fp64", False)):
+        one, other = (
+            unskew.run(federation=federation(c), precision=precision, **OPTIONS).vector for c in (clients, near)
+        )
+        assert torch.equal(one, other) == same
+
+
+def test_the_checksum_is_that_of_the_arrays_as_one():
+    """So runs from before can go on, also those whose float64 inputs were float32 then."""
+
+    class Prepared:
+        federation = federation(given(shape=(6, 6, 3), dtype="float64"))
+
+    whole = Prepared()
+    before = replace(Prepared.federation, clients=Prepared.federation.clients.to(torch.device("cpu")))
+    before.clients.x = before.clients.x.float()
+    whole.federation = replace(before, test=(before.test[0].float(), before.test[1]))
+    assert content_of(whole) == content_of(Prepared())
+
+
+def test_files_are_read_only_where_a_client_is_drawn(tmp_path):
+    """Only a drawn client is looked at, and refused where its numbers are not finite."""
+    np.save(tmp_path / "x.npy", np.full((4, 8, 5), np.nan, np.float32))
+    writable = np.load(tmp_path / "x.npy", mmap_mode="r+")
+    writable[2] = 1
+    writable.flush()
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    test = (np.ones((4, 5), np.float32), np.arange(4) % 2)
+    fed = unskew.Federation.from_arrays([(part, np.arange(8) % 2) for part in x], test=test)
+    assert fed.clients.mapped
+    assert fed.clients[2].x.eq(1).all()
+    assert fed.to(torch.device("meta")).clients is fed.clients
+    assert fed.sizes.tolist() == [7] * 4
+    with pytest.raises(DataError, match="inputs of client 1 hold NaN or infinite values"):
+        fed.clients[1].x  # noqa: B018
+    shard = replace(fed, clients=[replace(fed.clients[2], id=k) for k in range(2)])
+    assert unskew.run(federation=shard, **OPTIONS).summary["rounds"] == 1
+
+
+def test_what_was_drawn_last_is_kept_up_to_a_bound():
+    n = RECENT // 4 // 3 + 1
+    fed = federation(given(n, 4, (1,)))
+    first = fed.clients[0]
+    assert fed.clients[1] is not first
+    assert fed.clients[0] is first
+    for k in (1, 2, 3):
+        fed.clients[k].x  # noqa: B018
+    assert fed.clients[3] is fed.clients[3]
+    assert fed.clients[0] is not first
+
+
+def test_evaluation_takes_the_batches_that_one_array_would_give():
+    parts = [torch.randn(n, 3, 2, 2, generator=torch.Generator().manual_seed(n)) for n in (3, 1, 9, 2)]
+    found, whole = list(batched(iter(parts), 4)), torch.cat(parts)
+    assert [len(batch) for batch in found] == [4, 4, 4, 3]
+    assert torch.equal(torch.cat(found), whole)
