@@ -34,7 +34,7 @@ _PLACES = {
     "Updates": "unskew.protocol.rules",
     "compare": "unskew.comparison.compare",
     "diagnose": "unskew.diagnosis.diagnose",
-    "load": "unskew.serving.predictor",
+    "load": "unskew.serving.load",
     "load_federation": "unskew.data.load",
     "method": "unskew.methods.catalogue",
     "resume": "unskew.runs.run",
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
     from unskew.records.result import Result
     from unskew.runs.run import resume, run
+    from unskew.serving.load import load
 
 
 def __getattr__(name: str) -> Any:

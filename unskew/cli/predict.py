@@ -34,7 +34,7 @@ def predict(
     """Predict labels and probabilities for new rows, images or texts with a trained model."""
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
-    from unskew.serving.predictor import load
+    from unskew.serving.load import load
     from unskew.serving.rows import read_rows
 
     predictor = load(run, trust_code=trust_code)

@@ -25,6 +25,7 @@ class Result:
         folder: The run folder, or None.
         draw: Writes pictures of what the method did into a folder, for methods that have any.
         clients: One dictionary per client, as in ``clients.jsonl``.
+        predictor: Makes what predicts for new inputs, as ``unskew.load`` does for a run folder.
     """
 
     def __init__(
@@ -36,9 +37,22 @@ class Result:
         folder: Path | None,
         draw: Callable[[Path], None] = lambda folder: None,
         clients: Sequence[dict[str, Any]] = (),
+        predictor: Callable[[], Any] | None = None,
     ):
         self.history, self.summary, self.model, self.vector, self.folder = history, summary, model, vector, folder
-        self.draw, self.clients = draw, list(clients)
+        self.draw, self.clients, self.predictor = draw, list(clients), predictor
+
+    def predict(self, x: object) -> list[Any]:
+        """The most probable class of each input by its name; ``x [n, ...]`` as they were before normalisation.
+
+        Raises:
+            ConfigError: This result has no data, so it is not known what the model expects.
+            DataError: The inputs are of another shape or type.
+        """
+        if self.predictor is None:
+            raise ConfigError("This result does not know what its model expects; use unskew.load(FOLDER).")
+        labels: list[Any] = self.predictor().predict(x)
+        return labels
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a table, one row per round (needs pandas)."""

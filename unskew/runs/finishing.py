@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ def write_finished(
     config: Experiment,
     federation: Federation,
     server: Server,
-    clients: Sequence[Mapping[str, Any]],
-    summary: Mapping[str, Any],
+    clients: list[dict[str, Any]],
+    summary: dict[str, Any],
 ) -> None:
     """Write the model, what it expects, what it is worth to each client, and last the summary.
 

@@ -34,6 +34,8 @@ from unskew.runs.continuation import (
     data_identity,
 )
 from unskew.runs.finishing import write_finished
+from unskew.runs.inputs import inputs_of
+from unskew.runs.predictor import Predictor
 from unskew.runs.stopping import EarlyStopping
 from unskew.runs.summary import of_clients, summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
@@ -166,7 +168,9 @@ class Session:
             callback.end(summary)
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         draw = partial(self.server.rule.draw, self.recorder.history)
-        return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder, draw, clients)
+        predictor = partial(Predictor, module, inputs_of(self.evaluator.federation, config), self.spec.dtype)
+        vector = self.server.evaluated.cpu()
+        return Result(self.recorder.history, summary, module, vector, self.folder, draw, clients, predictor)
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""

@@ -22,7 +22,7 @@ def read_rows(path: Path, inputs: Inputs) -> tuple[Tensor, list[str]]:
     """Inputs of a model, and what each of them is called.
 
     Args:
-        path: A .csv, .jsonl or .parquet file with the columns that the model was trained on (others may be there, too); an image
+        path: A .csv, .jsonl or .parquet file with the columns that the model was trained on, and others or none; an image
             file; or a folder of image files, also in folders of their own.
         inputs: What the model expects.
 

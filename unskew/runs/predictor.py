@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unskew.config.reading import experiment, load_yaml
 from unskew.data.checks import as_inputs
-from unskew.data.federation import Federation
 from unskew.data.reading.images import with_channels, with_size
-from unskew.diagnosis.diagnose import models_of
 from unskew.engines.batches import Normaliser
-from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.files import place
-from unskew.methods.catalogue import method as method_of
-from unskew.models.vector import ModelSpec
-from unskew.options import untrusted
-from unskew.runs.inputs import Inputs, read_inputs
-from unskew.runs.model import ModelLike, initial_spec
+from unskew.errors import DataError
+from unskew.runs.inputs import Inputs
 from unskew.tasks import TASKS
 
 BATCH = 256
@@ -51,17 +41,19 @@ class Predictor:
         """Probabilities ``[n, C]`` of inputs ``[n, *shape]``; with several labels a sample, of each label by itself.
 
         Args:
-            x: NumPy arrays, tensors or lists: uint8 images channels first or last, of any size if they are images; features in
-                the order of ``inputs.features``; or token ids, rows filled up with -1.
+            x: An array, a tensor or lists: uint8 images of any size, channels first or last; features in the order of
+                ``inputs.features``; or token ids, rows filled up with -1.
 
         Raises:
             DataError: They have another shape or type, or hold what is no number.
         """
+        if not len(x):  # type: ignore[arg-type]
+            return np.zeros((0, self.inputs.classes))
         ready = self.prepared(x)
         task = TASKS[self.inputs.task]
         with torch.no_grad():
             parts = [task.probabilities(self.module(self.normalise(part))) for part in torch.split(ready, BATCH)]
-        return torch.cat(parts).double().numpy() if parts else np.zeros((0, self.inputs.classes))
+        return torch.cat(parts).double().numpy()
 
     def predict(self, x: object) -> list[Any]:
         """The most probable class of each input by its name; with several labels a sample, the list of those above 0.5."""
@@ -116,49 +108,3 @@ class Predictor:
 def shape_text(shape: tuple[int, ...]) -> str:
     """``3 x 32 x 32``."""
     return " x ".join(map(str, shape)) if shape else "one number"
-
-
-def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = False) -> Predictor:
-    """The trained model of a run folder, ready for new inputs.
-
-    Args:
-        run: The run folder.
-        model: The model, if it was given in Python.
-        trust_code: Whether a model or a method of one's own that its ``config.yaml`` names may be imported, which runs its
-            code.
-
-    Raises:
-        CheckpointError: It holds no finished run, or its files are damaged.
-        ConfigError: The model cannot be built from what the folder says.
-    """
-    folder = place(run)
-    if folder is None or not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
-    if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
-    stored, inputs = load_yaml(folder / "config.yaml"), read_inputs(folder)
-    if inputs.task == "language":
-        raise ConfigError(
-            f"{folder} holds a language model, which has no classes to predict; load it with transformers."
-        )
-    if stored.get("model") == "given" and model is None:
-        raise ConfigError(f"The model of {folder} was given in Python; load it there, with model=.")
-    with ExitStack() as within:
-        if not trust_code:
-            within.enter_context(untrusted(stored, folder))
-        config = experiment(stored)
-        method = method_of(config.method)
-        spec = initial_spec(config, empty_federation(inputs), model, method)
-        *_, (_, v, b) = models_of(folder, spec)
-    return Predictor(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
-
-
-def empty_federation(inputs: Inputs) -> Federation:
-    """Data of the right shape and number of classes, without a sample that anybody holds."""
-    kinds = {"uint8": torch.uint8, "tokens": torch.int64}
-    x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
-    several = (1, inputs.classes) if inputs.task == "multilabel" else (1,)
-    return Federation(
-        clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
-        normalisation=inputs.known, class_names=inputs.class_names,
-    )  # fmt: skip

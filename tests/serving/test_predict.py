@@ -1,0 +1,145 @@
+"""A trained model in use: the same predictions as where it was trained, and refusals of what it does not take."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.running import call
+
+import unskew
+from unskew.errors import CheckpointError, ConfigError, DataError
+
+TINY = {"rounds": 2, "local_steps": 5, "engine": "inline"}
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict") / "run"
+    return unskew.run(data="digits", model="mlp", method="scaffold", clients=3, lr=0.1, out=folder, **TINY)
+
+
+@pytest.fixture(scope="module")
+def patients(tmp_path_factory):
+    """A table whose sum of two columns decides, and a run on it that leaves one column out."""
+    folder = tmp_path_factory.mktemp("patients")
+    draws = np.random.default_rng(0)
+    with (folder / "p.csv").open("w") as file:
+        out = csv.writer(file)
+        out.writerow(["bmi", "ward", "age", "noise", "sick"])
+        for number in range(80):
+            age, bmi, noise = draws.normal(size=3)
+            out.writerow([bmi, "abc"[number % 3], age, noise, "yes" if age + bmi > 0 else "no"])
+    options = {"label": "sick", "partition": "natural:ward", "features": ["age", "bmi"], "model": "logistic", "lr": 0.5}
+    unskew.run(data=f"table:{folder / 'p.csv'}", out=folder / "run", **options, **TINY)
+    return folder
+
+
+def test_a_loaded_model_says_of_the_test_set_what_the_run_said(digits):
+    x, y = unskew.load_federation("digits", clients=3).test
+    loaded = unskew.load(digits.folder)
+    labels = loaded.predict(x)
+    assert (
+        np.mean([label == str(int(true)) for label, true in zip(labels, y, strict=True)]) == digits.summary["accuracy"]
+    )
+    assert digits.predict(x) == labels
+    probabilities = loaded.predict_proba(x)
+    assert probabilities.shape == (len(y), 10)
+    assert np.allclose(probabilities.sum(1), 1)
+    assert loaded.predict(x[:0]) == []
+
+
+def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digits, tmp_path, capsys):
+    x = unskew.load_federation("digits", clients=3).test[0][:3]
+    loaded = unskew.load(digits.folder)
+    first = loaded.predict_proba(x)
+    assert np.array_equal(loaded.predict_proba(x.permute(0, 2, 3, 1).numpy()), first)
+    colours = x.expand(-1, 3, -1, -1)
+    assert np.allclose(loaded.predict_proba(colours), first, atol=0.02)  # luminance is rounded to whole numbers
+    for number, image in enumerate(x):
+        Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
+    found = call(capsys, "predict", str(digits.folder), str(tmp_path), "--json").json()
+    assert [line["row"] for line in found] == ["0.png", "1.png", "2.png"]
+    assert [line["label"] for line in found] == loaded.predict(x)
+    assert [line["p_3"] for line in found] == pytest.approx(first[:, 3].tolist())
+    Image.fromarray(x[0, 0].numpy()).resize((21, 13)).save(tmp_path / "other.png")
+    assert len(call(capsys, "predict", str(digits.folder), str(tmp_path / "other.png"), "--json").json()) == 1
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_rows_of_a_table_are_read_by_the_names_of_their_columns(patients, capsys, tmp_path, kind):
+    """In another order, without the label, with a column that nobody knows."""
+    rows = [{"age": 2.0, "bmi": 1.5, "city": "x"}, {"age": -2.0, "bmi": -1.0, "city": "y"}]
+    new = tmp_path / f"new.{kind}"
+    if kind == "csv":
+        new.write_text("city,age,bmi\n" + "".join(f"{r['city']},{r['age']},{r['bmi']}\n" for r in rows))
+    else:
+        new.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / f"out.{kind}"
+    text = call(capsys, "predict", str(patients / "run"), str(new), "--out", str(out)).out
+    assert "yes" in text
+    if kind == "csv":
+        written = list(csv.DictReader(out.open()))
+    else:
+        written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["label"] for line in written] == ["yes", "no"]
+    expected = unskew.load(patients / "run").predict_proba([[2.0, 1.5], [-2.0, -1.0]])
+    assert [float(line["p_yes"]) for line in written] == pytest.approx(expected[:, 1].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.csv", "age\n1\n", "'bmi'"),
+        ("a.csv", "age,bmi\n1,2\n1,\n", "missing or infinite"),
+        ("a.csv", "age,bmi\n1,x\n", "not numbers"),
+        ("a.csv", "age,bmi\n", "no rows"),
+        ("a.png", "", "rows of a table"),
+        ("gone.csv", None, "no file or folder"),
+    ],
+)
+def test_rows_that_do_not_fit_are_sentences(patients, capsys, tmp_path, name, text, words):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    failed = call(capsys, "predict", str(patients / "run"), str(tmp_path / name))
+    assert failed.code
+    assert words in " ".join(failed.err.split())
+
+
+def test_inputs_that_do_not_fit_are_sentences(digits, patients):
+    with pytest.raises(DataError, match="1 x 8 x 8"):
+        unskew.load(digits.folder).predict(np.zeros((2, 64), np.uint8))
+    with pytest.raises(DataError, match="uint8"):
+        digits.predict(torch.zeros(2, 1, 8, 8))
+    with pytest.raises(DataError, match="shape 2, not 3"):
+        unskew.load(patients / "run").predict([[1.0, 2.0, 3.0]])
+    with pytest.raises(DataError):
+        unskew.load(patients / "run").predict([[1.0, float("nan")]])
+    with pytest.raises(DataError, match="numbers"):
+        unskew.load(patients / "run").predict([["a", "b"]])
+
+
+def test_folders_without_a_usable_model_are_refused(digits, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.yaml"):
+        unskew.load(tmp_path)
+    (tmp_path / "config.yaml").write_text((digits.folder / "config.yaml").read_text())
+    with pytest.raises(CheckpointError, match="not finished"):
+        unskew.load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((digits.folder / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"no inputs\.json"):
+        unskew.load(tmp_path)
+    for text in ("{", "[]", '{"task": "classification"}'):
+        (tmp_path / "inputs.json").write_text(text)
+        with pytest.raises(CheckpointError, match="damaged"):
+            unskew.load(tmp_path)
+
+
+def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
+    text = (digits.folder / "config.yaml").read_text().replace("model: mlp", "model: somewhere:net")
+    (tmp_path / "config.yaml").write_text(text)
+    for name in ("model.safetensors", "inputs.json"):
+        (tmp_path / name).write_bytes((digits.folder / name).read_bytes())
+    with pytest.raises(ConfigError, match="trust"):
+        unskew.load(tmp_path)

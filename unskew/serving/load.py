@@ -1,0 +1,63 @@
+"""The model of a finished run, ready for new inputs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from unskew.config.reading import experiment, load_yaml
+from unskew.data.federation import Federation
+from unskew.diagnosis.diagnose import models_of
+from unskew.errors import CheckpointError, ConfigError
+from unskew.files import place
+from unskew.methods.catalogue import method as method_of
+from unskew.options import untrusted
+from unskew.runs.inputs import Inputs, read_inputs
+from unskew.runs.model import ModelLike, initial_spec
+from unskew.runs.predictor import Predictor
+
+
+def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = False) -> Predictor:
+    """The trained model of a run folder, ready for new inputs.
+
+    Args:
+        run: The run folder.
+        model: The model, if it was given in Python.
+        trust_code: Whether a model or a method of one's own that its ``config.yaml`` names may be imported, which runs its
+            code.
+
+    Raises:
+        CheckpointError: It holds no finished run, or its files are damaged.
+        ConfigError: The model cannot be built from what the folder says.
+    """
+    folder = place(run)
+    if folder is None or not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
+    stored, inputs = load_yaml(folder / "config.yaml"), read_inputs(folder)
+    if inputs.task == "language":
+        raise ConfigError(
+            f"{folder} holds a language model, which has no classes to predict; load it with transformers."
+        )
+    with ExitStack() as within:
+        if not trust_code:
+            within.enter_context(untrusted(stored, folder))
+        config = experiment(stored)
+        method = method_of(config.method)
+        spec = initial_spec(config, empty_federation(inputs), model, method)
+        *_, (_, v, b) = models_of(folder, spec)
+    return Predictor(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
+
+
+def empty_federation(inputs: Inputs) -> Federation:
+    """Data of the right shape and number of classes, without a sample that anybody holds."""
+    kinds = {"uint8": torch.uint8, "tokens": torch.int64}
+    x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
+    several = (1, inputs.classes) if inputs.task == "multilabel" else (1,)
+    return Federation(
+        clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
+        normalisation=inputs.known, class_names=inputs.class_names,
+    )  # fmt: skip
