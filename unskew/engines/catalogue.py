@@ -53,8 +53,8 @@ def pick_engine(name: str, device: torch.device, cohort: int, workers: int | Non
     return "processes" if usable > 1 and cohort > 1 else "inline"
 
 
-def make_engine(name: str, setup: Setup, workers: int | None = None) -> Engine:
-    """The engine ``name`` (not ``auto``), ready to train."""
+def make_engine(name: str, setup: Setup, workers: int | None = None, together: int = 1) -> Engine:
+    """The engine ``name`` (not ``auto``), ready to train ``together`` clients as one network."""
     if name == "processes":
-        return ProcessesEngine(setup, workers)
-    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup)
+        return ProcessesEngine(setup, workers, together)
+    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, together)

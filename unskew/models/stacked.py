@@ -141,17 +141,3 @@ class Twin:
             return piece.reshape(-1, *piece.shape[2:]).contiguous(memory_format=order)
         return piece
 
-
-def twin_of(spec: ModelSpec) -> str | None:
-    """Why the clients of a model are not trained together on a CPU, or None if they are.
-
-    >>> from torch import nn
-    >>> twin_of(ModelSpec(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (3,), 2)) is None
-    True
-    """
-    try:
-        for train in (True, False):
-            Twin(spec, train)
-    except Unknown as unknown:
-        return str(unknown)
-    return None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from unskew.models.dropout import Dropout, KeyStream
 from unskew.models.stacked import Twin
 from unskew.models.stacked_layers import Unknown
 from unskew.models.vector import ModelSpec, Output
@@ -66,6 +67,34 @@ class Together:
             logits, features, after = map(_above, outputs)
         return Output(logits, features), after
 
+    def check(self) -> None:
+        """Compare with the model itself on two small batches.
+
+        Raises:
+            Unknown: The outputs differ, or there are none.
+        """
+        spec, draws = self.spec, torch.Generator().manual_seed(0)
+        v = spec.flatten()
+        vs = torch.stack([v, v + 0.01 * torch.randn(v.shape, generator=draws).to(v)])
+        b = spec.flatten_buffers()
+        x = torch.randn(2, 2, *spec.shape, generator=draws).to(v)
+        if spec.input_dtype == torch.int64:
+            x = (x > 0).long()
+        keys = torch.arange(2, device=v.device)
+        for train, twin in self.twins.items():
+            keyed = keys[:, None] + torch.arange(twin.dropouts, device=v.device)
+            drawn = keyed if twin.dropouts else None
+            with torch.no_grad():
+                try:
+                    found = _Run(self, train, False).forward(2, vs, b, x, drawn, (0, None, 0, 0))
+                except Exception as error:  # whatever a layer says of what it cannot take
+                    raise Unknown("a shape that the stacked layers do not expect") from error
+                for k in range(2):
+                    wanted = _pass_with(spec, None if drawn is None else list(drawn[k]), vs[k], b, x[k], train)
+                    for mine, theirs in zip(found, wanted, strict=False):
+                        if mine[k].shape != theirs.shape or not torch.allclose(mine[k], theirs, rtol=1e-3, atol=1e-4):
+                            raise Unknown("layers that do something else when they are stacked")
+
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
         """Gradient of the first thing that ``value`` returns with respect to ``v``, and the second."""
         found = _below(v)
@@ -82,6 +111,26 @@ class Together:
             slope = torch.autograd.grad(below[0].sum(), leaf, allow_unused=True)[0] if below[0].requires_grad else None
             slope = torch.zeros_like(leaf) if slope is None else slope
         return _above(slope), also
+
+
+def stacked_form(spec: ModelSpec) -> tuple[Together | None, str]:
+    """The stacked form of a model, or None and what it has that has no such form.
+
+    >>> from torch import nn
+    >>> stacked_form(ModelSpec(nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)), (3,), 2))
+    (None, 'PReLU')
+    """
+    try:
+        form = Together(spec)
+        form.check()
+    except Unknown as unknown:
+        return None, str(unknown)
+    return form, ""
+
+
+def form_of(spec: ModelSpec) -> Together | None:
+    """The stacked form of a model, or None if it has none."""
+    return stacked_form(spec)[0]
 
 
 @contextmanager
@@ -191,6 +240,25 @@ class _Run:
         if slope_x is None:
             slope_x = torch.zeros_like(self.own_x) if wants_x and self.own_x is not None else zero.expand(k)
         return slope_v, slope_x
+
+
+def _pass_with(
+    spec: ModelSpec, keys: list[Tensor] | None, v: Tensor, b: Tensor, x: Tensor, train: bool
+) -> tuple[Tensor, Tensor]:
+    """A pass of the model itself, whose dropout layers take these keys."""
+    if spec.stream is None:
+        return spec.forward(v, b, x, train)
+    before, handed = spec.stream, iter(keys or [])
+    layers = [m for m in spec.module.modules() if isinstance(m, Dropout)]
+    replay = KeyStream()
+    replay.next = lambda: next(handed, None)  # type: ignore[method-assign]
+    try:
+        for layer in layers:
+            layer.stream = replay
+        return spec.forward(v, b, x, train)
+    finally:
+        for layer in layers:
+            layer.stream = before
 
 
 def _lower() -> AbstractContextManager[None]:
