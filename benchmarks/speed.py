@@ -59,6 +59,7 @@ class UnskewLoop:
         engine: str = "processes",
         model: str = "cnn",
         spelling: str = "fedavg",
+        together: int = 1,
     ):
         torch.manual_seed(seed)
         what = method(spelling)
@@ -66,7 +67,7 @@ class UnskewLoop:
         spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
         setup = Setup(spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu"))
-        self.engine = make_engine(engine, setup)
+        self.engine = make_engine(engine, setup, together=together)
         facts = FederationFacts.of(federation)
         self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)

@@ -100,11 +100,25 @@ def _convolution(run: Pass, layer: Any, name: str, x: Stacked) -> Stacked:
     function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]
     weight, bias = run.of(layer.weight), run.of(layer.bias)
     assert weight is not None
+    if type(layer) is nn.Conv2d and layer.in_channels == 3 and layer.groups == 1:
+        # The gradient of grouped filters over three channels takes three to four times as long as over four.
+        data = _fourth_channel(run.rows(x))
+        weight = F.pad(weight, (0, 0, 0, 0, 0, 1)).contiguous(memory_format=torch.channels_last)
+    else:
+        data = run.image(x)
     out = function(
-        run.image(x), weight, None if bias is None else bias.reshape(-1),
+        data, weight, None if bias is None else bias.reshape(-1),
         layer.stride, layer.padding, layer.dilation, layer.groups * run.k,
     )  # fmt: skip
     return Stacked(out, True)
+
+
+def _fourth_channel(rows: Tensor) -> Tensor:
+    """Pictures ``[k, B, 3, H, W]`` as ``[B, 4 k, H, W]``, channels last; the fourth channel is empty."""
+    k, batch, channels, height, width = rows.shape
+    data = rows.new_zeros(batch, height, width, k, 4)
+    data[..., :channels] = rows.permute(1, 3, 4, 0, 2)
+    return data.flatten(3).permute(0, 3, 1, 2)
 
 
 def _linear(run: Pass, layer: nn.Linear, name: str, x: Stacked) -> Stacked:
