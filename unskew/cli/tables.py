@@ -65,6 +65,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")
     table.add_column()
+    together = f", {summary['together']} clients together" if summary.get("together", 1) > 1 else ""
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
     lines = [
         ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {loss})"),
@@ -78,7 +79,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("partition hash", str(summary["partition_hash"])),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, statistics: {summary['buffers']}"),
         ("traffic", f"{megabytes(summary['bytes_up'])} MB up, {megabytes(summary['bytes_down'])} MB down"),
-        ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}"),
+        ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}{together}"),
     ]
     if "perplexity" in summary:
         best = (number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))

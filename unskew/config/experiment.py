@@ -136,6 +136,8 @@ class Experiment(Section):
     """How clients are trained; the numbers are the same."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``; one per core if None."""
+    together: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Clients that ``inline`` or a worker of ``processes`` trains as one network; ``auto`` measures."""
     patience: Positive = 600.0
     """Seconds without an answer from a worker process after which that is said."""
     device: Annotated[str, Field(pattern=DEVICES)] = "auto"

@@ -1,13 +1,11 @@
-"""Which engine a run uses."""
+"""The devices and the engines."""
 
 from __future__ import annotations
 
 import torch
 
-from unskew.engines import processes
 from unskew.engines.base import Engine, Setup
 from unskew.engines.inline import InlineEngine
-from unskew.engines.machine import cores
 from unskew.engines.processes import ProcessesEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import ConfigError
@@ -37,20 +35,6 @@ def pick_device(name: str) -> torch.device:
             f"The device {name!r} is not available here: {reason}. There is: {', '.join(devices())}."
         ) from error
     return device
-
-
-def pick_engine(name: str, device: torch.device, cohort: int, workers: int | None = None) -> str:
-    """The engine that ``auto`` stands for on this machine (measured; see the page on engines in the docs).
-
-    >>> pick_engine("inline", torch.device("cpu"), 10)
-    'inline'
-    """
-    if name != "auto":
-        return name
-    if device.type != "cpu":
-        return "vectorized"
-    usable = (workers or cores()) if processes.available() else 1
-    return "processes" if usable > 1 and cohort > 1 else "inline"
 
 
 def make_engine(name: str, setup: Setup, workers: int | None = None, together: int = 1) -> Engine:

@@ -43,7 +43,12 @@ def available() -> bool:
 
 
 def _work(
-    setup: Setup, form: Together | None, inbox: SharedMemory, outbox: SharedMemory, pipe: Connection, inherited: Sequence[Connection]
+    setup: Setup,
+    form: Together | None,
+    inbox: SharedMemory,
+    outbox: SharedMemory,
+    pipe: Connection,
+    inherited: Sequence[Connection],
 ) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle: it finishes the round

@@ -140,4 +140,3 @@ class Twin:
             order = torch.channels_last if piece.dim() == 5 else torch.contiguous_format
             return piece.reshape(-1, *piece.shape[2:]).contiguous(memory_format=order)
         return piece
-

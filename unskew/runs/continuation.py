@@ -25,7 +25,18 @@ from unskew.simulation import checkpoint, restoring
 from unskew.simulation.server import Server
 
 RESUMABLE = (
-    *("rounds", "engine", "workers", "patience", "device", "trackers", "checkpoint_every", "target", "save_samples"),
+    *(
+        "rounds",
+        "engine",
+        "workers",
+        "together",
+        "patience",
+        "device",
+        "trackers",
+        "checkpoint_every",
+        "target",
+        "save_samples",
+    ),
     "to_be_continued",
 )
 """Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""

@@ -14,8 +14,8 @@ from safetensors.torch import save
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.engines.base import Engine, Setup
-from unskew.engines.catalogue import make_engine, pick_engine
-from unskew.engines.machine import cores
+from unskew.engines.catalogue import make_engine
+from unskew.engines.choice import Asked, choose
 from unskew.errors import CheckpointError
 from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
@@ -113,7 +113,6 @@ class Session:
             config.patience,
             self._warn,
         )
-        self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers)
         self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.samples: MadeInputs | None = None
@@ -122,9 +121,9 @@ class Session:
     def go(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else self._branch()
-        # More workers than clients in a round would have nothing to do.
-        workers = min(self.config.workers or cores(), self.sampler.size)
-        engine: Engine = make_engine(self.engine_name, self.setup, workers)
+        asked = Asked(self.config.engine, self.config.workers, self.config.together)
+        choice = choose(asked, self.setup, self.sampler.size, self.config.rounds, self.folder, resume)
+        engine: Engine = make_engine(choice.engine, self.setup, choice.workers, choice.together)
         if self.config.save_samples:
             engine = self.samples = MadeInputs(
                 engine, self.method.client, self.prepared.federation, self.config.rounds - 1
@@ -154,7 +153,7 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, self.engine_name)
+        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice)
         if self.folder is not None:
             weights = {**self.spec.parameters(self.server.evaluated), **self.spec.buffers(self.server.evaluated_b)}
             # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
