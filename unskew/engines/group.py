@@ -124,7 +124,7 @@ class GroupTrainer:
                 return self.mapped(casts)
             except UnskewError:
                 raise
-            except Exception:  # noqa: S110  # what is wrong without the mapping is raised below
+            except Exception:  # what is wrong without the mapping is raised below
                 pass
         return [self.single.train(cast) for cast in casts]
 
@@ -241,7 +241,7 @@ class GroupTrainer:
         if flat.dim() == 4 and self.form is None:
             x = torch.stack(flat.chunk(len(clients)))
         else:
-            x = flat.unflatten(0, (len(clients), -1))
+            x = torch.unflatten(flat, 0, (len(clients), -1))
         y = torch.stack([client.y[i] for client, i in zip(clients, index, strict=True)])
         at = torch.tensor(t, device=keys.device)
         return Batch(x, y.to(keys.device), fold(keys, at) if self.single.model.stream else keys, at)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from unskew.models.dropout import Dropout
-from unskew.models.stacked_layers import FUNCTIONS, METHODS, MODULES, VIEWS, Pass, Stacked, Unknown, writes
+from unskew.models.stacked_layers import FUNCTIONS, METHODS, MODULES, VIEWS, writes
+from unskew.models.stacked_values import Pass, Stacked, Unknown
 from unskew.models.vector import ModelSpec
 
 
@@ -23,7 +24,8 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self.head, self.features = head, None
+        self.head = head
+        self.features: Any = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, Dropout) or super().is_leaf_module(m, module_qualified_name)
@@ -63,10 +65,10 @@ class Twin:
         self.layers = dict(module.named_modules())
         self.owner = {id(p): name for name, p in module.named_parameters()}
         self.nodes = list(graph.nodes)
-        self.features = getattr(tracer.features, "node", None)
         self.images = len(spec.shape) > 1 and not spec.integers
-        if module is tracer.head or self.features is None:
+        if not isinstance(tracer.features, fx.Proxy):
             raise Unknown("a head that is the whole model")
+        self.features = tracer.features.node
         for node in self.nodes:
             self._check(node)
         self.dropouts = sum(

@@ -210,6 +210,6 @@ class FunctionalModel:
             self._once.clear()  # tensors of a finished transform must not outlive it
             if self.spec.stream is not None:
                 self.spec.stream.start(None)
-            return gradient  # type: ignore[no-any-return]
+            return gradient
 
         return grad_fn
