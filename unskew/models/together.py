@@ -148,3 +148,5 @@ def together(spec: ModelSpec, form: Together | None) -> Iterator[None]:
         yield
     finally:
         spec.together = None
+        if spec.stream is not None:  # a key of a mapping that failed must not outlive it
+            spec.stream.start(None)
