@@ -9,7 +9,7 @@ from torch import nn
 
 from unskew.models.catalogue import MODELS, build_model
 from unskew.models.mapped import NotTogether
-from unskew.models.together import stacked_form, together
+from unskew.models.together import stacked_form, together, unchecked
 from unskew.models.trainable import Batch, BoundModel, FunctionalModel
 from unskew.models.vector import ModelSpec
 
@@ -224,6 +224,15 @@ def hooked():
     module = Body([nn.Linear(2, 2)], 2)
     module.layers.register_forward_hook(lambda m, args, out: 2 * out)
     return module
+
+
+def test_every_model_but_the_pretrained_ones_has_a_twin():
+    """As ``unskew models`` says."""
+    own = [name for name, entry in MODELS.items() if not entry.pretrained]
+    specs = [ModelSpec(build_model(name, (3, 16, 16), CLASSES), (3, 16, 16), CLASSES) for name in own]
+    specs.append(ModelSpec(build_model("resnet20", (3, 16, 16), 2, norm="group", shortcut="none"), (3, 16, 16), 2))
+    assert all(unchecked(spec) is not None for spec in specs)
+    assert unchecked(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)) is None
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,10 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew models`` prints."""
     table = Table()
-    for name in ("model", "what it is", "reference"):
+    for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:
-        table.add_row(row["name"], row["description"], row["reference"])
+        table.add_row(row["name"], row["description"], "yes" if row["together"] else "no", row["reference"])
     return table
 
 
