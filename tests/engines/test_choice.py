@@ -20,8 +20,12 @@ def train(out=None, **options):
     return unskew.run(blobs(SIZES), model=SmallBatchNorm(), out=out, **{**GIVEN, **options})
 
 
-def never(*args):
-    raise AssertionError("a trial")
+@pytest.fixture
+def forbid(monkeypatch):
+    """No trial from when it is called."""
+    begun = []
+    yield lambda: monkeypatch.setattr(trial, "steps_of", lambda *args: begun.append(args))
+    assert not begun
 
 
 @pytest.fixture
@@ -45,15 +49,15 @@ def measured(monkeypatch):
     return give
 
 
-def test_a_short_run_is_decided_by_a_rule(monkeypatch, tmp_path):
-    monkeypatch.setattr(trial, "step_of", never)
+def test_a_short_run_is_decided_by_a_rule(forbid, tmp_path):
+    forbid()
     result = train(tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "engine.json").read_text())
     assert (kept["decided"], kept["together"], kept["trial"]) == ("rule", 1, {})
     assert (result.summary["engine"], result.summary["together"]) == (kept["engine"], 1)
 
 
-def test_what_was_measured_is_kept_for_the_resumed_run(measured, monkeypatch, tmp_path):
+def test_what_was_measured_is_kept_for_the_resumed_run(measured, forbid, tmp_path):
     measured(1.0, 1.0, 2.0)  # to know how long the run is; one client; four of them
     whole = train(tmp_path / "whole")
     kept = json.loads((tmp_path / "whole" / "engine.json").read_text())
@@ -63,7 +67,7 @@ def test_what_was_measured_is_kept_for_the_resumed_run(measured, monkeypatch, tm
     measured(1.0, 1.0, 2.0)
     with pytest.raises(Stop):
         train(tmp_path / "run", callbacks=[StopAfter(2)])
-    monkeypatch.setattr(trial, "step_of", never)
+    forbid()
     unskew.resume(tmp_path / "run", federation=blobs(SIZES), model=SmallBatchNorm())
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -84,10 +88,11 @@ def test_a_trial_changes_nothing(measured):
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_on_resuming_nothing_is_measured_and_the_user_may_decide(measured, tmp_path):
+def test_on_resuming_nothing_is_measured_and_the_user_may_decide(measured, forbid, tmp_path):
     measured(1.0, 1.0, 2.0)
     with pytest.raises(Stop):
         train(tmp_path / "run", callbacks=[StopAfter(2)])
+    forbid()
     given = {"federation": blobs(SIZES), "model": SmallBatchNorm()}
     own = unskew.resume(tmp_path / "run", engine="inline", together=2, **given)
     assert own.summary["together"] == 2
@@ -99,7 +104,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(trial.in_processes(setup, choice.unchecked(setup.spec), [1, 2], 2, 60.0))
+        found.update(trial.in_processes(setup, choice.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
 
     setup_of(monkeypatch, look)
     train(rounds=1)
@@ -124,8 +129,8 @@ def setup_of(monkeypatch, look):
         (Asked("vectorized", None, "auto"), ("vectorized", 1)),
     ],
 )
-def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch):
-    monkeypatch.setattr(trial, "step_of", never)
+def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid):
+    forbid()
 
     def look(setup):
         found = choose(asked, setup, 4, 1000, None, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -25,8 +26,8 @@ MOSTLY = 0.5
 """Share of whole batches from which on clients are worth training together."""
 WIDEST = 25
 """More clients together gain nothing."""
-SAMPLED = 200
-"""Clients whose sizes are looked at."""
+FEW = 3
+"""Local steps that a trial takes at a time."""
 MEMORY = 1 << 30
 """Bytes that the clients of one part may take at a time, roughly."""
 MARGIN = 0.95
@@ -52,10 +53,6 @@ class Choice:
     decided: str = "rule"
     trial: dict[str, float] = field(default_factory=dict)
     asked: list[Any] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        several = f", {self.workers} workers" if self.engine == "processes" else ""
-        return f"{self.engine}{several}" + (f", {self.together} clients together" if self.together > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,10 @@ def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | 
     if isinstance(asked.together, int):
         plain = Choice(engine, workers, min(asked.together, cohort), plain.decided, asked=asked.identity)
     open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.together == "auto")
-    choice = _measured(asked, plain, setup, cohort, rounds) if open_ended and not resume else plain
+    choice = plain
+    if open_ended and not resume:
+        with contextlib.suppress(Exception):  # what is wrong with a step, the run itself says better
+            choice = _measured(asked, plain, setup, cohort, rounds)
     if folder is not None:
         write_atomic(folder / FILE, (json.dumps(asdict(choice), indent=2) + "\n").encode())
     return choice
@@ -127,7 +127,7 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
         return plain
     began = time.perf_counter()
     with threads(1):
-        alone = trial.seconds_of(trial.step_of(setup, None, 1), 0)
+        alone = trial.seconds_of(trial.steps_of(setup, None, 1, 1), 0)
     budget = min(LONGEST, SHARE * rounds * cohort * steps * alone / plain.workers)
 
     def left() -> float:
@@ -141,21 +141,24 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
         groups = [plain.together] if isinstance(asked.together, int) else _groups(setup, cohort, plain.workers)
     if form is None:
         groups = [1]
+    few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
     found: dict[tuple[str, int], float] = {}
 
     def predict(engine: str, workers: int, seconds: dict[int, float]) -> None:
         for k, taken in seconds.items():
             # A batch of another size is a step of its own, at the pace of one client.
-            step = taken if k == 1 else whole * taken + (1 - whole) * k * alone
+            step = taken / few if k == 1 else whole * taken / few + (1 - whole) * k * alone
             found[engine, k] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
 
     if plain.engine == "processes":
-        share = 0.6 if asked.engine == "auto" else 1.0
-        predict("processes", plain.workers, trial.in_processes(setup, form, groups, plain.workers, share * left()))
-    if asked.engine == "auto" or plain.engine == "inline":
+        share = 0.75 if asked.engine == "auto" else 1.0
+        predict("processes", plain.workers, trial.in_processes(setup, form, groups, few, plain.workers, share * left()))
+    # With all threads a round takes the time of one thread divided by their number, at best.
+    hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / cores()
+    if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
         for k in groups if plain.engine == "inline" else groups[:1]:
-            if left() > 2 * k * alone:
-                predict("inline", 1, {k: trial.seconds_of(trial.step_of(setup, form, k), left() / 2)})
+            if left() > 2 * k * few * alone:
+                predict("inline", 1, {k: trial.seconds_of(trial.steps_of(setup, form, k, few), left() / 2)})
     return _fastest(plain, found)
 
 
@@ -172,7 +175,7 @@ def _fastest(plain: Choice, found: dict[tuple[str, int], float]) -> Choice:
 def _work(setup: Setup) -> tuple[float, float]:
     """Mean number of local steps of a client, and the share of steps whose batch is whole."""
     training, clients = setup.training, setup.federation.clients
-    sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / SAMPLED))}
+    sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / trial.SAMPLED))}
     cuts = [training.cuts(size) for size in sizes.values() if size]
     count = [training.steps(size, client) for client, size in sizes.items() if size]
     whole = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]

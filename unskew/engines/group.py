@@ -6,6 +6,7 @@ BatchNorm's statistics and with them the numbers.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -99,6 +100,11 @@ def parts_of(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> lis
             parts.append(part)
         part.append(place)
     return parts
+
+
+def load_for_workers() -> None:
+    """Load what the first mapped loss makes PyTorch load, half a second's worth, before workers are forked and not in each."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class GroupTrainer:

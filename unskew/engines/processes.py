@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from unskew.engines.base import Setup
-from unskew.engines.group import GroupTrainer, parts_of, steps_of
+from unskew.engines.group import GroupTrainer, load_for_workers, parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.local import LocalTrainer
 from unskew.engines.machine import cores, keep_freed_memory
@@ -130,6 +130,8 @@ class ProcessesEngine:
         torch.set_num_threads(1)
         self.setup, self.together = setup, together
         form = form_of(setup.spec) if together > 1 else None
+        if form is not None:
+            load_for_workers()
         self.inbox = SharedMemory()
         self.outboxes = [SharedMemory() for _ in range(workers)]
         self.pipes: list[Connection] = []

@@ -135,6 +135,11 @@ class Pass:
         return logits, features, b
 
 
+def is_mapped(*tensors: Tensor) -> bool:
+    """Whether some of them are looked at by a transform, such as the mapping over clients."""
+    return any(_functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
 def lower() -> AbstractContextManager[None]:
     """Within, nothing is mapped."""
     return retrieve_current_functorch_interpreter().lower()

@@ -38,8 +38,8 @@ class Together:
         self.norms = [m for m in spec.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[Output, Tensor] | None:
-        """Outputs at ``v`` and the statistics afterwards; None where someone listens inside the model."""
-        if any(norm._forward_pre_hooks for norm in self.norms):
+        """Outputs at ``v`` and the statistics afterwards; None where nothing is mapped or someone listens inside."""
+        if any(norm._forward_pre_hooks for norm in self.norms) or not mapped.is_mapped(v, b, x):
             return None
         twin, stream = self.twins[train], self.spec.stream
         drawn = [stream.next() for _ in range(twin.dropouts)] if stream is not None else []
