@@ -103,7 +103,7 @@ def parts_of(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> lis
 
 
 def load_for_workers() -> None:
-    """Load what the first mapped loss makes PyTorch load, half a second's worth, before workers are forked and not in each."""
+    """Load what the first mapped loss makes PyTorch load, before workers are forked: half a second, once."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
