@@ -144,3 +144,8 @@ def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid
 def test_vectorized_takes_no_number_of_clients():
     with pytest.raises(unskew.UnskewError, match="together is for inline and processes"):
         train(engine="vectorized", together=2)
+
+
+def test_bits_do_not_depend_on_the_worker_that_trains_a_part():
+    one, two = (train(engine="processes", workers=n, together=2, rounds=2).vector for n in (1, 2))
+    assert torch.equal(one, two)
