@@ -35,7 +35,7 @@ def measurements(figures: dict[str, Any]) -> str:
         "(a) is what a researcher writes: a DataLoader per client, a deep copy of the model per client. (b) is tuned by hand "
         "without a framework: tensors in memory, one reused model, channels-last, fused SGD. (c) writes out the forward pass "
         "of this one model (`benchmarks/handmade.py`); with five clients as one network of grouped convolutions it shows "
-        "what is left to gain.",
+        "what grouping gains by hand.",
         "",
         "Registered clients, at the same cohort of 10 (setting A). Memory is that of the run and its workers, shared pages "
         "counted once, after 20 rounds; in brackets what those rounds added:",
@@ -56,15 +56,21 @@ def measurements(figures: dict[str, Any]) -> str:
         "SCAFFOLD keeps a variate for each client that took part, which is the method's own cost: it grows with the clients "
         "seen, not with the clients registered.",
         "",
-        "Rounds per second of each engine, from tiny to large work per client. This is what `auto` rests on:",
+        "Rounds per second of each engine, from tiny to large work per client:",
         "",
         markdown(
-            ["work", "`inline`", "`processes`", "`vectorized`"],
-            [[r["case"], *(f"{r[e]:.2f}" for e in ("inline", "processes", "vectorized"))] for r in figures["engines"]],
+            ["work", "`inline`", "`processes`", "and together", "`vectorized`"],
+            [
+                [
+                    r["case"],
+                    *(f"{r[e]:.2f}" if e in r else "-" for e in ("inline", "processes", "together", "vectorized")),
+                ]
+                for r in figures["engines"]
+            ],
         ),
         "",
-        "`processes` is the fastest or close to it in all cases but the last: for a large model with little work per client "
-        "two threads on one client at a time are faster.",
+        "One client at a time, `processes` is the fastest or close to it in all cases but the last: for a large model with "
+        "little work per client two threads on one client at a time are faster. So `auto` measures.",
         "",
         "There are no figures for a GPU yet: `vectorized` is meant for one, but has been measured on a CPU only.",
     ]

@@ -59,6 +59,7 @@ class UnskewLoop:
         engine: str = "processes",
         model: str = "cnn",
         spelling: str = "fedavg",
+        together: int = 1,
     ):
         torch.manual_seed(seed)
         what = method(spelling)
@@ -66,7 +67,7 @@ class UnskewLoop:
         spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
         setup = Setup(spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu"))
-        self.engine = make_engine(engine, setup)
+        self.engine = make_engine(engine, setup, together=together)
         facts = FederationFacts.of(federation)
         self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
@@ -92,6 +93,11 @@ def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -
     )
 
 
+def together(cohort: int) -> int:
+    """Clients as one network that leave two workers equal parts, about ten at most."""
+    return -(-cohort // (2 * max(1, cohort // 20)))
+
+
 def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[dict[str, Any]]:
     """FedAvg with CNN-A: unskew's engines against the yardsticks, in settings A and B."""
     rows = []
@@ -107,6 +113,10 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
             "unskew, inline": partial(UnskewLoop, fed, **mine, engine="inline"),
             "unskew, processes": partial(UnskewLoop, fed, **mine, engine="processes"),
         }
+        for spelling in ("fedavg", "scaffold", "fedprox"):
+            loops[f"unskew, processes, together, {spelling}"] = partial(
+                UnskewLoop, fed, **mine, engine="processes", spelling=spelling, together=together(mine["cohort"])
+            )
         memory: dict[str, float] = {}
         seconds = measure(loops, repetitions, rounds, memory=memory)
         tuned = min(statistics.median(s) for loop, s in seconds.items() if loop.startswith("(b)"))
@@ -172,7 +182,7 @@ def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
 
 
 def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, Any]]:
-    """Rounds per second of every engine, from tiny to large work per client."""
+    """Rounds per second of every engine, from tiny to large work per client; ``together``: workers train several at once."""
     small = np.ascontiguousarray(x[:, 8:16, 8:16, :1])
     cases = {
         "logistic, 8x8, 1 step of 32, cohort 10": (small, "logistic", 10, 1, 32),
@@ -181,6 +191,7 @@ def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, An
         "cnn, 32x32, 5 steps of 10, cohort 50": (x, "cnn", 50, 5, 10),
         "cnn, 32x32, 8 steps of 64, cohort 10": (x, "cnn", 10, 8, 64),
         "resnet20, 32x32, 2 steps of 32, cohort 4": (x, "resnet20", 4, 2, 32),
+        "resnet20, 32x32, 5 steps of 10, cohort 10": (x, "resnet20", 10, 5, 10),
         "vgg11, 32x32, 1 step of 32, cohort 4": (x, "vgg11", 4, 1, 32),
     }
     rows = []
@@ -190,6 +201,10 @@ def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, An
             engine: partial(UnskewLoop, fed, cohort, steps, batch, 0.01, 1, engine, model)
             for engine in ("inline", "processes", "vectorized")
         }
+        several = together(cohort)
+        loops["together"] = partial(
+            UnskewLoop, fed, cohort, steps, batch, 0.01, 1, "processes", model, together=several
+        )
         seconds = {e: statistics.median(s) for e, s in measure(loops, repetitions, 1).items()}
         rows.append({"case": case, **{e: 1 / s for e, s in seconds.items()}})
         print(f"{case:<42} " + "  ".join(f"{e} {1 / s:8.2f}/s" for e, s in seconds.items()), flush=True)

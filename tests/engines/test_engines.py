@@ -9,7 +9,9 @@ from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
 
 import unskew
+from unskew.engines.group import GroupTrainer, parts_of
 from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
+from unskew.protocol.messages import Broadcast, ClientState
 from unskew.protocol.rules import ClientRule
 
 SUMS = [
@@ -69,9 +71,9 @@ def reference_of(method):
     return train(method, "inline", local_epochs=1)
 
 
-def assert_same_run_on(engine, method):
+def assert_same_run_on(engine, method, **options):
     """With one epoch; more of them are a matter of the budget, below, and not of the method."""
-    reference, other = reference_of(method), train(method, engine, local_epochs=1)
+    reference, other = reference_of(method), train(method, engine, local_epochs=1, **options)
     assert_engines_agree(other.vector, reference.vector)
     for name, value in reference.model.state_dict().items():
         assert_close(other.model.state_dict()[name].double(), value.double(), MAGNIFIED)
@@ -106,6 +108,58 @@ def test_processes_give_the_same_vector(method):
     assert_same_run_on("processes", method)
 
 
+@pytest.fixture
+def never_alone(monkeypatch):
+    """Clients are trained as one network or not at all."""
+    monkeypatch.setattr(GroupTrainer, "train", GroupTrainer.mapped)
+
+
+# State and download, a body that stays, learned images; several passes, a second gradient, gradients of the inputs, features.
+TOGETHER = ["scaffold", "fedrep+ft", "feddm", "moon", "fedsam", "feddecorr", "fedgen", ALONE[3]]
+
+
+@pytest.mark.parametrize("method", slow_but(TOGETHER, [*METHODS, *SUMS]))
+def test_clients_trained_as_one_network_give_the_same_vector(method, never_alone):
+    assert_same_run_on("inline", method, together=3)
+
+
+def test_workers_train_several_clients_as_one_network(never_alone):
+    assert_same_run_on("processes", "fedavg", together=2)
+
+
+def test_a_rule_that_cannot_be_mapped_is_trained_client_by_client():
+    """Also with ``together``: bit for bit as without."""
+
+    class Looks(SecondGradient):
+        def loss(self, loss_fn, ctx, carry):
+            return lambda v, batch: loss_fn(v, batch) * (2 if batch.x.mean().item() > 0 else 1)
+
+    assert torch.equal(train(Looks(), "inline", together=3).vector, train(Looks(), "inline").vector)
+
+
+def test_a_model_of_unknown_layers_is_trained_client_by_client():
+    class Other(SmallBatchNorm):
+        def __init__(self):
+            super().__init__()
+            self.drop = torch.nn.PReLU()
+
+    given = {"method": "fedavg", "engine": "inline", "rounds": 1, "lr": 0.1}
+    torch.manual_seed(0)
+    model = Other()
+    one, several = (unskew.run(blobs(SIZES), model=model, together=n, **given).vector for n in (1, 3))
+    assert torch.equal(one, several)
+
+
+def test_no_part_is_more_work_than_its_number_of_clients_on_average():
+    def parts(steps, most):
+        cast = Broadcast(0, 0, torch.zeros(1), torch.zeros(0), {}, ClientState(), 1.0)
+        return [[steps[place] for place in part] for part in parts_of([cast] * len(steps), steps, most)]
+
+    assert parts([5] * 7, 3) == [[5, 5, 5], [5, 5, 5], [5]]
+    assert parts([1, 20, 1, 1, 2, 1, 2], 3) == [[20], [2, 2, 1], [1, 1, 1]]
+    assert parts([3, 4], 1) == [[4], [3]]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,8 +176,8 @@ def test_processes_give_the_same_vector(method):
 def test_same_vector_whatever_the_budget(options):
     options = {"method": "scaffold", **options}
     reference = train(engine="inline", **options)
-    for engine in ("processes", "vectorized"):
-        other = train(engine=engine, **options)
+    for engine in ("processes", "vectorized", "inline"):
+        other = train(engine=engine, together=3 if engine == "inline" else "auto", **options)
         assert_engines_agree(other.vector, reference.vector)
         assert other.summary.get("personal_accuracy_mean") == reference.summary.get("personal_accuracy_mean")
 
@@ -131,8 +185,8 @@ def test_same_vector_whatever_the_budget(options):
 def test_float32_agrees_to_its_own_precision():
     """Engines add the same numbers in another order: a relative difference of a few 1e-6 after 4 rounds, no more."""
     reference = train("fedprox+scaffold", "inline", precision="fp32").vector
-    for engine in ("processes", "vectorized"):
-        other = train("fedprox+scaffold", engine, precision="fp32").vector
+    for engine in ("processes", "vectorized", "inline"):
+        other = train("fedprox+scaffold", engine, precision="fp32", together=3 if engine == "inline" else "auto").vector
         assert_engines_agree(other, reference)
 
 

@@ -92,7 +92,10 @@ def test_the_command_shows_layers_sizes_and_the_split(capsys):
     narrow = call(capsys, "models", "resnet20").out
     assert "…" not in narrow
     assert "272,474" in call(capsys, "models", "resnet20", "--set", "model_options.shortcut=1x1").out
-    assert [row["name"] for row in json.loads(call(capsys, "models", "--json").out)] == list(MODELS)
+    assert "Several clients are trained as one network." in narrow
+    listed = json.loads(call(capsys, "models", "--json").out)
+    assert [row["name"] for row in listed] == list(MODELS)
+    assert [row["together"] for row in listed] == [not entry.pretrained for entry in MODELS.values()]
 
 
 @pytest.mark.parametrize(

@@ -71,16 +71,20 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
-    from unskew.cli.layers import layers_of
+    from unskew.cli.layers import layers_of, spec_of, trained_together
     from unskew.cli.tables import layers_table, models_table
     from unskew.models.catalogue import MODELS
 
     if model is None:
-        rows = [{"name": m.name, "description": m.description, "reference": m.reference} for m in MODELS.values()]
+        rows: list[dict[str, Any]] = [
+            {"name": m.name, "description": m.description, "reference": m.reference, "together": not m.pretrained}
+            for m in MODELS.values()
+        ]
         print_json(rows) if as_json else console_for().print(models_table(rows))
         return
-    layers = layers_of(model, shape, classes, split, sets or [])
-    print_json(layers) if as_json else console_for().print(layers_table(model, layers))
+    spec = spec_of(model, shape, classes, sets or [])
+    layers = layers_of(spec, split)
+    print_json(layers) if as_json else console_for().print(layers_table(model, layers), trained_together(spec))
 
 
 @overridden_by(*DATA, "seed")

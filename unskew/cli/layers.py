@@ -12,19 +12,23 @@ from unskew.errors import ConfigError
 from unskew.models.catalogue import resolve_model
 from unskew.models.groups import layer_groups, split_at
 from unskew.models.naming import HUB
+from unskew.models.together import stacked_form
 from unskew.models.vector import ModelSpec
 
 
-def layers_of(
-    model: str, shape: str | None, classes: int | None, split: int | None, sets: Sequence[str]
-) -> list[dict[str, Any]]:
-    """What ``unskew models MODEL`` shows: a row per layer, in order of depth. Embeddings, which are not counted, are layer 0.
+def trained_together(spec: ModelSpec) -> str:
+    """Whether several clients of a model are trained as one network on a CPU, as a sentence."""
+    form, why = stacked_form(spec)
+    return "Several clients are trained as one network." if form else f"Clients are trained one after another: {why}."
+
+
+def spec_of(model: str, shape: str | None, classes: int | None, sets: Sequence[str]) -> ModelSpec:
+    """The layout of the model that ``unskew models MODEL`` shows.
 
     Args:
         model: A name or an import path.
         shape: Shape of one input, as ``3,32,32``, the default; for ``hf:NAME`` ``8``, eight tokens.
         classes: Number of classes; 10 by default, but without it ``hf:NAME`` is a language model.
-        split: Layers in the body; by default all before the head.
         sets: ``model_options.NAME=VALUE`` and ``head=NAME``.
 
     Raises:
@@ -46,7 +50,17 @@ def layers_of(
     count = classes or (1 if task == "language" else 10)
     module = resolve_model(config.model, sides, count, config.model_options, task)
     ids = torch.int64 if texts else None
-    groups = layer_groups(ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=task == "language"))
+    return ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=task == "language")
+
+
+def layers_of(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
+    """What ``unskew models MODEL`` shows: a row per layer, in order of depth. Embeddings, which are not counted, are layer 0.
+
+    Args:
+        spec: The model's layout.
+        split: Layers in the body; by default all before the head.
+    """
+    groups = layer_groups(spec)
     body, _ = split_at(groups, -1 if split is None else split)
     first = 1 - sum(group.leading for group in groups)
     return [

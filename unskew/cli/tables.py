@@ -67,6 +67,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")
     table.add_column()
+    together = f", {summary['together']} clients together" if summary.get("together", 1) > 1 else ""
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
     lines = [
         ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {loss})"),
@@ -80,7 +81,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("partition hash", str(summary["partition_hash"])),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, statistics: {summary['buffers']}"),
         ("traffic", f"{megabytes(summary['bytes_up'])} MB up, {megabytes(summary['bytes_down'])} MB down"),
-        ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}"),
+        ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}{together}"),
     ]
     if "perplexity" in summary:
         best = (number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
@@ -163,10 +164,10 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew models`` prints."""
     table = Table()
-    for name in ("model", "what it is", "reference"):
+    for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:
-        table.add_row(row["name"], row["description"], row["reference"])
+        table.add_row(row["name"], row["description"], "yes" if row["together"] else "no", row["reference"])
     return table
 
 

@@ -138,6 +138,8 @@ class Experiment(Section):
     """How clients are trained; the numbers are the same."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
+    together: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Clients that ``inline`` or a worker of ``processes`` trains as one network; ``auto`` measures."""
     ray: RayConfig = RayConfig()
     """Where the cluster of the engine ``ray`` is."""
     patience: Positive = 600.0

@@ -1,4 +1,4 @@
-"""Which engine a run uses."""
+"""The devices and the engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from unskew.engines import processes
 from unskew.engines.base import Engine, Setup
 from unskew.engines.inline import InlineEngine
-from unskew.engines.machine import cores
 from unskew.engines.processes import ProcessesEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import ConfigError
@@ -42,33 +40,23 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_engine(
-    name: str, device: torch.device, cohort: int, workers: int | None = None, address: str | None = None
-) -> str:
-    """The engine that ``auto`` stands for on this machine (measured; see the page on engines in the docs).
-
-    >>> pick_engine("inline", torch.device("cpu"), 10)
-    'inline'
-    """
-    if name != "auto":
-        return name
-    if address is not None:
-        return "ray"
-    if device.type != "cpu":
-        return "vectorized"
-    usable = (workers or cores()) if processes.available() else 1
-    return "processes" if usable > 1 and cohort > 1 else "inline"
-
-
 def make_engine(
-    name: str, setup: Setup, workers: int | None = None, cluster: Mapping[str, Any] | None = None
+    name: str, setup: Setup, workers: int | None = None, together: int = 1, cluster: Mapping[str, Any] | None = None
 ) -> Engine:
-    """The engine ``name`` (not ``auto``), ready to train; ``cluster`` says where that of ``ray`` is."""
+    """The engine ``name`` (not ``auto``), ready to train.
+
+    Args:
+        name: Which.
+        setup: The run.
+        workers: Processes of ``processes``, tasks at a time of ``ray``; None or 0: as many as there are cores.
+        together: Clients that are trained as one network.
+        cluster: Where that of ``ray`` is.
+    """
     if name == "ray":
         from unskew.engines.on_ray import OnCluster, RayEngine
 
         told = {key: value for key, value in (cluster or {}).items() if value is not None}
-        return RayEngine(setup, workers, OnCluster(**told))
+        return RayEngine(setup, workers or None, OnCluster(**told))
     if name == "processes":
-        return ProcessesEngine(setup, workers)
-    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup)
+        return ProcessesEngine(setup, workers, together)
+    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, together)

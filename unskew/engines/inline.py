@@ -5,21 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from unskew.engines.base import Setup
+from unskew.engines.group import GroupTrainer, parts_of, steps_of
 from unskew.engines.local import LocalTrainer
+from unskew.models.together import form_of
 from unskew.protocol.messages import Broadcast, Update
 
 
 class InlineEngine:
-    """Trains the clients of a cohort in turn on one reused model."""
+    """Trains the clients of a cohort in turn on one reused model.
+
+    Args:
+        setup: The run.
+        together: How many clients are trained as one network.
+    """
 
     name = "inline"
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, together: int = 1):
+        self.setup, self.together = setup, together
         self.trainer = LocalTrainer(setup)
+        self.group = GroupTrainer(setup, self.trainer, form_of(setup.spec)) if together > 1 else None
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``."""
-        return map(self.trainer.train, casts)
+        if self.group is None:
+            return map(self.trainer.train, casts)
+        return self._train(casts, self.group)
+
+    def _train(self, casts: Sequence[Broadcast], group: GroupTrainer) -> Iterator[Update]:
+        done: dict[int, Update] = {}
+        for part in parts_of(casts, steps_of(self.setup, casts), self.together):
+            done.update(zip(part, group.train([casts[place] for place in part]), strict=True))
+        yield from (done[place] for place in range(len(casts)))
 
     def close(self) -> None:
         """Nothing to free."""

@@ -25,11 +25,13 @@ from typing import Any, cast
 import torch
 
 from unskew.engines.base import Setup
+from unskew.engines.group import GroupTrainer, load_for_workers, parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.local import LocalTrainer
 from unskew.engines.machine import cores, keep_freed_memory
 from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import EngineError, UnskewError
+from unskew.models.together import Together, form_of
 from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
@@ -41,7 +43,12 @@ def available() -> bool:
 
 
 def _work(
-    setup: Setup, inbox: SharedMemory, outbox: SharedMemory, pipe: Connection, inherited: Sequence[Connection]
+    setup: Setup,
+    form: Together | None,
+    inbox: SharedMemory,
+    outbox: SharedMemory,
+    pipe: Connection,
+    inherited: Sequence[Connection],
 ) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle: it finishes the round
@@ -50,7 +57,8 @@ def _work(
         theirs.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
     torch.set_num_threads(1)
     keep_freed_memory()
-    trainer = LocalTrainer(setup)
+    single = LocalTrainer(setup)
+    trainer = GroupTrainer(setup, single, form)
     while True:
         try:
             message = pipe.recv()
@@ -62,8 +70,8 @@ def _work(
         if fresh:
             outbox.clear()
         try:
-            update = trainer.train(from_dict(Broadcast, inbox.unpack(packed)))
-            pipe.send((True, outbox.pack(as_dict(update))))
+            updates = trainer.train([from_dict(Broadcast, inbox.unpack(one)) for one in packed])
+            pipe.send((True, [outbox.pack(as_dict(update)) for update in updates]))
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent is gone
         except UnskewError as error:
@@ -102,6 +110,7 @@ class ProcessesEngine:
     Args:
         setup: The run.
         workers: Number of processes; by default one per core this process may use.
+        together: How many clients a worker trains as one network.
 
     Raises:
         EngineError: Processes cannot be forked here.
@@ -109,7 +118,7 @@ class ProcessesEngine:
 
     name = "processes"
 
-    def __init__(self, setup: Setup, workers: int | None = None):
+    def __init__(self, setup: Setup, workers: int | None = None, together: int = 1):
         if not available():
             raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
         if setup.device.type != "cpu":
@@ -119,7 +128,10 @@ class ProcessesEngine:
         # More threads of this process would spin on the cores that the workers need.
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
-        self.setup = setup
+        self.setup, self.together = setup, together
+        form = form_of(setup.spec) if together > 1 else None
+        if form is not None:
+            load_for_workers()
         self.inbox = SharedMemory()
         self.outboxes = [SharedMemory() for _ in range(workers)]
         self.pipes: list[Connection] = []
@@ -128,7 +140,7 @@ class ProcessesEngine:
         for outbox in self.outboxes:
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            args = (setup, self.inbox, outbox, theirs, tuple(self.pipes))
+            args = (setup, form, self.inbox, outbox, theirs, tuple(self.pipes))
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -138,38 +150,36 @@ class ProcessesEngine:
         """See ``unskew.engines.base.Engine``."""
         self.inbox.clear()
         packed = [self.inbox.pack(as_dict(one)) for one in casts]
-        clients, steps = self.setup.federation.clients, self.setup.training.steps
-        counts = [steps(clients[one.client].examples, one.client) for one in casts]
-        largest_first = sorted(range(len(casts)), key=lambda place: -counts[place])
-        waiting = deque(largest_first)
-        busy: dict[Connection, deque[int]] = {pipe: deque() for pipe in self.pipes}
+        waiting = deque(parts_of(casts, steps_of(self.setup, casts), self.together))
+        busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
         done: dict[int, Update] = {}
-        for _ in range(AHEAD):
+        # A part of several clients is worth the wait for the worker that is free first.
+        for _ in range(AHEAD if self.together == 1 else 1):
             for pipe in self.pipes:
                 self._send(pipe, waiting, busy, packed, fresh)
         for place in range(len(casts)):
             while place not in done:
                 for ready in self._answers([p for p in self.pipes if busy[p]]):
                     pipe = cast(Connection, ready)
-                    result = self._receive(pipe)
-                    done[busy[pipe].popleft()] = result
+                    updates = self._receive(pipe)
+                    done.update(zip(busy[pipe].popleft(), updates, strict=True))
                     self._send(pipe, waiting, busy, packed, fresh)
             yield done.pop(place)
 
     def _send(
         self,
         pipe: Connection,
-        waiting: deque[int],
-        busy: dict[Connection, deque[int]],
+        waiting: deque[list[int]],
+        busy: dict[Connection, deque[list[int]]],
         packed: list[Any],
         fresh: set[Connection],
     ) -> None:
         if waiting:
-            place = waiting.popleft()
-            busy[pipe].append(place)
+            part = waiting.popleft()
+            busy[pipe].append(part)
             with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
-                pipe.send((pipe in fresh, packed[place]))
+                pipe.send((pipe in fresh, [packed[place] for place in part]))
             fresh.discard(pipe)
 
     def _answers(self, asked: list[Connection]) -> list[Any]:
@@ -186,7 +196,7 @@ class ProcessesEngine:
             ready = wait(asked)
         return ready
 
-    def _receive(self, pipe: Connection) -> Update:
+    def _receive(self, pipe: Connection) -> list[Update]:
         try:
             ok, answer = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -199,8 +209,7 @@ class ProcessesEngine:
         if not ok:
             raise answer
         outbox = self.outboxes[self.pipes.index(pipe)]
-        update: Update = from_dict(Update, outbox.unpack(answer, copy=True))
-        return update
+        return [from_dict(Update, outbox.unpack(one, copy=True)) for one in answer]
 
     def close(self) -> None:
         """End the workers."""

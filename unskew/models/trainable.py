@@ -181,6 +181,12 @@ class FunctionalModel:
         shared = self._once.get(v, x, track)
         if shared is not None:
             return shared
+        if self.spec.together is not None:
+            known = self.spec.together.forward(v, self.b, x, train=True)
+            if known is not None:
+                if track and len(self.spec.buffer_names):
+                    self.b = known[1]
+                return self._once.put(v, x, track, known[0])
         # Each its own memory: vmap reshapes statistics before it updates them, which copies a slice of a longer vector.
         buffers = {n: t.clone() for n, t in self.spec.buffers(self.b).items()}
         output = self.spec.forward(v, buffers, x, train=True)
@@ -202,10 +208,13 @@ class FunctionalModel:
                 loss = loss_fn(v, batch)
                 return loss, (loss.detach(), self.b)
 
-            gradient, (self.loss, self.b) = torch.func.grad(value, has_aux=True)(v)
+            form = self.spec.together
+            gradient, (self.loss, self.b) = (
+                torch.func.grad(value, has_aux=True)(v) if form is None else form.gradient(value, v)
+            )
             self._once.clear()  # tensors of a finished transform must not outlive it
             if self.spec.stream is not None:
                 self.spec.stream.start(None)
-            return gradient  # type: ignore[no-any-return]
+            return gradient
 
         return grad_fn

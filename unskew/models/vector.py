@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch.func import functional_call
 from unskew.errors import ConfigError
 from unskew.models.dropout import exchange_dropout, restore_dropout
 from unskew.models.parts import find_head, last_layer, split_parts
+
+if TYPE_CHECKING:
+    from unskew.models.together import Together
 
 
 class Output(NamedTuple):
@@ -50,6 +53,7 @@ class ModelSpec:
         blocks: Name of the list of a transformer's blocks, each of which is one layer; None for other models.
         intensities: Whether inputs must be intensities of pixels from 0 to 1, which the model normalises itself.
         widest: Largest number of values that a layer gives for one sample.
+        together: What runs passes that are mapped over clients as one network, while there is any.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class ModelSpec:
         self.integers = input_dtype == torch.int64
         self.autocast, self.per_token = autocast, per_token
         self.blocks: str | None = getattr(module, "blocks", None)
+        self.together: Together | None = None
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():
@@ -216,6 +221,10 @@ class ModelSpec:
             x: Inputs.
             train: Training mode (batch statistics, dropout) or eval mode.
         """
+        if self.together is not None and isinstance(b, Tensor):
+            known = self.together.forward(v, b, x, train)
+            if known is not None:
+                return known[0]
         self.module.train(train)
         captured: list[Tensor] = []
         hook = self.module.get_submodule(self.head_name).register_forward_pre_hook(

@@ -140,7 +140,7 @@ class Sweep:
         else:
             federation, callbacks = self.federation(config), list(self.follow(title, common))
             if (folder / "config.yaml").is_file():
-                machine = {k: getattr(config, k) for k in ("engine", "workers", "device")}
+                machine = {k: getattr(config, k) for k in ("engine", "workers", "together", "device")}
                 result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **machine)
             else:
                 result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)

@@ -31,6 +31,7 @@ RESUMABLE = (
         "rounds",
         "engine",
         "workers",
+        "together",
         "ray",
         "patience",
         "device",

@@ -185,7 +185,7 @@ def resume(
             where ``unskew compare`` and ``unskew reproduce`` keep it.
         trust_code: Whether a model or a method of one's own that the folder's ``config.yaml`` names may be imported, which
             runs its code.
-        changes: New values for ``rounds``, ``engine``, ``workers``, ``patience``, ``device``, ``trackers``,
+        changes: New values for ``rounds``, ``engine``, ``workers``, ``together``, ``patience``, ``device``, ``trackers``,
             ``checkpoint_every``, ``target``, ``save_samples`` or ``to_be_continued``, and for where the data lie:
             ``data_path``, or ``data`` with another path.
 

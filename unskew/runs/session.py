@@ -12,8 +12,8 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.engines.base import Engine, Setup
-from unskew.engines.catalogue import make_engine, pick_engine
-from unskew.engines.machine import cores
+from unskew.engines.catalogue import make_engine
+from unskew.engines.choice import Asked, choose
 from unskew.errors import CheckpointError
 from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
@@ -115,7 +115,6 @@ class Session:
             config.patience,
             self._warn,
         )
-        self.engine_name = pick_engine(config.engine, device, self.sampler.size, config.workers, config.ray.address)
         self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
@@ -125,14 +124,12 @@ class Session:
     def go(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else self._branch()
-        # More workers than clients in a round would have nothing to do.
         config = self.config
-        workers = config.workers if self.engine_name == "ray" else min(config.workers or cores(), self.sampler.size)
-        engine: Engine = make_engine(self.engine_name, self.setup, workers, config.ray.model_dump())
+        asked = Asked(config.engine, config.workers, config.together, config.ray.address)
+        choice = choose(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
+        engine = make_engine(choice.engine, self.setup, choice.workers, choice.together, config.ray.model_dump())
         if self.config.save_samples:
-            engine = self.samples = MadeInputs(
-                engine, self.method.client, self.prepared.federation, self.config.rounds - 1
-            )
+            engine = self.samples = MadeInputs(engine, self.method.client, self.prepared.federation, config.rounds - 1)
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:
@@ -159,7 +156,7 @@ class Session:
             engine.close()
             self.recorder.close()
         client_scores |= self.stopping.summary()
-        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, self.engine_name)
+        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice)
         if self.folder is not None:
             write_finished(self.folder, config, self.evaluator.federation, self.server, clients, summary)
         for store in (self.server.store, self.server.cache, self.network.store):

@@ -6,6 +6,7 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
+from unskew.engines.choice import Choice
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder, finite, reaching
 from unskew.simulation.evaluate import ClientScores
@@ -31,7 +32,7 @@ def summarise(
     server: Server,
     recorder: Recorder,
     client_scores: dict[str, Any],
-    engine: str,
+    choice: Choice,
 ) -> dict[str, Any]:
     """What ``summary.json`` holds: the run, its last and best figures, its traffic and its time.
 
@@ -41,7 +42,7 @@ def summarise(
         server: After the last round.
         recorder: Of all rounds.
         client_scores: What the models are worth to single clients.
-        engine: The engine's name.
+        choice: How its clients were trained.
     """
     federation, spec = prepared.federation, server.spec
     task, own = TASKS[federation.task], {figure.name for figure in server.rule.figures}
@@ -61,7 +62,8 @@ def summarise(
         "parameters": spec.size,
         "buffers": config.buffers if spec.buffer_sizes else "none",
         "weights": server.weights,
-        "engine": engine,
+        "engine": choice.engine,
+        "together": choice.together,
         "accuracy": final["accuracy"],
         "best_accuracy": best,
         "best_round": best_round,

@@ -1,0 +1,151 @@
+"""``auto`` decides by a rule in short runs and by a trial in long ones; the trial touches nothing and is kept."""
+
+import json
+
+import pytest
+import torch
+from support.federations import SmallBatchNorm, blobs
+from support.running import Stop, StopAfter, assert_same_run
+
+import unskew
+from unskew.engines import choice, trial
+from unskew.engines.choice import Asked, Choice, choose
+
+SIZES = [16, 16, 16, 24]
+GIVEN = {"rounds": 4, "lr": 0.05, "batch_size": 8, "local_epochs": 1, "checkpoint_every": 1}
+
+
+def train(out=None, **options):
+    torch.manual_seed(0)
+    return unskew.run(blobs(SIZES), model=SmallBatchNorm(), out=out, **{**GIVEN, **options})
+
+
+@pytest.fixture
+def forbid(monkeypatch):
+    """No trial from when it is called."""
+    begun = []
+    yield lambda: monkeypatch.setattr(trial, "steps_of", lambda *args: begun.append(args))
+    assert not begun
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """As if the run were long, on two cores where three clients together take as long as one."""
+    monkeypatch.setattr(choice, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(choice, "SHARE", 1e9)
+    monkeypatch.setattr(choice, "LONGEST", 1e9)
+    monkeypatch.setattr(choice, "cores", lambda: 1)
+    seconds = iter([])
+
+    def seconds_of(step, slot):
+        step()
+        return next(seconds)
+
+    def give(*values):
+        nonlocal seconds
+        seconds = iter(values)
+
+    monkeypatch.setattr(choice.trial, "seconds_of", seconds_of)
+    return give
+
+
+def test_a_short_run_is_decided_by_a_rule(forbid, tmp_path):
+    forbid()
+    result = train(tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "engine.json").read_text())
+    assert (kept["decided"], kept["together"], kept["trial"]) == ("rule", 1, {})
+    assert (result.summary["engine"], result.summary["together"]) == (kept["engine"], 1)
+
+
+def test_what_was_measured_is_kept_for_the_resumed_run(measured, forbid, tmp_path):
+    measured(1.0, 1.0, 2.0)  # to know how long the run is; one client; four of them
+    whole = train(tmp_path / "whole")
+    kept = json.loads((tmp_path / "whole" / "engine.json").read_text())
+    assert (kept["engine"], kept["together"], kept["decided"]) == ("inline", 4, "measured")
+    assert len(kept["trial"]) == 2
+    assert whole.summary["together"] == 4
+    measured(1.0, 1.0, 2.0)
+    with pytest.raises(Stop):
+        train(tmp_path / "run", callbacks=[StopAfter(2)])
+    forbid()
+    unskew.resume(tmp_path / "run", federation=blobs(SIZES), model=SmallBatchNorm())
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_several_clients_must_be_faster_by_more_than_noise(measured):
+    measured(1.0, 1.0, 3.9)
+    assert train().summary["together"] == 1
+
+
+def test_a_trial_changes_nothing(measured):
+    """The same model bit for bit as where the same was asked for."""
+    measured(1.0, 1.0, 2.0)
+    found = train()
+    after = torch.get_rng_state()
+    asked = train(engine="inline", together=4)
+    assert found.summary["together"] == 4
+    assert torch.equal(asked.vector, found.vector)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_on_resuming_nothing_is_measured_and_the_user_may_decide(measured, forbid, tmp_path):
+    measured(1.0, 1.0, 2.0)
+    with pytest.raises(Stop):
+        train(tmp_path / "run", callbacks=[StopAfter(2)])
+    forbid()
+    given = {"federation": blobs(SIZES), "model": SmallBatchNorm()}
+    own = unskew.resume(tmp_path / "run", engine="inline", together=2, **given)
+    assert own.summary["together"] == 2
+    (tmp_path / "run" / "engine.json").write_text("damaged")
+    assert unskew.resume(tmp_path / "run", rounds=5, engine="auto", together="auto", **given).summary["together"] == 1
+
+
+def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
+    found = {}
+
+    def look(setup):
+        found.update(trial.in_processes(setup, choice.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
+
+    setup_of(monkeypatch, look)
+    train(rounds=1)
+    assert set(found) == {1, 2}
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def setup_of(monkeypatch, look):
+    def looked(asked, setup, *args):
+        look(setup)
+        return Choice("inline", 1)
+
+    monkeypatch.setattr("unskew.runs.session.choose", looked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (Asked("inline", None, "auto"), ("inline", 1)),
+        (Asked("inline", None, 3), ("inline", 3)),
+        (Asked("processes", 2, 9), ("processes", 4)),
+        (Asked("vectorized", None, "auto"), ("vectorized", 1)),
+    ],
+)
+def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid):
+    forbid()
+
+    def look(setup):
+        found = choose(asked, setup, 4, 1000, None, False)
+        assert (found.engine, found.together) == expected
+        assert found.decided == ("given" if "auto" not in asked.identity[2:] else "rule")
+
+    setup_of(monkeypatch, look)
+    train(rounds=1, together=1)
+
+
+def test_vectorized_takes_no_number_of_clients():
+    with pytest.raises(unskew.UnskewError, match="together is for inline and processes"):
+        train(engine="vectorized", together=2)
+
+
+def test_bits_do_not_depend_on_the_worker_that_trains_a_part():
+    one, two = (train(engine="processes", workers=n, together=2, rounds=2).vector for n in (1, 2))
+    assert torch.equal(one, two)

@@ -1,0 +1,201 @@
+"""What ``auto`` stands for in a run: which engine, how many workers, how many clients as one network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unskew.engines import processes, trial
+from unskew.engines.base import Setup
+from unskew.engines.machine import cores, threads
+from unskew.errors import ConfigError
+from unskew.files import write_atomic
+from unskew.models.together import unchecked
+
+FILE = "engine.json"
+SHARE, LONGEST, SHORTEST = 0.02, 2.0, 0.1
+"""A trial takes this share of the run at most, and so many seconds; less than the shortest is not worth beginning."""
+FEWEST_STEPS = 500
+"""Steps of all clients in all rounds, below which nothing is measured."""
+MOSTLY = 0.5
+"""Share of whole batches from which on clients are worth training together."""
+WIDEST = 25
+"""More clients together gain nothing."""
+FEW = 3
+"""Local steps that a trial takes at a time."""
+MEMORY = 1 << 30
+"""Bytes that the clients of one part may take at a time, roughly."""
+MARGIN = 0.95
+"""What is chosen in the place of the simplest must take less than this share of its time."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the clients of a run are trained.
+
+    Attributes:
+        engine: Its name, not ``auto``.
+        workers: Processes of the engine ``processes``.
+        together: Clients that are trained as one network.
+        decided: ``given`` by the user, by a ``rule``, or ``measured``.
+        trial: Where it was measured: seconds of a round by each candidate, as predicted from its steps.
+        asked: What the user asked for, for a run that is resumed.
+    """
+
+    engine: str
+    workers: int
+    together: int = 1
+    decided: str = "rule"
+    trial: dict[str, float] = field(default_factory=dict)
+    asked: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for: ``engine`` and ``together`` may be ``auto``, ``workers`` None; ``address`` names a cluster."""
+
+    engine: str
+    workers: int | None
+    together: int | str
+    address: str | None = None
+
+    @property
+    def identity(self) -> list[Any]:
+        """By which a kept choice is known to be the answer."""
+        return [self.engine, self.workers, self.together]
+
+
+def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | None, resume: bool) -> Choice:
+    """The choice of a run: the one kept in its folder, or else what was asked for, a rule, or a trial.
+
+    Args:
+        asked: What the user asked for.
+        setup: The run.
+        cohort: Clients in a round.
+        rounds: Rounds of the run.
+        folder: The run folder, which keeps the choice.
+        resume: Whether the run goes on: what it did not keep, it never measured.
+    """
+    if asked.engine == "ray" or (asked.engine == "auto" and asked.address is not None):
+        if asked.together not in ("auto", 1):
+            raise ConfigError(
+                "A worker of a cluster trains one client at a time; together is for inline and processes."
+            )
+        return Choice("ray", asked.workers or 0, 1, "given", asked=asked.identity)
+    if asked.engine == "vectorized" and asked.together != "auto":
+        raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
+    kept = _kept(folder) if resume else None
+    if kept is not None and kept.asked == asked.identity and _possible(kept):
+        return kept
+    if setup.device.type != "cpu":
+        if asked.together not in ("auto", 1):
+            raise ConfigError("Clients are trained together on a CPU only; on another device take engine=vectorized.")
+        engine = "vectorized" if asked.engine == "auto" else asked.engine
+        return Choice(engine, 1, asked=asked.identity)
+    # More workers than clients in a round would have nothing to do.
+    workers = min(asked.workers or cores(), cohort)
+    several = workers > 1 and cohort > 1 and processes.available()
+    engine = ("processes" if several else "inline") if asked.engine == "auto" else asked.engine
+    plain = Choice(engine, workers, 1, "rule" if "auto" in asked.identity else "given", asked=asked.identity)
+    if isinstance(asked.together, int):
+        plain = Choice(engine, workers, min(asked.together, cohort), plain.decided, asked=asked.identity)
+    open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.together == "auto")
+    choice = plain
+    if open_ended and not resume:
+        with contextlib.suppress(Exception):  # what is wrong with a step, the run itself says better
+            choice = _measured(asked, plain, setup, cohort, rounds)
+    if folder is not None:
+        write_atomic(folder / FILE, (json.dumps(asdict(choice), indent=2) + "\n").encode())
+    return choice
+
+
+def _kept(folder: Path | None) -> Choice | None:
+    if folder is None:
+        return None
+    try:
+        return Choice(**json.loads((folder / FILE).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _possible(choice: Choice) -> bool:
+    return choice.engine != "processes" or processes.available()
+
+
+def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: int) -> Choice:
+    """The fastest by a trial; ``plain`` where the run is too short for one."""
+    steps, whole = _work(setup)
+    if rounds * cohort * steps < FEWEST_STEPS:
+        return plain
+    began = time.perf_counter()
+    with threads(1):
+        alone = trial.seconds_of(trial.steps_of(setup, None, 1, 1), 0)
+    budget = min(LONGEST, SHARE * rounds * cohort * steps * alone / plain.workers)
+
+    def left() -> float:
+        return budget - (time.perf_counter() - began)
+
+    if left() < SHORTEST:
+        return plain
+    form, groups = None, [1]
+    if asked.together != 1 and (isinstance(asked.together, int) or whole > MOSTLY):
+        form = unchecked(setup.spec)
+        groups = [plain.together] if isinstance(asked.together, int) else _groups(setup, cohort, plain.workers)
+    if form is None:
+        groups = [1]
+    few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
+    found: dict[tuple[str, int], float] = {}
+
+    def predict(engine: str, workers: int, seconds: dict[int, float]) -> None:
+        for k, taken in seconds.items():
+            # A batch of another size is a step of its own, at the pace of one client.
+            step = taken / few if k == 1 else whole * taken / few + (1 - whole) * k * alone
+            found[engine, k] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
+
+    if plain.engine == "processes":
+        share = 0.75 if asked.engine == "auto" else 1.0
+        predict("processes", plain.workers, trial.in_processes(setup, form, groups, few, plain.workers, share * left()))
+    # With all threads a round takes the time of one thread divided by their number, at best.
+    hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / cores()
+    if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
+        for k in groups if plain.engine == "inline" else groups[:1]:
+            if left() > 2 * k * few * alone:
+                predict("inline", 1, {k: trial.seconds_of(trial.steps_of(setup, form, k, few), left() / 2)})
+    return _fastest(plain, found)
+
+
+def _fastest(plain: Choice, found: dict[tuple[str, int], float]) -> Choice:
+    first = (plain.engine, plain.together)
+    if first not in found:  # no time for what is to be beaten
+        return plain
+    best = min(found, key=lambda name: found[name])
+    engine, k = best if found[best] < MARGIN * found[first] else first
+    table = {f"{engine}, {k} together" if k > 1 else engine: round(s, 6) for (engine, k), s in found.items()}
+    return Choice(engine, plain.workers if engine == "processes" else 1, k, "measured", table, plain.asked)
+
+
+def _work(setup: Setup) -> tuple[float, float]:
+    """Mean number of local steps of a client, and the share of steps whose batch is whole."""
+    training, clients = setup.training, setup.federation.clients
+    sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / trial.SAMPLED))}
+    cuts = [training.cuts(size) for size in sizes.values() if size]
+    count = [training.steps(size, client) for client, size in sizes.items() if size]
+    whole = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]
+    total = max(1, sum(count))
+    return total / max(1, len(count)), sum(w * c for w, c in zip(whole, count, strict=True)) / total
+
+
+def _groups(setup: Setup, cohort: int, workers: int) -> list[int]:
+    """Numbers of clients together to try: as many as leave all workers equal work, few different ones; 1 comes first."""
+    spec = setup.spec
+    values = 6 * spec.size + 4 * setup.training.batch_size * spec.widest
+    most = min(WIDEST, cohort, MEMORY // (values * spec.dtype.itemsize))
+    even = {math.ceil(cohort / (workers * turns)) for turns in range(1, cohort + 1)}
+    fitting = sorted(k for k in even if 1 < k <= most)
+    chosen = {min(fitting, key=lambda k: abs(k - wanted)) for wanted in (8, WIDEST)} if fitting else set()
+    return [1, *sorted(chosen)]

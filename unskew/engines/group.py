@@ -1,0 +1,253 @@
+"""Several clients at once under ``torch.func.vmap``: the functions of ``unskew.engines.local``, mapped over a client axis.
+
+Clients whose next batch differs in size are mapped in separate groups, so nothing is padded: padding would change
+BatchNorm's statistics and with them the numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from unskew.data.federation import ClientData, take
+from unskew.engines import optimizers
+from unskew.engines.base import Setup
+from unskew.engines.batches import Plan
+from unskew.engines.inputs import after_training, finished, update_of
+from unskew.engines.local import LocalTrainer, base_loss, inputs_made, movable_mask
+from unskew.errors import UnskewError
+from unskew.models.together import Together, together
+from unskew.models.trainable import Batch, FunctionalModel
+from unskew.protocol.context import Context
+from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.seeding import derive, fold
+
+Tree = Any
+
+
+def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
+    """One tree whose leaves have a leading client axis, and ``in_dims``: None where all clients share one tensor."""
+    leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
+    layout = pytree.tree_flatten(trees[0])[1]
+    stacked, dims = [], []
+    for column in zip(*leaves, strict=True):
+        alike = all(leaf is column[0] for leaf in column)  # also None: what no rule needs
+        stacked.append(column[0] if alike else torch.stack(column))
+        dims.append(None if alike else 0)
+    return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
+
+
+def rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
+    """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None)."""
+    if index is None:
+        return tree
+    if dims is None:
+        return pytree.tree_map(lambda leaf: leaf[index], tree)
+    leaves, layout = pytree.tree_flatten(tree)
+    flags = pytree.tree_flatten(dims, is_leaf=lambda d: d is None)[0]
+    picked = [leaf if flag is None else leaf[index] for leaf, flag in zip(leaves, flags, strict=True)]
+    return pytree.tree_unflatten(picked, layout)
+
+
+def put(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
+    """``tree`` with its rows ``index`` replaced by ``new``."""
+    if index is None:
+        return new
+    return pytree.tree_map(lambda old, part: old.index_copy(0, index, part), tree, new)
+
+
+def kind(cast: Broadcast) -> Hashable:
+    """Clients of one kind have tensors of the same names and shapes."""
+    state = {name: tuple(t.shape) for name, t in sorted(cast.state.tensors().items())}
+    return repr((state, cast.down, cast.up))
+
+
+def steps_of(setup: Setup, casts: Sequence[Broadcast]) -> list[int]:
+    """Local steps of each client."""
+    clients, steps = setup.federation.clients, setup.training.steps
+    return [steps(clients[one.client].examples, one.client) for one in casts]
+
+
+def parts_of(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
+    """Which clients are trained together, by their places; parts with clients of many steps come first.
+
+    A part holds clients of one kind and of like numbers of steps, at most ``most`` of them. Where clients differ, those with
+    more steps than the mean are fewer in a part, so that a part is no more work than ``most`` clients are on average.
+
+    Args:
+        casts: The cohort.
+        steps: Local steps of each.
+        most: Largest number of clients in a part.
+    """
+    order = sorted(range(len(casts)), key=lambda place: -steps[place])
+    if most == 1:
+        return [[place] for place in order]
+    limit = most * sum(steps) / max(1, len(steps))
+    parts: list[list[int]] = []
+    open_parts: dict[Hashable, list[int]] = {}
+    for place in order:
+        key = kind(casts[place])
+        part = open_parts.get(key)
+        if part is None or len(part) == most or sum(steps[p] for p in part) + steps[place] > limit:
+            part = open_parts[key] = []
+            parts.append(part)
+        part.append(place)
+    return parts
+
+
+def load_for_workers() -> None:
+    """Load what the first mapped loss makes PyTorch load, before workers are forked: half a second, once."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+class GroupTrainer:
+    """Trains several clients of one kind at once.
+
+    Args:
+        setup: The run.
+        single: What trains one client, where that is what it comes to.
+        form: The model's stacked form, with which they are one network; None maps each operator.
+    """
+
+    def __init__(self, setup: Setup, single: LocalTrainer, form: Together | None = None):
+        self.setup, self.single, self.form = setup, single, form
+
+    def train(self, casts: Sequence[Broadcast]) -> list[Update]:
+        """Local training of clients of one kind, as one network where that is possible.
+
+        A rule may do what cannot be mapped, such as to look at the value of a tensor, or differentiate twice. It is trained
+        client by client then, in every round anew, so that a resumed run goes the same way.
+        """
+        if len(casts) > 1 and self.form is not None:
+            try:
+                return self.mapped(casts)
+            except UnskewError:
+                raise
+            except Exception:  # what is wrong without the mapping is raised below
+                pass
+        return [self.single.train(cast) for cast in casts]
+
+    def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
+        return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
+
+    def mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
+        """Local training of clients of one kind."""
+        with together(self.setup.spec, self.form):
+            return self._mapped(casts)
+
+    def _mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
+        setup, training, device, round = self.setup, self.setup.training, self.setup.device, casts[0].round
+        clients = [setup.federation.clients[cast.client] for cast in casts]
+        plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
+        inputs = self.single.inputs
+        singly = [
+            inputs.of(cast, plan, self.single.full_gradient(cast)) for cast, plan in zip(casts, plans, strict=True)
+        ]
+        starts = [own["v_global"] for own in singly]
+        given, dims = stack(singly)
+
+        def ctxs_of(given: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
+            model = FunctionalModel(setup.spec, b)
+            return model, inputs.contexts(given, model, round, ended)
+
+        def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
+            _, ctxs = ctxs_of(given, b)
+            return [rule.begin(ctx) for rule, ctx in zip(setup.rules, ctxs, strict=True)]
+
+        def step(
+            given: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
+        ) -> Tree:
+            model, ctxs = ctxs_of(given, b)
+            carries = [dict(carry) for carry in carries]
+            loss_fn = base_loss(model, setup.task)
+            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
+                loss_fn = rule.loss(loss_fn, ctx, carry)
+            grad_fn = model.gradient(loss_fn)
+            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
+                grad_fn = rule.gradient(grad_fn, ctx, carry)
+            moves = movable_mask(setup.rules, ctxs, carries, batch)
+            now = training.at(round, t)
+            v, state = optimizers.step(now, v, grad_fn(v, batch), state, t, moves)
+            return model.b, v, carries, state, model.loss
+
+        def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
+            _, ctxs = ctxs_of(given, b, ended=True)
+            return after_training(setup.rules, ctxs, carries, v, delta)
+
+        b = torch.stack([own["b_global"] for own in singly])
+        v = torch.stack(starts)
+        moments = [inputs.moments(cast, start) for cast, start in zip(casts, starts, strict=True)]
+        state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
+        keys = torch.stack([own["key"] for own in singly])
+        counts = torch.stack([own["steps"] for own in singly])
+        total = torch.zeros(len(casts), dtype=v.dtype, device=device)
+        with torch.random.fork_rng(enabled=True, devices=[]):
+            torch.manual_seed(derive(setup.seed, "vmap", round, casts[0].client))
+            began = self._now()
+            carries = self._map(begin, (dims, 0), given, b)
+            ready = self._now()
+            made = [inputs_made(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
+            for t in range(max(len(plan.batches) for plan in plans)):
+                for size, index in self._same_size(plans, t, device):
+                    who = range(len(casts)) if index is None else index.tolist()
+                    batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, rows(keys, index))
+                    batch = batch._replace(lr=training.rate(round, t))
+                    assert batch.x.shape[1] == size
+                    args = (rows(given, index, dims), *(rows(x, index) for x in (b, v, carries, state)), batch)
+                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None))  # type: ignore[arg-type]
+                    new = self._map(step, in_dims, *args)
+                    b, v, carries, state = (
+                        put(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
+                    )
+                    total = put(total, index, rows(total, index) + new[4])
+            deltas = torch.stack([update_of(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
+            written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
+        losses = (total / counts.clamp_min(1)).tolist()
+        # Of the group's time, each client's even share.
+        spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
+        return [
+            finished(
+                setup, cast, deltas[k], v[k], b[k].clone(),
+                pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
+                {"loss": losses[k], "steps": float(counts[k]), **spent},
+                made[k], {name: t[k].clone() for name, t in state.items()},
+            )
+            for k, cast in enumerate(casts)
+        ]  # fmt: skip
+
+    def _now(self) -> float:
+        """The time when all that was asked of the device is done."""
+        if self.setup.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.device)
+        return time.perf_counter()
+
+    @staticmethod
+    def _same_size(plans: Sequence[Plan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:
+        """Clients that still train at step ``t``, grouped by the size of their batch; None stands for all of them."""
+        sizes: dict[int, list[int]] = defaultdict(list)
+        for k, plan in enumerate(plans):
+            if t < len(plan.batches):
+                sizes[len(plan.batches[t])].append(k)
+        return [
+            (size, None if len(who) == len(plans) else torch.tensor(who, device=device)) for size, who in sizes.items()
+        ]
+
+    def _batch(self, clients: Sequence[ClientData], plans: Sequence[Plan], t: int, keys: Tensor) -> Batch:
+        index = [plan.batches[t].to(client.y.device) for client, plan in zip(clients, plans, strict=True)]
+        xs = [p.augment(take(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
+        # One transfer and one normalisation for the whole group.
+        flat = self.single.inputs.normalise(torch.cat(xs))
+        if flat.dim() == 4 and self.form is None:
+            x = torch.stack(flat.chunk(len(clients)))
+        else:
+            x = torch.unflatten(flat, 0, (len(clients), -1))
+        y = torch.stack([client.y[i] for client, i in zip(clients, index, strict=True)])
+        at = torch.tensor(t, device=keys.device)
+        return Batch(x, y.to(keys.device), fold(keys, at) if self.single.model.stream else keys, at)

@@ -1,0 +1,234 @@
+"""A pass of a stacked twin as one operator under ``torch.func.vmap``.
+
+There are two ways. In a client's own gradient the client axis is taken off (``below``), and ordinary autograd goes through
+twin and loss alike. Where a rule differentiates by itself (``torch.func.grad`` with respect to inputs), the pass is a
+function with a rule for ``vmap`` and a gradient of its own, through which it cannot be differentiated twice.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+from unskew.models.stacked import Twin
+from unskew.models.vector import ModelSpec
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""Logits and features, ``[k, B, ...]``, and the statistics afterwards, ``[k, m]``."""
+
+
+class NotTogether(Exception):
+    """A rule asks for what only single clients, or the operators themselves under ``vmap``, can give."""
+
+
+class Inputs(NamedTuple):
+    """Of a pass: the model, its statistics, its inputs, and the keys of its dropout layers."""
+
+    v: Tensor
+    b: Tensor
+    x: Tensor
+    keys: Tensor | None
+
+
+class Pass:
+    """One pass of ``k`` clients.
+
+    Args:
+        spec: The model's layout.
+        twin: Its stacked form, in this mode.
+        grad: Whether a gradient may be asked for.
+    """
+
+    def __init__(self, spec: ModelSpec, twin: Twin, grad: bool):
+        self.spec, self.twin, self.grad = spec, twin, grad
+        self.pieces: dict[str, Tensor] = {}
+        self.out: list[Tensor] = []
+
+    def through(self, k: int, given: Inputs, mapped: tuple[bool, ...]) -> Outputs:
+        """The outputs, which know how they came about; what is ``mapped`` has a client axis first."""
+        if self._shared(mapped):
+            return self._one_batch(k, given, given.x)
+        every = self._every(k, given, mapped)
+        with torch.set_grad_enabled(self.grad):
+            return self._stacked(k, every, self._pieces(k, every.v), every.x)
+
+    def begin(self, k: int, given: Inputs, mapped: tuple[bool, ...]) -> Outputs:
+        """The outputs alone; ``backward`` knows how they came about."""
+        if self.grad and (given.v.requires_grad or given.x.requires_grad):
+            raise NotTogether("a derivative within the loss")
+        self.k, self.given, self.mapped = k, given, mapped
+        x = given.x if mapped[2] else given.x.expand(k, *given.x.shape)
+        self.x = x.detach().requires_grad_() if self.grad and x.is_floating_point() else x
+        outputs = self._one_batch(k, given, self.x) if self._shared(mapped) else self._leaves()
+        self.out = list(outputs[:2])
+        return outputs[0].detach(), outputs[1].detach(), outputs[2]
+
+    def _leaves(self) -> Outputs:
+        every = self._every(self.k, self.given, self.mapped)
+        with torch.no_grad():
+            pieces = self._pieces(self.k, every.v)
+        self.pieces = {name: piece.detach().requires_grad_(self.grad) for name, piece in pieces.items()}
+        with torch.set_grad_enabled(self.grad):
+            return self._stacked(self.k, every, self.pieces, self.x)
+
+    def backward(self, wants_v: bool, wants_x: bool, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Gradients of the model ``[k, d]`` and of its inputs ``[k, B, ...]``; of no meaning where they are not wanted."""
+        if wants_v and not self.pieces:  # one model for all after all, and each client's own gradient of it
+            self.out = list(self._leaves()[:2])
+        leaves = [*(self.pieces.values() if wants_v else ()), *([self.x] if wants_x else [])]
+        known = [(out, slope) for out, slope in zip(self.out, slopes, strict=True) if out.requires_grad]
+        found = list(
+            torch.autograd.grad(
+                [out for out, _ in known], leaves, [slope for _, slope in known], retain_graph=True, allow_unused=True
+            )
+        )
+        slope_x = found.pop() if wants_x else None
+        slope_x = torch.zeros_like(self.x) if slope_x is None else slope_x
+        if not wants_v:
+            return slopes[0].new_zeros(self.k, 1), slope_x
+        slope_v = slopes[0].new_zeros(self.k, self.spec.size)
+        for own, g in zip(torch.split(slope_v, self.spec.sizes, 1), found, strict=True):
+            if g is not None:
+                part = g if g.shape[0] == self.k else torch.unflatten(g, 0, (self.k, -1))
+                own.view(part.shape).copy_(part)
+        return slope_v, slope_x
+
+    def _shared(self, mapped: tuple[bool, ...]) -> bool:
+        """Whether all clients look with one model, whose dropout is off: their inputs are then one batch."""
+        return not (mapped[0] or mapped[1] or self.twin.train) and mapped[2]
+
+    def _one_batch(self, k: int, given: Inputs, x: Tensor) -> Outputs:
+        form, self.spec.together = self.spec.together, None
+        try:
+            with torch.set_grad_enabled(self.grad):
+                logits, features = self.spec.forward(given.v, given.b, x.flatten(0, 1))
+        finally:
+            self.spec.together = form
+        b = given.b.expand(k, *given.b.shape)
+        return torch.unflatten(logits, 0, (k, -1)), torch.unflatten(features, 0, (k, -1)), b
+
+    @staticmethod
+    def _every(k: int, given: Inputs, mapped: tuple[bool, ...]) -> Inputs:
+        """The same with a client axis everywhere."""
+        spread = [t if t is None or own else t.expand(k, *t.shape) for t, own in zip(given, mapped, strict=True)]
+        return Inputs(*spread)  # type: ignore[arg-type]
+
+    def _pieces(self, k: int, v: Tensor) -> dict[str, Tensor]:
+        """The parameters of all clients by name, as their layers want them."""
+        spec = self.spec
+        # Split at once: the gradient of each slice by itself would be as long as the whole vector.
+        pieces = zip(spec.names, spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
+        return {name: self.twin.layout(piece.view(k, *shape)) for name, shape, piece in pieces}
+
+    def _stacked(self, k: int, every: Inputs, pieces: dict[str, Tensor], x: Tensor) -> Outputs:
+        spec, b = self.spec, every.b
+        statistics = torch.split(b, spec.buffer_sizes, 1) if spec.buffer_sizes else ()
+        buffers = {n: s.reshape(-1).clone() for n, s in zip(spec.buffer_names, statistics, strict=True)}
+        logits, features = self.twin(k, pieces, buffers, x, every.keys)
+        if self.twin.train and buffers:
+            b = torch.cat([t.view(k, -1) for t in buffers.values()], 1)
+        return logits, features, b
+
+
+def is_mapped(*tensors: Tensor) -> bool:
+    """Whether some of them are looked at by a transform, such as the mapping over clients."""
+    return any(_functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def lower() -> AbstractContextManager[None]:
+    """Within, nothing is mapped."""
+    return retrieve_current_functorch_interpreter().lower()
+
+
+def below(t: Tensor) -> tuple[Tensor, bool] | None:
+    """The tensor below the client axis and whether it has one, which is first then; None if more lies between."""
+    if not _functorch.is_functorch_wrapped_tensor(t):
+        return t, False
+    if not _functorch.is_batchedtensor(t) or _functorch.maybe_get_level(t) != _functorch.current_level():
+        return None
+    inner = _functorch.get_unwrapped(t)
+    if _functorch.is_functorch_wrapped_tensor(inner):
+        return None
+    return inner.movedim(_functorch.maybe_get_bdim(t), 0), True
+
+
+def above(t: Tensor) -> Tensor:
+    """Inverse of ``below``."""
+    return _functorch._add_batch_dim(t, 0, _functorch.current_level())
+
+
+def run(one: Pass, given: Inputs) -> tuple[Tensor, ...]:
+    """Carry out a pass within the mapping over clients."""
+    found = [(None, False) if t is None else below(t) for t in given]
+    plain = [pair for pair in found if pair is not None]
+    if len(plain) < len(found) or not any(own for _, own in plain):
+        outputs: tuple[Tensor, ...] = _Forward.apply(one, *given)  # type: ignore[no-untyped-call]
+        return outputs
+    k = next(len(t) for t, own in plain if own and t is not None)
+    with lower():
+        through = one.through(k, Inputs(*(t for t, _ in plain)), tuple(own for _, own in plain))  # type: ignore[arg-type]
+    return tuple(above(t) for t in through)
+
+
+def _first(args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[Any]:
+    """The arguments with their client axis first."""
+    if any(isinstance(a, Tensor) and _functorch.is_functorch_wrapped_tensor(a) for a in args):
+        raise NotTogether("a mapping within the mapping over clients")
+    return [a if d is None else a.movedim(d, 0) for a, d in zip(args, dims, strict=True)]
+
+
+class _Forward(torch.autograd.Function):
+    """The pass of a model."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        raise NotTogether("a pass outside of the mapping over clients")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.one, ctx.looked_at = inputs[0], (inputs[1], inputs[3])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        _, wants_v, _, wants_x, _ = ctx.needs_input_grad
+        # Model and inputs go along, so that whoever differentiates the result is noticed.
+        args = (ctx.one, wants_v, wants_x, *slopes[:2], *ctx.looked_at)
+        g_v, g_x = _Backward.apply(*args)  # type: ignore[no-untyped-call]
+        return None, g_v if wants_v else None, None, g_x if wants_x else None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], one: Pass, *args: Any) -> Any:
+        dims = in_dims[1:]
+        return one.begin(info.batch_size, Inputs(*_first(args, dims)), tuple(d is not None for d in dims)), (0, 0, 0)
+
+    @staticmethod
+    def jvp(*args: Any) -> Any:
+        raise NotTogether("forward-mode derivatives")
+
+
+class _Backward(torch.autograd.Function):
+    """Its gradient, which has none itself."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        raise NotTogether("a gradient outside of the mapping over clients")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        raise NotTogether("second derivatives")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], one: Pass, wants_v: bool, wants_x: bool, *args: Any) -> Any:
+        given = zip(_first(args[:2], in_dims[3:5]), in_dims[3:5], strict=True)
+        slopes = [s if d is not None else s.expand(one.k, *s.shape) for s, d in given]
+        return one.backward(wants_v, wants_x, slopes), (0, 0)

@@ -1,0 +1,144 @@
+"""The stacked twin of a network: ``k`` clients' copies of it side by side as one network, under ordinary autograd.
+
+Images of all copies are one tensor ``[B, k C, ...]`` with its channels last in memory, so a convolution is one *grouped*
+convolution, and pooling sees enough channels to vectorise. All else is ``[k, B, ...]``, and a linear layer is one batched
+product. The twin is read off the module by ``torch.fx``, and knows what ``unskew.models.stacked_layers`` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from unskew.models.dropout import Dropout
+from unskew.models.stacked_layers import FUNCTIONS, METHODS, MODULES, VIEWS, writes
+from unskew.models.stacked_values import Pass, Stacked, Unknown
+from unskew.models.vector import ModelSpec
+
+
+class _Tracer(fx.Tracer):
+    """Follows a forward pass down to the layers of PyTorch, and notes what enters the head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+        self.features: Any = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Dropout) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if m is self.head:
+            self.features = args[0]
+        return super().call_module(m, forward, args, kwargs)
+
+
+class Twin:
+    """Runs ``k`` copies of a model in one pass.
+
+    Args:
+        spec: The model's layout.
+        train: Training or eval mode.
+
+    Raises:
+        Unknown: The model has a part that has no stacked form; the message says which.
+    """
+
+    def __init__(self, spec: ModelSpec, train: bool):
+        self.spec, self.train = spec, train
+        module = spec.module
+        before = module.training
+        if any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
+            raise Unknown("a hook")
+        tracer = _Tracer(module.get_submodule(spec.head_name))
+        try:
+            graph = tracer.trace(module.train(train))
+        except Exception as error:  # whatever a module's own code raises when it meets a symbol
+            raise Unknown("a forward pass that torch.fx cannot follow") from error
+        finally:
+            module.train(before)
+        self.layers = dict(module.named_modules())
+        self.owner = {id(p): name for name, p in module.named_parameters()}
+        self.nodes = list(graph.nodes)
+        self.images = len(spec.shape) > 1 and not spec.integers
+        if not isinstance(tracer.features, fx.Proxy):
+            raise Unknown("a head that is the whole model")
+        self.features = tracer.features.node
+        for node in self.nodes:
+            self._check(node)
+        self.dropouts = sum(
+            isinstance(layer := self.layers.get(str(n.target)), Dropout) and n.op == "call_module" and layer.p > 0
+            for n in self.nodes
+        ) * int(train)  # fmt: skip
+
+    def _check(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "output"):
+            if node.op == "placeholder" and node.target != self.nodes[0].target:
+                raise Unknown("a second input")
+            return
+        if node.op == "get_attr":
+            raise Unknown(f"the tensor {node.target}")
+        if node.op == "call_module":
+            layer = self.layers[str(node.target)]
+            if type(layer) not in MODULES or node.kwargs or len(node.args) != 1:
+                raise Unknown(type(layer).__name__)
+            MODULES[type(layer)].check(layer)
+        elif node.op == "call_function" and node.target not in FUNCTIONS:
+            raise Unknown(getattr(node.target, "__name__", str(node.target)))
+        elif node.op == "call_method" and node.target not in METHODS:
+            raise Unknown(f".{node.target}()")
+        if writes(node, self.layers) and not self._own(node.args[0]):
+            raise Unknown("a layer that overwrites what others read")
+
+    def _own(self, node: Any) -> bool:
+        """Whether what a node gives is read once, so that it may be overwritten in another layout as well."""
+        if not isinstance(node, fx.Node) or node.op == "placeholder" or len(node.users) > 1:
+            return False
+        layer = self.layers.get(str(node.target)) if node.op == "call_module" else None
+        viewed = type(layer) in VIEWS or node.target in VIEWS
+        return self._own(node.args[0]) if viewed else True
+
+    def __call__(
+        self, k: int, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, keys: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits ``[k, B, C]`` and features ``[k, B, ...]``.
+
+        Args:
+            k: Number of copies.
+            parameters: By name, as ``layout`` lays them out.
+            buffers: By name ``[k C]``; a pass in training mode updates them in place.
+            x: Inputs ``[k, B, ...]``.
+            keys: One for each dropout layer that drops, ``[k, n]``.
+        """
+        run = Pass(k, parameters, buffers, self.owner, self.train, keys)
+        known: dict[fx.Node, Any] = {}
+
+        def value(node: fx.Node) -> Any:
+            return known[node]
+
+        for node in self.nodes:
+            if node.op == "placeholder":
+                known[node] = Stacked(x, False)
+            elif node.op == "output":
+                logits = value(node.args[0])
+            else:
+                args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+                if node.op == "call_module":
+                    layer = self.layers[str(node.target)]
+                    known[node] = MODULES[type(layer)].run(run, layer, str(node.target), *args)
+                else:
+                    table = FUNCTIONS if node.op == "call_function" else METHODS
+                    known[node] = table[node.target](run, *args, **kwargs)
+        return run.rows(logits), run.rows(known[self.features])
+
+    def layout(self, piece: Tensor) -> Tensor:
+        """A parameter of all copies ``[k, *shape]``, in the memory order that its layer wants (a view where it can be)."""
+        if piece.dim() >= 4:  # the filters of a convolution: copies are groups
+            order = torch.channels_last if piece.dim() == 5 else torch.contiguous_format
+            return piece.reshape(-1, *piece.shape[2:]).contiguous(memory_format=order)
+        return piece

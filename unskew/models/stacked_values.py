@@ -1,0 +1,76 @@
+"""What a stacked twin (``unskew.models.stacked``) computes with: values of ``k`` clients in one of two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Unknown(Exception):
+    """A part of a model without a stacked form."""
+
+
+class Stacked(NamedTuple):
+    """Values of ``k`` clients: ``[k, B, ...]``, or with ``image`` ``[B, k C, ...]``."""
+
+    data: Tensor
+    image: bool
+
+
+class Pass:
+    """One pass of a twin: its parameters, and how values change between the two layouts."""
+
+    def __init__(
+        self,
+        k: int,
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        owner: dict[int, str],
+        train: bool,
+        keys: Tensor | None,
+    ):
+        self.k, self.parameters, self.buffers, self.owner = k, parameters, buffers, owner
+        self.train, self.keys, self.dropped = train, keys, 0
+
+    def of(self, parameter: Tensor | None) -> Tensor | None:
+        """All copies of a parameter, in its layout; a frozen one is every client's own."""
+        if parameter is None:
+            return None
+        name = self.owner[id(parameter)]
+        if name in self.parameters:
+            return self.parameters[name]
+        every = parameter.expand(self.k, *parameter.shape)
+        return every.reshape(-1, *parameter.shape[1:]) if parameter.dim() >= 3 else every
+
+    def rows(self, value: Stacked) -> Tensor:
+        """``[k, B, ...]``, a view of the same values."""
+        if not value.image:
+            return value.data
+        return torch.unflatten(value.data, 1, (self.k, -1)).transpose(0, 1)
+
+    def image(self, value: Stacked) -> Tensor:
+        """``[B, k C, ...]``, pictures with their channels last in memory."""
+        if value.image:
+            return value.data
+        x = value.data
+        batch, channels, *sides = x.shape[1:]
+        if len(sides) != 2:
+            return x.transpose(0, 1).reshape(batch, self.k * channels, *sides)
+        last = x.permute(1, 3, 4, 0, 2).reshape(batch, *sides, self.k * channels)
+        return last.permute(0, 3, 1, 2)
+
+    def samples(self, value: Stacked, function: Callable[[Tensor], Tensor]) -> Stacked:
+        """What treats every sample by itself: on ``[k B, ...]``."""
+        rows = self.rows(value)
+        return Stacked(torch.unflatten(function(rows.flatten(0, 1)), 0, rows.shape[:2]), False)
+
+    def each(self, value: Stacked, function: Callable[[Tensor], Tensor]) -> Stacked:
+        """What treats every number by itself."""
+        return Stacked(function(value.data), value.image)
+
+    def channels(self, value: Stacked, function: Callable[[Tensor], Tensor]) -> Stacked:
+        """What treats every channel by itself."""
+        return Stacked(function(self.image(value)), True)
