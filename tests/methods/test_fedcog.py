@@ -16,6 +16,7 @@ from unskew.generators.labels import allocate, labels_of
 from unskew.generators.learned.inversion import learn, statistics_distance
 from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
 from unskew.methods.fedcog.fedcog import FedCOG, kl
+from unskew.seeding import fold
 from unskew.tasks import Classification
 
 
@@ -117,6 +118,21 @@ def test_synthesis_satisfies_the_global_model_and_disagrees_with_the_previous_on
     there = spec.forward(previous, spec.flatten_buffers(), without["x"]).logits
     both, one = Classification().disagreement(teacher, student), Classification().disagreement(without["z"], there)
     assert float(both) < float(one) - 0.05
+
+
+def test_batches_of_inputs_are_learned_by_themselves(spec):
+    """Each as a generation of its own with its labels; of one batch that holds all, the same bits as without."""
+    labels = torch.arange(10) % 3
+    rule = FedCOG(n=10, g_steps=3, g_batch=4)
+    ctx = context(rule, spec, previous=other_vector(spec))
+    x, z = rule.in_batches(ctx, labels, ctx.key)
+    for i, part in enumerate(labels.split(4)):
+        alone = FedCOG(n=len(part), g_steps=3).synthesise(ctx, part, fold(fold(ctx.key, 11), i))
+        assert torch.equal(x[4 * i : 4 * i + 4], alone[0])
+        assert torch.equal(z[4 * i : 4 * i + 4], alone[1])
+    whole = FedCOG(n=10, g_steps=3).synthesise(ctx, labels, ctx.key)
+    for size in (0, 10, 99):
+        assert torch.equal(FedCOG(n=10, g_steps=3, g_batch=size).in_batches(ctx, labels, ctx.key)[0], whole[0])
 
 
 def test_a_client_that_never_trained_learns_without_disagreement(spec):

@@ -56,6 +56,7 @@ class FedCOG(ClientRule):
     Attributes:
         n: Number ``N`` of generated inputs.
         g_steps: Updates of the inputs.
+        g_batch: Learn so many inputs at a time, where ``n`` of them do not fit into memory (appendix A.4.3); 0: all at once.
         start_round: First round (from 0) with generation; earlier rounds are those of the host method.
         g_lr: Adam's step for the inputs.
         lambda_ce, lambda_dis, lambda_bn: Weights of the generation objective.
@@ -85,6 +86,7 @@ class FedCOG(ClientRule):
 
     n: Annotated[int, Field(ge=1)] = 256
     g_steps: Annotated[int, Field(ge=0)] = 100
+    g_batch: Annotated[int, Field(ge=0)] = 0
     start_round: Annotated[int, Field(ge=0)] = 50
     g_lr: Positive = 0.01
     lambda_ce: NonNegative = 1.0
@@ -126,6 +128,8 @@ class FedCOG(ClientRule):
             raise ConfigError(
                 "fedcog:source=noise learns nothing, so generator=network and augment=true have no effect."
             )
+        if self.generator == "network" and self.g_batch:
+            raise ConfigError("fedcog:generator=network is one network for all inputs, so it takes no g_batch.")
         if self.cooccurrence and federation.task != "multilabel":
             raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
         if self.explicit and max(self.explicit) >= federation.classes:
@@ -152,9 +156,9 @@ class FedCOG(ClientRule):
             return {}
         counts = ctx.facts["counts"]
         y = self.labelled(ctx, self.targets(counts))
-        x, z = self.synthesise(ctx, y, ctx.key)
+        x, z = self.in_batches(ctx, y, ctx.key)
         if self.double:
-            second = self.synthesise(ctx, y, fold(ctx.key, 7))
+            second = self.in_batches(ctx, y, fold(ctx.key, 7))
             x, z, y = torch.cat([x, second[0]]), torch.cat([z, second[1]]), torch.cat([y, y])
         w_real, w_kd = self.weights_of(counts)
         carry = {"x": x, "z": z, "y": y, "w_real": w_real, "w_kd": w_kd}
@@ -188,9 +192,17 @@ class FedCOG(ClientRule):
         w_kd = missing / (real + missing).clamp_min(1)  # a client whose samples have no label at all misses none
         return 1 - w_kd, w_kd
 
+    def in_batches(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """All inputs for the labels ``y``, in batches that are learned by themselves: each keeps its own best step."""
+        if not 0 < self.g_batch < len(y):
+            return self.synthesise(ctx, y, key)
+        parts = [self.synthesise(ctx, part, fold(fold(key, 11), i)) for i, part in enumerate(y.split(self.g_batch))]
+        x, z = zip(*parts, strict=True)
+        return torch.cat(x), torch.cat(z)
+
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
-        start, make, betas = self.maker(ctx, key)
+        start, make, betas = self.maker(ctx, key, len(y))
         disagree = self.source == "both" and "v" in ctx.state
         weight = torch.as_tensor(self.lambda_dis if disagree else 0.0)
         teachers = (ctx.v_global, ctx.b_global)
@@ -224,11 +236,11 @@ class FedCOG(ClientRule):
             z = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
         return x, z
 
-    def maker(self, ctx: Context, key: Tensor) -> Maker:
-        """What is learned, at its start; how inputs ``[N, ...]`` are made of it; and Adam's decay rates."""
+    def maker(self, ctx: Context, key: Tensor, count: int) -> Maker:
+        """What is learned, at its start; how ``count`` inputs are made of it; and Adam's decay rates."""
         if self.generator == "network":
-            return decoder.maker(key, self.n, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
-        return normal(key, (self.n, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
+            return decoder.maker(key, count, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
+        return normal(key, (count, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
 
     def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
         """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
