@@ -122,9 +122,7 @@ class Session:
     def go(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else self._branch()
-        # More workers than clients in a round would have nothing to do.
-        workers = min(self.config.workers or cores(), self.sampler.size)
-        engine: Engine = make_engine(self.engine_name, self.setup, workers)
+        engine = self.make_engine()
         if self.config.save_samples:
             engine = self.samples = MadeInputs(
                 engine, self.method.client, self.prepared.federation, self.config.rounds - 1
@@ -171,6 +169,10 @@ class Session:
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         draw = partial(self.server.rule.draw, self.recorder.history)
         return Result(self.recorder.history, summary, module, self.server.evaluated.cpu(), self.folder, draw, clients)
+
+    def make_engine(self) -> Engine:
+        """What trains the clients; more workers than clients in a round would have nothing to do."""
+        return make_engine(self.engine_name, self.setup, min(self.config.workers or cores(), self.sampler.size))
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""
