@@ -17,6 +17,7 @@ from unskew.cli.options import (
     console_for,
     free_name,
     overridden_by,
+    print_json,
     short_name,
     stoppable,
     values_of,
@@ -57,8 +58,35 @@ def init(
 
 
 @deploy.command()
-def site(
+def check(
     file: Annotated[Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")],
+    as_json: AsJson = False,
+) -> None:
+    """At a site, before anything is sent: read the data, show what will be sent, test certificates and clock."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from unskew.deployment.check import check as findings_of
+
+    findings = list(findings_of(file))
+    if as_json:
+        print_json([asdict(one) for one in findings])
+    else:
+        table = Table("what", "", "found", title=f"{file}")
+        words = {True: "ok", False: "WRONG", None: ""}
+        for one in findings:
+            table.add_row(one.what, words[one.ok], one.text)
+        console_for().print(table)
+    if any(one.ok is False for one in findings):
+        raise typer.Exit(2)
+
+
+@deploy.command()
+def site(
+    file: Annotated[
+        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")
+    ],
 ) -> None:
     """Run a site's own process, which holds the data and trains; its SuperNode hands messages to it."""
     from unskew.deployment.site import serve
@@ -81,7 +109,9 @@ def run(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", parser=place, metavar="PATH", help="The deployment's folder, from unskew deploy init."),
+        typer.Option(
+            "--folder", parser=place, metavar="PATH", help="The deployment's folder, from unskew deploy init."
+        ),
     ] = None,
     superlink: Annotated[str | None, typer.Option("--superlink", help="Host and port of its SuperLink.")] = None,
     own_data: Annotated[
@@ -94,7 +124,9 @@ def run(
     faults: Annotated[int, typer.Option("--faults", min=1, help="Unusable answers that exclude a site.")] = 3,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Run folder; runs/DATA-METHOD-seedN-sites by default."),
+        typer.Option(
+            "--out", parser=place, metavar="PATH", help="Run folder; runs/DATA-METHOD-seedN-sites by default."
+        ),
     ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,

@@ -76,6 +76,8 @@ class SuperLink:
         Raises:
             EngineError: One fails.
         """
+        if not commands:
+            return ""
         asked = [sys.executable, "-m", "unskew.deployment.thin.control", json.dumps(commands)]
         return check_done(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
@@ -133,12 +135,10 @@ def superlink(folder: Path, port: int, logs: Path, home: Path) -> Child:
     return Child("the SuperLink", command, logs / "superlink.log", {**QUIET, **_home(home)})
 
 
-def supernode(
-    name: str, address: str, ca: Path, key: Path, port: int, to: Path, logs: Path, home: Path
-) -> Child:
+def supernode(name: str, superlink: SuperLink, key: Path, port: int, to: Path, logs: Path, home: Path) -> Child:
     """A SuperNode whose messages go to the site's process at the socket ``to``."""
     command = [
-        *(program("flower-supernode"), "--superlink", address, "--root-certificates", str(ca)),
+        *(program("flower-supernode"), "--superlink", superlink.address, "--root-certificates", str(superlink.ca)),
         *("--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port)),
         *("--node-config", f'socket="{to}"'),
     ]

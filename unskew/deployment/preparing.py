@@ -33,7 +33,9 @@ def told(client: int, frame: Frame, federation: Federation) -> ClientData:
         raise Nonsense("it does not say what it holds")
     counts, examples = counts_in(frame, federation.classes), whole(frame.config, "examples")
     x, y = federation.test
-    return ClientData(client, x[:0], labels(counts, examples, y), x[:0], y[:1].expand(whole(frame.config, "held_out"), *y.shape[1:]))
+    return ClientData(
+        client, x[:0], labels(counts, examples, y), x[:0], y[:1].expand(whole(frame.config, "held_out"), *y.shape[1:])
+    )
 
 
 def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
@@ -56,7 +58,9 @@ def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     return like[:1].expand(examples, *like.shape[1:])  # texts without labels: only how many there are
 
 
-def federation_of_sites(reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool) -> Federation:
+def federation_of_sites(
+    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool
+) -> Federation:
     """The federation as the server knows it.
 
     Args:
@@ -73,7 +77,9 @@ def federation_of_sites(reference: Federation, frames: dict[int, Frame], names: 
         try:
             clients.append(told(client, frame, reference))
         except Nonsense as error:
-            raise EngineError(f"{names[client]} (client {client}): what it says of its data was refused, because {error}.") from error
+            raise EngineError(
+                f"{names[client]} (client {client}): what it says of its data was refused, because {error}."
+            ) from error
     if rehearsal:
         return replace(reference, clients=clients)
     return replace(
@@ -113,7 +119,12 @@ def _one(place: int, rule: DataRule, prepared: Prepared, seed: int, sites: Sites
     def deal(sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
         dealt = type(rule).deal(rule, sent, facts, seed)
         messages = {
-            k: Frame("receive", {"place": place}, {}, {**blobs("share", dealt.shares.get(k, {})), **blobs("common", dealt.common)})
+            k: Frame(
+                "receive",
+                {"place": place},
+                {},
+                {**blobs("share", dealt.shares.get(k, {})), **blobs("common", dealt.common)},
+            )
             for k in range(facts.clients)
         }
         federation = prepared.federation

@@ -50,7 +50,9 @@ class Received:
             except FileNotFoundError:
                 continue
             except (OSError, SafetensorError) as error:
-                raise Forgotten(f"what this site received before the first round is damaged: {self._path(place)}") from error
+                raise Forgotten(
+                    f"what this site received before the first round is damaged: {self._path(place)}"
+                ) from error
             self._take(place, rule, {name: as_images(t) for name, t in held.items()})
         return self
 
@@ -84,7 +86,6 @@ class Received:
             if self.shares[place]:
                 data = self.rules[place].receive(data, self.shares[place])
         return data
-
 
 
 def as_images(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,9 +16,8 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.load import federation_of
 from unskew.deployment.agreement import Reference, digest_of
-from unskew.deployment.link import Link
-from unskew.deployment.local import Given, Local, Place
 from unskew.deployment.messages import Terms
+from unskew.deployment.places import Given, Local
 from unskew.deployment.preparing import federation_of_sites, prepare
 from unskew.deployment.session import DeployedSession, check_deployable
 from unskew.deployment.sites import Patience, Sites
@@ -66,16 +65,18 @@ class Deployment:
     megabytes: float = 2048.0
     norm: float = 1e6
 
-    def place(self, config: Experiment) -> Place:
+    def place(self, config: Experiment) -> Given:
         """Where its SuperLink and its sites are.
 
         Raises:
             ConfigError: It does not say where.
         """
         if self.local is not None:
-            return Local(self.run, self.local, config)
+            return Local(self.run, self.local, [config])
         if self.folder is None or self.address is None:
-            raise ConfigError("Say where the sites are: --local N starts them here, --folder and --superlink name others.")
+            raise ConfigError(
+                "Say where the sites are: --local N starts them here, --folder and --superlink name others."
+            )
         return Given(Path(self.folder), self.address)
 
     def check(self) -> None:
@@ -120,7 +121,12 @@ def is_deployed(folder: Path) -> bool:
 
 
 def run(
-    config: Experiment, deployment: Deployment, out: Path, callbacks: Sequence[Callback] = (), tell: Any = print
+    config: Experiment,
+    deployment: Deployment,
+    out: Path,
+    callbacks: Sequence[Callback] = (),
+    tell: Callable[[str], None] = print,
+    place: Given | None = None,
 ) -> Result:
     """Carry out an experiment over sites.
 
@@ -130,6 +136,7 @@ def run(
         out: The run folder to write.
         callbacks: Followers of the run.
         tell: Told what is waited for before the first round.
+        place: Where the sites are, if not where ``deployment`` says.
 
     Raises:
         ConfigError: The experiment cannot be deployed.
@@ -138,14 +145,15 @@ def run(
     deployment.check()
     with new_folder(out, False, partial(worth_keeping, out)):
         deployment.write(out)
-        return _carried_out(config, deployment, out, False, callbacks, tell)
+        return _carried_out(config, deployment, out, False, callbacks, tell, place)
 
 
 def resume(
     folder: Path,
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
-    tell: Any = print,
+    tell: Callable[[str], None] = print,
+    place: Given | None = None,
     **changes: Any,
 ) -> Result:
     """Go on with a deployed run that was interrupted; sites go on from what the server took in last.
@@ -159,17 +167,22 @@ def resume(
             within.enter_context(untrusted({k: v for k, v in stored.items() if k not in changes}, folder))
         config = experiment(moved(stored, changes))
         check_unfinished(folder, config.rounds)
-        return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell)
+        return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
 
 
 def _carried_out(
-    config: Experiment, deployment: Deployment, folder: Path, again: bool, callbacks: Sequence[Callback], tell: Any
+    config: Experiment,
+    deployment: Deployment,
+    folder: Path,
+    again: bool,
+    callbacks: Sequence[Callback],
+    tell: Callable[[str], None],
+    place: Given | None,
 ) -> Result:
     config = anchored(config)
     check_deployable(config)
     method = method_of(config.method)
     device = pick_device(config.device)
-    trackers = make_trackers(config.trackers, folder, None, again, callbacks)
     reference = federation_of(config.data_spec, config.seed)
     tell_data(callbacks, reference)
     total = config.clients if deployment.own_data else len(reference.clients)
@@ -181,28 +194,22 @@ def _carried_out(
     for rule in method.data:
         rule.of_client(0, total, 1)
     reference = as_wanted(reference, spec)
+    followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # After every round: so a resumed run never asks a site for a state that it has forgotten.
     config = config.model_copy(update={"checkpoint_every": 1})
     terms = Terms(method, spec, deployment.norm, int(deployment.megabytes * 1e6))
     about = {"digest": digest_of(config), **Reference.of(reference).config()}
-    place, link = deployment.place(config), Link(int(deployment.megabytes * 1e6))
-    said: list[Any] = [*callbacks]
+    place = deployment.place(config) if place is None else place
     try:
-        tell(f"Starting {total} sites." if deployment.local else f"Asking the SuperLink at {deployment.address}.")
-        place.start(link)
-        link.connect(deployment.gathering)
-        sites = Sites(
-            link, partial(_reconnect, place, link, deployment), deployment.run, about, deployment.patience,
-            partial(warn, said),
-        )  # fmt: skip
         tell(f"Waiting for {total} sites.")
+        link = place.open(int(deployment.megabytes * 1e6), deployment.gathering)
+        reopen = partial(place.reopen, deployment.gathering)
+        sites = Sites(link, reopen, deployment.run, about, deployment.patience, partial(warn, callbacks))
         frames = sites.gather(total, deployment.gathering, Frame("hello"))
         check_parameters(frames, spec.size, sites)
         federation = federation_of_sites(reference, frames, sites.names, not deployment.own_data)
         prepared = prepare(method, Prepared(federation, config.training), config.seed, sites, deployment.norm)
-        session = DeployedSession(
-            config, prepared, federation, spec, method, device, folder, [*callbacks, *trackers], warnings
-        )
+        session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
         session.connect(sites, terms, budget_of(config, prepared))
         for client, (up, down) in prepared.traffic:
             session.server.traffic.count(client, "up", up, 0)
@@ -212,17 +219,9 @@ def _carried_out(
         why = place.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error
     finally:
-        link.close()
         place.close()
     place.forget()
     return result
-
-
-def _reconnect(place: Place, link: Link, deployment: Deployment) -> None:
-    """Bring the app back to a SuperLink that was gone."""
-    place.superlink.wait(deployment.gathering)
-    place.superlink.submit(place.app, link.path, link.token, deployment.gathering)
-    link.connect(deployment.gathering)
 
 
 def budget_of(config: Experiment, prepared: Prepared) -> dict[str, int]:

@@ -113,6 +113,6 @@ def check_deployable(config: Experiment) -> None:
         raise ConfigError("synthetic names images that were made before; sites make their own. Leave it out.")
     if config.secure_aggregation == "required":
         raise ConfigError(
-            "secure_aggregation=required is not offered over Flower yet: the server would see single updates. Set it to off if "
+            "secure_aggregation=required cannot be had over Flower here: the server would see single updates. Turn it off if "
             "you accept that."
         )

@@ -129,8 +129,9 @@ class Sites:
             if time.monotonic() > end:
                 missing = [str(k) for k in range(clients) if k not in found]
                 raise EngineError(
-                    f"After {seconds:g} s {len(found)} of {clients} sites are there; the clients {', '.join(missing[:20])} are "
-                    "missing. flwr supernode list shows who is connected; unskew deploy check tells at the site what is wrong."
+                    f"After {seconds:g} s {len(found)} of {clients} sites are there; missing are the clients "
+                    f"{', '.join(missing[:20])}. flwr supernode list shows who is connected; unskew deploy check tells at a "
+                    "site what is wrong."
                 )
             time.sleep(POLL)
         return dict(sorted(found.items()))
@@ -226,7 +227,9 @@ class Sites:
                     )
                 if not told:
                     told = True
-                    self.tell(f"Round {round}: {done} of at least {patience.least} updates came in time; waiting for more.")
+                    self.tell(
+                        f"Round {round}: {done} of at least {patience.least} updates came in time; waiting for more."
+                    )
             if left:
                 time.sleep(POLL)
         if left:

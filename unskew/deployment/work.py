@@ -11,8 +11,8 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.arrays import Nonsense, blobs
 from unskew.deployment.agreement import Reference
+from unskew.deployment.arrays import Nonsense, blobs
 from unskew.deployment.holdings import OnlyOne, alone, own, split
 from unskew.deployment.messages import Terms, cast_in, update_frame, whole
 from unskew.deployment.received import Received
@@ -26,8 +26,8 @@ from unskew.methods.catalogue import method as method_of
 from unskew.options import untrusted
 from unskew.protocol.messages import Broadcast
 from unskew.runs.model import as_wanted, initial_spec
-from unskew.simulation.evaluate import Evaluator
 from unskew.simulation import personal
+from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.personal import serving
 from unskew.simulation.slices import complement
 from unskew.tasks import TASKS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ class Session:
         self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.samples: MadeInputs | None = None
+        self._content = lru_cache(partial(content_of, prepared))
         self._saved = 0
 
     def go(self, resume: bool) -> Result:
@@ -236,17 +237,12 @@ class Session:
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
             "data": data_identity(self.prepared),
-            "content": self.content,
+            "content": self._content(),
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
         self._saved = done
-
-    @cached_property
-    def content(self) -> str:
-        """A checksum of the data."""
-        return content_of(self.prepared)
 
     def _restore(self) -> int:
         """Load the newest whole checkpoint; returns the number of rounds done."""

@@ -14,7 +14,17 @@ HEADER = 64 << 20
 """Largest header in bytes."""
 LARGEST = 64 << 30
 """Largest message in bytes, whatever a configuration says."""
-SIZES = {"float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "bfloat16": 2}
+SIZES = {
+    "float32": 4,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "bfloat16": 2,
+}
 """Bytes of an element, by the types that may travel."""
 
 

@@ -39,7 +39,7 @@ def to_frame(content: RecordDict) -> Frame:
         elif name == "figures" and isinstance(record, MetricRecord):
             if not all(isinstance(value, int | float) for value in record.values()):
                 raise FrameError("A figure is no number.")
-            figures = {key: float(value) for key, value in record.items()}  # type: ignore[arg-type]
+            figures = {key: float(value) for key, value in record.items()}
         elif name.startswith("arrays.") and isinstance(record, ArrayRecord):
             for key, array in record.items():
                 if array.stype != RAW:
