@@ -35,18 +35,21 @@ def compare(tmp_path, **options):
 
 SUMS = {
     "fedprox:mu=0.1+scaffold": {},
-    "fedcog:start_round=1,g_steps=2+scaffold+fedals": {},
     "fedals+feddyn": {"rounds": 3},
     "fedrep+ft": {"participation": 0.7, "rounds": 3},
+}
+SLOW_SUMS = {
+    "fedcog:start_round=1,g_steps=2+scaffold+fedals": {},
     "vhl:per_class=4+fedssyn:generator=vae-small,epochs=1,n_syn=2": {"local_steps": None, "local_epochs": 1, "rounds": 1},
     "fedavg": {"model": "resnet20", "buffers": "local", "holdout": 0.2, "rounds": 1},
+    "fedgen:gen_steps=5+fedbn": {"model": "resnet20", "rounds": 1},
 }
 
 
-@pytest.mark.parametrize("name", sorted(SUMS))
+@pytest.mark.parametrize("name", [*SUMS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_SUMS)])
 def test_sums_of_methods_give_the_numbers_of_the_simulator(name, tmp_path):
     """Slices, state at the sites, models of their own, shuffled images, newcomers: every part of the protocol."""
-    compare(tmp_path, method=name, **SUMS[name])
+    compare(tmp_path, method=name, **{**SUMS, **SLOW_SUMS}[name])
 
 
 @pytest.mark.slow
