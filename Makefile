@@ -19,7 +19,7 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 .venv-deploy/installed: pyproject.toml constraints-deploy.txt  ## Flower wants other versions: an environment of its own
 	test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt torch
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt --editable '.[flower]'
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt --editable '.[flower,hub]'
 	touch $@
 
 demo: .venv/installed  ## compare four methods on skewed handwritten digits

@@ -1,6 +1,5 @@
 """A deployed run gives the simulator's numbers, bit for bit, with every method."""
 
-
 import pytest
 import torch
 from support.federations import QUICK as KNOWN
@@ -40,7 +39,11 @@ SUMS = {
 }
 SLOW_SUMS = {
     "fedcog:start_round=1,g_steps=2+scaffold+fedals": {},
-    "vhl:per_class=4+fedssyn:generator=vae-small,epochs=1,n_syn=2": {"local_steps": None, "local_epochs": 1, "rounds": 1},
+    "vhl:per_class=4+fedssyn:generator=vae-small,epochs=1,n_syn=2": {
+        "local_steps": None,
+        "local_epochs": 1,
+        "rounds": 1,
+    },
     "fedavg": {"model": "resnet20", "buffers": "local", "holdout": 0.2, "rounds": 1},
     "fedgen:gen_steps=5+fedbn": {"model": "resnet20", "rounds": 1},
 }

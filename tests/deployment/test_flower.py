@@ -16,7 +16,8 @@ from unskew.config.reading import experiment
 FLOWER = ROOT / ".venv-deploy" / "bin"
 pytestmark = [
     pytest.mark.skipif(
-        not (FLOWER.parent / "installed").exists(), reason="Flower has an environment of its own: make .venv-deploy/installed"
+        not (FLOWER.parent / "installed").exists(),
+        reason="Flower has an environment of its own: make .venv-deploy/installed",
     ),
     pytest.mark.xdist_group("flower"),
 ]
@@ -51,7 +52,9 @@ def test_two_sites_over_tls_give_the_numbers_of_the_simulator(tmp_path):
     """SCAFFOLD keeps state at the sites; every process is ended, and no key is left in the run folder."""
     values = {**TINY, "clients": 2, "method": "fedprox+scaffold", "eval_clients": 0}
     (tmp_path / "experiment.yaml").write_text(experiment(values).to_yaml())
-    done = command(tmp_path, "deploy", "run", tmp_path / "experiment.yaml", "--local", 2, "--out", tmp_path / "sites", "--json")
+    done = command(
+        tmp_path, "deploy", "run", tmp_path / "experiment.yaml", "--local", 2, "--out", tmp_path / "sites", "--json"
+    )
     assert done.returncode == 0, done.stderr
     unskew.run(out=tmp_path / "simulated", **values)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("sites", "simulated"))

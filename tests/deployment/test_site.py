@@ -145,8 +145,22 @@ def test_init_writes_a_folder_whose_scripts_work(tmp_path, capsys):
     folder = tmp_path / "deployment"
     assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 0
     assert {path.name for path in folder.rglob("*") if path.is_file()} == {
-        *("README.md", "ADMINISTRATOR.md", "experiment.yaml", "site.yaml", "compose.yaml", "Dockerfile", "pyproject.toml"),
-        *("certificates.sh", "node-key.sh", "unskew-site.service", "flower-supernode.service", "flower-superlink.service"),
+        *(
+            "README.md",
+            "ADMINISTRATOR.md",
+            "experiment.yaml",
+            "site.yaml",
+            "compose.yaml",
+            "Dockerfile",
+            "pyproject.toml",
+        ),
+        *(
+            "certificates.sh",
+            "node-key.sh",
+            "unskew-site.service",
+            "flower-supernode.service",
+            "flower-superlink.service",
+        ),
     }
     assert load_site(folder / "site" / "site.yaml").client == 0
     yaml.safe_load((folder / "compose.yaml").read_text())

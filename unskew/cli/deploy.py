@@ -59,13 +59,16 @@ def init(
 
 @deploy.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")],
+    file: Annotated[
+        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """At a site, before anything is sent: read the data, show what will be sent, test certificates and clock."""
     from dataclasses import asdict
 
     from rich.table import Table
+    from rich.text import Text
 
     from unskew.deployment.check import check as findings_of
 
@@ -76,7 +79,7 @@ def check(
         table = Table("what", "", "found", title=f"{file}")
         words = {True: "ok", False: "WRONG", None: ""}
         for one in findings:
-            table.add_row(one.what, words[one.ok], one.text)
+            table.add_row(one.what, words[one.ok], Text(one.text))
         console_for().print(table)
     if any(one.ok is False for one in findings):
         raise typer.Exit(2)

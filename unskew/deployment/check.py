@@ -99,22 +99,32 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
             True,
             f"{len(source.train)} samples to train on and {len(source.test)} held out, inputs {shape}, {names}",
         )
-        yield Finding("data", None, "whether inputs and classes are those of the server is compared when the run begins")
+        yield Finding(
+            "data", None, "whether inputs and classes are those of the server is compared when the run begins"
+        )
     work = Work(site, folder, config, reference)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
     asked, answered = first_round(work)
-    for way, frames in (("sent once", [work.facts(work.data)]), ("received each round", [asked]), ("sent each round", [answered])):
+    for way, frames in (
+        ("sent once", [work.facts(work.data)]),
+        ("received each round", [asked]),
+        ("sent each round", [answered]),
+    ):
         for frame in frames:
             for name, blob in frame.arrays.items():
                 shape = "x".join(map(str, blob.shape)) or "one"
                 yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
-            told = sorted({*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))})
+            told = sorted(
+                {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
+            )
             if told and way.startswith("sent"):
                 yield Finding(way, None, f"figures: {', '.join(told)}")
     yield Finding("sent at the end", None, "accuracy and loss on what is held out")
     for rule in work.method.data:
         yield Finding("sent once", None, f"before the first round, what {rule.name} makes of the samples")
-    readers = [rule.name for rule in (*work.method.client, *filter(None, [work.method.server])) if "individual" in rule.needs]
+    readers = [
+        rule.name for rule in (*work.method.client, *filter(None, [work.method.server])) if "individual" in rule.needs
+    ]
     reads = f", and {', '.join(readers)} reads it" if readers else f"; {config.method} needs only the sum"
     yield Finding("privacy", None, f"the server sees this site's update by itself{reads}")
 

@@ -37,7 +37,7 @@ def program(name: str) -> str:
     if found is None:
         raise ConfigError(
             f"{name} is not installed here: a deployment needs Flower {VERSION}. Install it into an environment of its own "
-            "with pip install --constraint constraints-deploy.txt 'unskew[flower]', and run unskew from there."
+            "with pip install --constraint constraints-deploy.txt 'unskew[flower,hub]', and run unskew from there."
         )
     return found
 

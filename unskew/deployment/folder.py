@@ -10,6 +10,7 @@ from string import Template
 import yaml
 
 from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
 from unskew.deployment.flower import VERSION
 from unskew.deployment.processes import check_done
 from unskew.errors import ConfigError
@@ -70,7 +71,7 @@ def init(folder: Path, config: Experiment) -> list[Path]:
     make_folder(folder)
     put_tools(folder)
     clients = "the number of sites" if config.clients is None else str(config.clients)
-    put(folder / "experiment.yaml", config.to_yaml())
+    put(folder / "experiment.yaml", anchored(config).to_yaml())
     put(folder / "site" / "site.yaml", template("site.yaml", last=str((config.clients or 2) - 1)))
     put(folder / "README.md", template("README.md", version=VERSION, clients=clients, method=config.method))
     put(folder / "site" / "ADMINISTRATOR.md", template("ADMINISTRATOR.md", version=VERSION, method=config.method))

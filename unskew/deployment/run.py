@@ -61,7 +61,7 @@ class Deployment:
     address: str | None = None
     own_data: bool = False
     gathering: float = 600.0
-    patience: Patience = Patience()
+    patience: Patience = field(default_factory=Patience)
     megabytes: float = 2048.0
     norm: float = 1e6
 
@@ -239,6 +239,6 @@ def check_parameters(frames: dict[int, Frame], size: int, sites: Sites) -> None:
     for client, frame in frames.items():
         if frame.config.get("parameters") != size:
             raise ConfigError(
-                f"{sites.name(client)} has built a model with {frame.config.get('parameters')} parameters, not {size}; install "
-                "the same versions everywhere."
+                f"{sites.name(client)} has built a model with {frame.config.get('parameters')} parameters, not {size}; "
+                "install the same versions everywhere."
             )
