@@ -54,8 +54,8 @@ class Link:
             except (TimeoutError, FrameError, OSError) as error:
                 if time.monotonic() > end:
                     raise LinkLost(
-                        f"Flower's app has not begun on the SuperLink within {seconds:g} s; flwr list shows its runs, and the "
-                        "SuperLink's log tells why. It must run on this machine as the same user."
+                        f"Flower's app has not begun on the SuperLink within {seconds:g} s; flwr list shows its runs, and "
+                        "the SuperLink's log tells why. It must run on this machine as the same user."
                     ) from error
                 continue
             if secrets.compare_digest(str(hello.config.get("token", "")), self.token):

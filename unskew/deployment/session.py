@@ -102,8 +102,8 @@ def check_deployable(config: Experiment) -> None:
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(
-            f"diagnose={at_clients[0]} looks at the clients' data or at each of their models, which are at the sites; measure "
-            "it in a simulation."
+            f"diagnose={at_clients[0]} looks at the clients' data or at each of their models, which are at the sites; "
+            "measure it in a simulation."
         )
     if config.save_samples:
         raise ConfigError("save_samples draws inputs that clients made; they stay at the sites. Leave it out.")
