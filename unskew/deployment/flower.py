@@ -78,7 +78,8 @@ class SuperLink:
         """
         if not commands:
             return ""
-        asked = [sys.executable, "-m", "unskew.deployment.thin.control", json.dumps(commands)]
+        python = Path(program("flwr")).parent / "python"  # that of the environment that Flower is in
+        asked = [str(python), "-m", "unskew.deployment.thin.control", json.dumps(commands)]
         return check_done(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
     def registering(self, public_key: Path) -> list[str]:

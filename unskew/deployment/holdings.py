@@ -109,13 +109,12 @@ def renamed(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
     return places[y]
 
 
-def own(config: SiteConfig, experiment: Experiment, reference: Reference, folder: Path) -> ClientData:
+def own(config: SiteConfig, source: Source, reference: Reference) -> ClientData:
     """A site's own samples; the part that their source keeps for tests is held out.
 
     Raises:
         DataError: They are not of the kind that the server has.
     """
-    source = own_source(config, experiment, folder)
     classes = len(reference.class_names) or source.classes
     names = reference.class_names or source.class_names
     read = Reference(

@@ -16,8 +16,10 @@ from types import FrameType
 import torch
 
 import unskew
+from unskew.data.reading.tables import Source
 from unskew.deployment.agreement import PROTOCOL, Reference
 from unskew.deployment.arrays import Nonsense, blobs, check_records, record_of
+from unskew.deployment.holdings import own_source, split
 from unskew.deployment.messages import text, whole
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
@@ -45,6 +47,7 @@ class Site:
         self.config: SiteConfig = load_site(path)
         self.experiments = experiments_of(self.config, self.folder)
         self._work: tuple[tuple[str, str], Work] | None = None
+        self._sources: dict[str, Source] = {}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def answer(self, asked: Frame) -> Frame:
@@ -132,8 +135,17 @@ class Site:
             )
         key = (digest, repr(reference))
         if self._work is None or self._work[0] != key:
-            self._work = key, Work(self.config, self.folder, config, reference)
+            self._work = key, Work(self.config, self.folder, config, reference, self._sources.get(digest))
         return self._work[1]
+
+    def warm(self) -> None:
+        """Read the data before the first message: Flower gives up one that is not answered for half a minute."""
+        for digest, config in self.experiments.items():
+            if self.config.data == "split":
+                _, reference, _ = split(config, self.config.client)
+                self.work(digest, reference)
+            else:
+                self._sources[digest] = own_source(self.config, config, self.folder)
 
     def serve(self) -> None:
         """Answer at the socket, one message after another, until the process is stopped.
@@ -214,4 +226,5 @@ def serve(path: Path) -> None:
     signal.signal(signal.SIGTERM, end)
     torch.set_num_threads(site.config.threads)
     keep_freed_memory()
+    site.warm()
     site.serve()

@@ -11,9 +11,10 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
+from unskew.data.reading.tables import Source
 from unskew.deployment.agreement import Reference
 from unskew.deployment.arrays import Nonsense, blobs
-from unskew.deployment.holdings import OnlyOne, alone, own, split
+from unskew.deployment.holdings import OnlyOne, alone, own, own_source, split
 from unskew.deployment.messages import Terms, cast_in, update_frame, whole
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig
@@ -41,13 +42,16 @@ class Work:
         folder: Where its configuration lies.
         config: The experiment.
         reference: What the server says of the data.
+        source: The site's own samples, if they are read already.
 
     Raises:
         ConfigError: The experiment cannot be carried out here.
         DataError: The site's data do not fit.
     """
 
-    def __init__(self, site: SiteConfig, folder: Path, config: Experiment, reference: Reference):
+    def __init__(
+        self, site: SiteConfig, folder: Path, config: Experiment, reference: Reference, source: Source | None = None
+    ):
         self.site, self.folder, self.config, self.reference = site, folder, config, reference
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
@@ -57,7 +61,8 @@ class Work:
         elif config.clients is None:
             raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
         else:
-            data, total = own(site, config, reference, folder), config.clients
+            data = own(site, own_source(site, config, folder) if source is None else source, reference)
+            total = config.clients
         federation = alone(data, total, reference)
         with self._guarded():
             self.spec = initial_spec(config, federation, None, self.method).to(self.device)
