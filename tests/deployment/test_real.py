@@ -75,14 +75,6 @@ def supernode(place, tmp_path, *instead, key="known"):
     return code, log.read_text()
 
 
-def certificates(tmp_path, name, **more):
-    """Another CA with a certificate of its own for this machine."""
-    other = tmp_path / name
-    folder.put_tools(other)
-    subprocess.run(["sh", str(other / "certificates.sh"), "127.0.0.1"], check=True, env={**os.environ, **more})
-    return other
-
-
 def test_a_key_that_is_not_registered_is_refused_and_one_that_is_comes_in(place, tmp_path):
     code, text = supernode(place, tmp_path, key="unknown")
     assert code not in (0, None), text
@@ -97,10 +89,31 @@ def test_a_key_that_is_not_registered_is_refused_and_one_that_is_comes_in(place,
 def test_foreign_certificates_and_plain_connections_are_refused(place, tmp_path):
     folder.make_node_key(place.folder, tmp_path / "known")
     place.superlink.control(place.superlink.registering(tmp_path / "known" / "node.pub"))
-    foreign = certificates(tmp_path, "foreign") / "ca" / "ca.crt"
+    folder.put_tools(tmp_path / "foreign")
+    folder.make_certificates(tmp_path / "foreign", ["127.0.0.1"])
+    foreign = tmp_path / "foreign" / "ca" / "ca.crt"
     for instead in (["--root-certificates", str(foreign)], ["--insecure"]):
         _, text = supernode(place, tmp_path, *instead)
         assert "SuperNode ID" not in text, text
+
+
+def test_a_certificate_that_has_expired_is_refused(flower_is_found, tmp_path):
+    late = Local("late", 0, [])
+    late.folder.mkdir(parents=True)
+    folder.put_tools(late.folder)
+    subprocess.run(
+        ["sh", str(late.folder / "certificates.sh"), "127.0.0.1"], check=True, env={**os.environ, "DAYS": "-1"}
+    )
+    late.superlink = flower.SuperLink(f"127.0.0.1:{free_port()}", late.superlink.ca, late.superlink.home)
+    port = int(late.superlink.address.rpartition(":")[2])
+    late.logs.mkdir()
+    try:
+        late.family.add(flower.superlink(late.folder, port, late.logs, late.folder / "home-superlink"))
+        late.superlink.wait(60)
+        _, text = supernode(late, tmp_path)
+        assert "SuperNode ID" not in text, text
+    finally:
+        late.close()
 
 
 class Kills:

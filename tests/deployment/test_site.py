@@ -1,7 +1,9 @@
 """A site's own files and process: its configuration, its check, its socket, its state."""
 
+import http.server
 import os
 import socket
+import ssl
 import stat
 import threading
 
@@ -13,7 +15,7 @@ from support.sites import TINY, LoopPlace
 
 from unskew.config.reading import experiment
 from unskew.deployment.arrays import slices_in, written
-from unskew.deployment.folder import init, make_certificates, make_node_key
+from unskew.deployment.folder import init, make_certificates, make_node_key, put_tools
 from unskew.deployment.site import Site
 from unskew.deployment.site_config import load_site
 from unskew.deployment.state import Forgotten, SiteState
@@ -138,6 +140,32 @@ def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
     assert "is missing" in rows["certificate", False]
     assert "by itself; scaffold needs only the sum" in rows["privacy", None]
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("which", ["good", "foreign", "expired", "plain"])
+def test_check_tests_the_certificate_of_the_superlink(which, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DAYS", "-1" if which == "expired" else "300")
+    server, site = tmp_path / "server", tmp_path / "site"
+    for one in (server, tmp_path / "other"):
+        put_tools(one)
+        make_certificates(one, ["127.0.0.1"])
+    make_node_key(server, site)
+    web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    if which != "plain":
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(server / "superlink" / "server.crt", server / "superlink" / "server.key")
+        web.socket = context.wrap_socket(web.socket, server_side=True)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    ca = (tmp_path / "other" if which == "foreign" else server) / "ca" / "ca.crt"
+    (site / "experiment.yaml").write_text(experiment(TINY).to_yaml())
+    address = f"127.0.0.1:{web.server_address[1]}"
+    (site / "site.yaml").write_text(yaml.safe_dump({**MINE, "superlink": address, "ca": str(ca)}))
+    found = call(capsys, "deploy", "check", site / "site.yaml", "--json")
+    web.shutdown()
+    wrong = " ".join(row["text"] for row in found.json() if row["ok"] is False)
+    assert found.code == (0 if which == "good" else 2)
+    assert {"good": "", "foreign": "unable to get", "expired": "expired", "plain": "cannot be reached"}[which] in wrong
+    assert bool(wrong) == (which != "good")
 
 
 def test_init_writes_a_folder_whose_scripts_work(tmp_path, capsys):
