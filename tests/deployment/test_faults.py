@@ -1,5 +1,6 @@
 """Sites that are slow, lose what they kept, send nonsense or answer twice; a server that is killed."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,26 @@ def test_too_few_updates_stop_the_run_if_that_is_asked_for(tmp_path):
     place.link.spoil = lambda client, asked, answer: None if trained(asked) and client else answer
     with pytest.raises(EngineError, match="1 of at least 2 updates came"):
         deployed(tmp_path, place, with_patience(deadline=0.05, least=2, short="stop"), **SCAFFOLD)
+
+
+def test_who_is_waited_for_is_told(tmp_path, monkeypatch):
+    """Without a deadline a round waits as long as it takes."""
+    monkeypatch.setattr(sites_module, "SILENCE", 0.1)
+    told, place, late = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD}), []
+
+    def slow(client, asked, answer):
+        if trained(asked) and client == 2 and asked.config["round"] == 1:
+            late.append(answer)
+            threading.Timer(0.4, lambda: place.link.answers.update({f"m{number}": answer})).start()
+            number = len(place.link.sent)
+            return None
+        return answer
+
+    place.link.spoil = slow
+    result, _ = deployed(tmp_path, place, told=told, **SCAFFOLD)
+    assert [row["updates"] for row in result.history] == [3, 3, 3, 3]
+    assert any("waiting for site-2 (client 2)" in text for text in told.warnings)
+    assert len(late) == 1
 
 
 def test_a_message_that_flower_could_not_deliver_is_sent_again(tmp_path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,8 +16,14 @@ from pathlib import Path
 
 from unskew.errors import EngineError
 
+PR_SET_PDEATHSIG = 1  # its number in linux/prctl.h
 GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL."""
+
+
+def _end_with_parent() -> None:
+    """In a fresh child: Linux sends it SIGTERM when its parent dies, however that dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
@@ -49,6 +57,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment},
                 start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
     @property

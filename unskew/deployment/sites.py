@@ -16,6 +16,8 @@ from unskew.errors import ConfigError, EngineError
 POLL = 0.2
 NODES = 2.0
 """Seconds between two looks at answers, and at which SuperNodes are connected."""
+SILENCE = 300.0
+"""Seconds without an answer after which the user is told who is waited for."""
 FAILURES = 10
 """Times that a message is sent again because Flower could not deliver it or its app ended, before that is a fault."""
 SKEW = 300.0
@@ -180,7 +182,7 @@ class Sites:
         asked: dict[str, int] = {}
         waiting: set[int] = set()
         failures: dict[int, int] = {}
-        done, told = 0, False
+        done, told, heard = 0, False, time.monotonic()
         while left:
             try:
                 for client in sorted(left - waiting):
@@ -230,6 +232,11 @@ class Sites:
                     self.tell(
                         f"Round {round}: {done} of at least {patience.least} updates came in time; waiting for more."
                     )
+            heard = time.monotonic() if answers else heard
+            if left and time.monotonic() - heard > SILENCE:
+                heard = time.monotonic()
+                names = ", ".join(self.name(client) for client in sorted(left)[:10])
+                self.tell(f"Round {round}: nothing for {SILENCE:g} s; waiting for {names}. --deadline limits that.")
             if left:
                 time.sleep(POLL)
         if left:
