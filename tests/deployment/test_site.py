@@ -199,3 +199,23 @@ def test_init_writes_a_folder_whose_scripts_work(tmp_path, capsys):
     assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 2
     with pytest.raises(ConfigError, match="already there"):
         init(folder, experiment(TINY))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "Say where the sites are"),
+        (("--local", 2, "--superlink", "a:1"), "Say where the sites are"),
+        (("--superlink", "a:1"), "Say where the sites are"),
+        (("--local", 2), "starts as many sites, but the experiment has 3 clients"),
+        (("--local", 3, "--short", "never"), "none of wait, go and stop"),
+        (("--local", 3, "--deadline", "-1"), "deadline=-1.0 is no number of seconds"),
+        (("--local", 3, "--set", "network.drop=0.1"), "network.drop simulate"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_before_anything_is_started(options, why, tmp_path, capsys):
+    (tmp_path / "e.yaml").write_text(experiment(TINY).to_yaml())
+    found = call(capsys, "deploy", "run", tmp_path / "e.yaml", "--out", tmp_path / "run", *options)
+    assert found.code == 2
+    assert why in found.err
+    assert not (tmp_path / "run").exists()
