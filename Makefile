@@ -16,6 +16,12 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.venv-deploy/installed: pyproject.toml constraints-deploy.txt  ## Flower wants other versions: an environment of its own
+	test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt torch
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt --editable '.[flower,hub]'
+	touch $@
+
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
 
@@ -53,4 +59,4 @@ docs: .venv/installed  ## the documentation, into site/
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv site build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-deploy site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

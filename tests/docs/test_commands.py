@@ -33,7 +33,7 @@ def lines_of(page):
     """The commands of a page, without what they are said to print."""
     for block in [*fences(page, "bash"), *fences(page, "text")]:
         for line in block.replace("\\\n", " ").splitlines():
-            if line.removeprefix("$ ").startswith("unskew "):
+            if re.match(r"(\$ )?unskew (?!deploy)", line):
                 yield line.removeprefix("$ ")
 
 
@@ -94,6 +94,17 @@ def test_a_command_that_is_shown_is_valid(line, checkout):
         chosen = method(name)
         if known and here(values) and not config.synthetic:
             check_method(experiment({**values, "method": name}), federation_of(config.data_spec, 0), None, chosen)
+
+
+def test_the_commands_of_a_deployment_that_are_shown_are_valid():
+    """They need sites, so only their words are read."""
+    page = DOCS / "deployment.md"
+    lines = [line for block in fences(page, "bash") for line in block.splitlines() if line.startswith("unskew deploy")]
+    assert lines
+    for line in lines:
+        words = words_of(line)[1:]
+        with COMMANDS["deploy"].commands[words[0]].make_context(words[0], words[1:]) as context:
+            assert context.params
 
 
 @pytest.mark.parametrize("line", shown(trains_nothing))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unskew.cli import info as cli_info
+from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
 from unskew.cli.options import (
     BUDGET,
@@ -90,7 +91,7 @@ def run(
     with stoppable(folder, resuming(folder, checked)), make_progress(console) as progress:
         follower = ProgressLine(progress, checked.method, columns=True)
         result = run_experiment(checked, out=folder, resume=again, callbacks=[follower])
-    _show(result, folder, console, as_json)
+    show(result, folder, console, as_json)
 
 
 @app.command()
@@ -187,6 +188,8 @@ def resume(
     """Go on with an interrupted run, or make a finished one longer with --rounds."""
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.reading import set_field
+    from unskew.deployment.run import is_deployed
+    from unskew.deployment.run import resume as resume_deployed
     from unskew.runs.run import resume as resume_run
 
     flags = {"rounds": rounds, "data_path": data_path, "engine": engine, "device": device}
@@ -196,8 +199,9 @@ def resume(
     console = console_for(as_json)
     again = shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if trust_code else [])])
     with stoppable(folder, again), make_progress(console) as progress:
-        result = resume_run(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
-    _show(result, folder, console, as_json)
+        go_on = resume_deployed if is_deployed(folder) else resume_run
+        result = go_on(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
+    show(result, folder, console, as_json)
 
 
 app.command()(cli_info.methods)
@@ -206,9 +210,10 @@ app.command()(cli_info.partition)
 app.command()(diagnose)
 app.command()(predict)
 app.command()(reproduce)
+app.add_typer(deploy, name="deploy")
 
 
-def _show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
+def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
     """The end of a run: its figures, and its summary as a table or JSON."""
     from unskew.cli.tables import summary_table
 

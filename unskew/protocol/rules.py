@@ -115,6 +115,19 @@ class DataRule(Rule):
         """At the clients: what each client of ``prepared.federation`` sends to the server."""
         return Contributions()
 
+    def of_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
+        """The rule as one client carries out ``contribute`` alone with its data; None if it sends nothing.
+
+        Args:
+            client: Which.
+            clients: How many there are.
+            mean_size: Samples per client over all of them, those held out included.
+
+        Raises:
+            ConfigError: Clients that are alone with their data cannot carry it out.
+        """
+        return self
+
     def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
         """At the server: what each client is sent, of all that was ``sent``."""
         return Dealt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.engines.base import Engine, Setup
 from unskew.engines.catalogue import make_engine
-from unskew.engines.choice import Asked, choose
+from unskew.engines.choice import Asked, Choice, choose
 from unskew.errors import CheckpointError
 from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
@@ -119,15 +119,13 @@ class Session:
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
         self.samples: MadeInputs | None = None
+        self._content = lru_cache(partial(content_of, prepared))
         self._saved = 0
 
     def go(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else self._branch()
-        config = self.config
-        asked = Asked(config.engine, config.workers, config.together, config.ray.address)
-        choice = choose(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
-        engine = make_engine(choice.engine, self.setup, choice.workers, choice.together, config.ray.model_dump())
+        config, (engine, choice) = self.config, self.make_engine(resume)
         if self.config.save_samples:
             engine = self.samples = MadeInputs(engine, self.method.client, self.prepared.federation, config.rounds - 1)
         try:
@@ -168,6 +166,14 @@ class Session:
         predictor = partial(Predictor, module, inputs_of(self.evaluator.federation, config), self.spec.dtype)
         vector = self.server.evaluated.cpu()
         return Result(self.recorder.history, summary, module, vector, self.folder, draw, clients, predictor)
+
+    def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
+        """What trains the clients, and how it was chosen."""
+        config = self.config
+        asked = Asked(config.engine, config.workers, config.together, config.ray.address)
+        choice = choose(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
+        cluster = config.ray.model_dump()
+        return make_engine(choice.engine, self.setup, choice.workers, choice.together, cluster), choice
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""
@@ -233,17 +239,12 @@ class Session:
             "seconds": self.recorder.seconds,
             "config": self.config.model_dump(mode="json"),
             "data": data_identity(self.prepared),
-            "content": self.content,
+            "content": self._content(),
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
         self._saved = done
-
-    @cached_property
-    def content(self) -> str:
-        """A checksum of the data."""
-        return content_of(self.prepared)
 
     def _restore(self) -> int:
         """Load the newest whole checkpoint; returns the number of rounds done."""

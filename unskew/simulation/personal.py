@@ -12,6 +12,7 @@ from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ClientRule, Method
+from unskew.protocol.training import Buffers
 from unskew.simulation.server import Server
 from unskew.simulation.slices import complement
 
@@ -29,29 +30,50 @@ def personalises(method: Method, spec: ModelSpec) -> bool:
     return kept or tunes(method) or bool(method.sync and method.sync.own(spec))
 
 
+def serving(
+    method: Method, spec: ModelSpec, buffers: Buffers, state: ClientState, v: Tensor, b: Tensor, own: bool
+) -> tuple[Tensor, Tensor]:
+    """The model and the statistics that serve a client: the global ones, but for what it keeps.
+
+    Args:
+        method: Of the run.
+        spec: The model's layout.
+        buffers: Where statistics are local, its own serve it in any case.
+        state: What it keeps; a newcomer keeps nothing.
+        v: The global model, ``[d]``.
+        b: Its statistics, ``[m]``.
+        own: Whether the model that a rule keeps for it, or its own slices, take the place of the global one.
+    """
+    if buffers == "local" and state.statistics is not None:
+        b = state.statistics
+    if not own:
+        return v, b
+    slices = method.sync.own(spec) if method.sync is not None else ()
+    if state.model is not None:
+        v = torch.where(mask_of(slices, len(v)).to(v.device), state.model.to(v.device), v)
+    if slices and state.statistics is not None:
+        sent = statistics_mask(spec, complement(slices, len(v))).to(b.device)
+        b = torch.where(sent, b, state.statistics.to(b.device))
+    for rule in method.client:
+        mine = rule.personal(state.rules.get(rule.name, {}))
+        v = v if mine is None else mine
+    return v, b
+
+
 def shared(server: Server, clients: Sequence[int]) -> Served:
     """The global model with each client's own statistics, if it has any."""
-    for client in clients:
-        own = server.store.get(client).get("statistics") if server.mode == "local" else None
-        yield server.evaluated, server.evaluated_b if own is None else own
+    return _served(server, clients, own=False)
 
 
 def kept(server: Server, clients: Sequence[int]) -> Served:
     """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
-    sync, size = server.method.sync, len(server.v)
-    slices = sync.own(server.spec) if sync is not None else ()
-    own = mask_of(slices, size).to(server.v.device)
-    for client, (v, b) in zip(clients, shared(server, clients), strict=True):
+    return _served(server, clients, own=True)
+
+
+def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
+    for client in clients:
         state = ClientState.of(server.store.get(client))
-        if state.model is not None:
-            v = torch.where(own, state.model.to(v.device), v)
-        if slices and state.statistics is not None:
-            sent = statistics_mask(server.spec, complement(slices, size)).to(b.device)
-            b = torch.where(sent, b, state.statistics.to(b.device))
-        for rule in server.method.client:
-            mine = rule.personal(state.rules.get(rule.name, {}))
-            v = v if mine is None else mine
-        yield v, b
+        yield serving(server.method, server.spec, server.mode, state, server.evaluated, server.evaluated_b, own)
 
 
 def tuned(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:

@@ -196,7 +196,9 @@ class FedCOG(ClientRule):
         """All inputs for the labels ``y``, in batches that are learned by themselves: each keeps its own best step."""
         if not 0 < self.g_batch < len(y):
             return self.synthesise(ctx, y, key)
-        parts = [self.synthesise(ctx, part, fold(fold(key, 11), i)) for i, part in enumerate(y.split(self.g_batch))]
+        parts = [
+            self.synthesise(ctx, part, fold(fold(key, 11), i)) for i, part in enumerate(torch.split(y, self.g_batch))
+        ]
         x, z = zip(*parts, strict=True)
         return torch.cat(x), torch.cat(z)
 

@@ -156,6 +156,15 @@ class Fedssyn(DataRule):
         sent = {k: {"x": take(made.x, rows), "y": y[rows]} for k, rows in own.items()}
         return Contributions(sent, figures(made.about), made.digest)
 
+    def of_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
+        """Only its own images are made; the ablations are for simulations."""
+        if self.data not in ("shuffled", "real"):
+            raise ConfigError(f"fedssyn:data={self.data} compares in a simulation; sites shuffle, or share nothing.")
+        if not self.makes or client in refusing(self.refuse, clients):
+            return None
+        others = ";".join(str(k) for k in range(clients) if k != client)
+        return replace(self, n_syn=self.n_syn or mean_size, refuse=others)
+
     def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
         """The server permutes all images uniformly and deals them out in equal parts (within one image)."""
         x, y = (

@@ -1,0 +1,62 @@
+"""A deployed run gives the simulator's numbers, bit for bit, with every method."""
+
+import pytest
+import torch
+from support.federations import QUICK as KNOWN
+from support.sites import TINY, deployed
+
+import unskew
+from unskew.methods.catalogue import CATALOGUE
+
+QUICK = {
+    **KNOWN,
+    "fedcog": "fedcog:start_round=1",
+    "fedcog-authors": "fedcog-authors:start_round=1",
+    "fedssyn": "fedssyn:generator=vae-small,epochs=1,n_syn=10",
+}
+SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center"}
+
+
+def compare(tmp_path, **options):
+    values = {**TINY, **options}
+    simulated = unskew.run(out=tmp_path / "simulated", **values)
+    result, place = deployed(tmp_path, **options)
+    assert torch.equal(result.vector, simulated.vector)
+    for mine, theirs in zip(result.history, simulated.history, strict=True):
+        for name in theirs:
+            if "seconds" not in name and theirs[name] == theirs[name]:
+                assert mine[name] == theirs[name], name
+    for name, value in simulated.summary.items():
+        if "seconds" not in name and name != "engine" and not name.startswith("synthetic"):
+            assert result.summary[name] == pytest.approx(value, abs=1e-12) or value is None, name
+    return result, place
+
+
+SUMS = {
+    "fedprox:mu=0.1+scaffold": {},
+    "fedals+feddyn": {"rounds": 3},
+    "fedrep+ft": {"participation": 0.7, "rounds": 3},
+}
+SLOW_SUMS = {
+    "fedcog:start_round=1,g_steps=2+scaffold+fedals": {},
+    "vhl:per_class=4+fedssyn:generator=vae-small,epochs=1,n_syn=2": {
+        "local_steps": None,
+        "local_epochs": 1,
+        "rounds": 1,
+    },
+    "fedavg": {"model": "resnet20", "buffers": "local", "holdout": 0.2, "rounds": 1},
+    "fedgen:gen_steps=5+fedbn": {"model": "resnet20", "rounds": 1},
+}
+
+
+@pytest.mark.parametrize("name", [*SUMS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_SUMS)])
+def test_sums_of_methods_give_the_numbers_of_the_simulator(name, tmp_path):
+    """Slices, state at the sites, models of their own, shuffled images, newcomers: every part of the protocol."""
+    compare(tmp_path, method=name, **{**SUMS, **SLOW_SUMS}[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
+    options = {"server": 60} if name in SERVER_DATA else {}
+    compare(tmp_path, method=QUICK.get(name, name), **options)

@@ -1,0 +1,242 @@
+"""Sites that are slow, lose what they kept, send nonsense or answer twice; a server that is killed."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from support.running import Stop, StopAfter
+from support.sites import TINY, LoopPlace, Told, deployed
+
+import unskew
+from unskew.config.reading import experiment
+from unskew.deployment import sites as sites_module
+from unskew.deployment.run import Deployment, resume, run
+from unskew.deployment.sites import Patience
+from unskew.deployment.thin.frames import Blob, Frame
+from unskew.errors import ConfigError, EngineError
+from unskew.simulation.network import Network
+
+SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(sites_module, "POLL", 0.01)
+
+
+def with_patience(**patience):
+    return Deployment(run="0123456789abcdef", patience=Patience(**patience))
+
+
+def trained(frame):
+    return frame.kind == "train"
+
+
+def test_an_update_that_never_arrived_is_forgotten_as_one_that_is_dropped(tmp_path):
+    """Else SCAFFOLD's variate at the server would drift from the mean of those at the sites."""
+    values = {**TINY, **SCAFFOLD}
+    drops = Network(0.3, seed=0)
+    gone = {(t, k) for t in range(4) for k in range(3) if drops.drops(t, k)}
+    assert gone
+    place = LoopPlace(tmp_path, values)
+    place.link.spoil = lambda client, asked, answer: (
+        None if trained(asked) and (asked.config["round"], client) in gone else answer
+    )
+    result, _ = deployed(tmp_path, place, with_patience(deadline=0.05, short="go"), **SCAFFOLD)
+    simulated = unskew.run(**values, network={"drop": 0.3})
+    assert torch.equal(result.vector, simulated.vector)
+    assert [row["updates"] for row in result.history] == [row["updates"] for row in simulated.history]
+    assert result.history[-1]["sites_late"] == len(gone)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (lambda f: replace(f, arrays={}), "has no update/delta"),
+        (lambda f: replace(f, kind="scores"), "no update"),
+        (lambda f: replace(f, config={**f.config, "round": 7}), "its round is 7"),
+        (lambda f: replace(f, config={**f.config, "attempt": 99}), "something else than what was asked"),
+        (lambda f: replace(f, config={**f.config, "examples": 10**9}), "examples"),
+        (lambda f: replace(f, config={**f.config, "weight": 1e9}), "weight"),
+        (lambda f: with_delta(f, torch.ones(3)), "not float32 (650,)"),
+        (lambda f: with_delta(f, torch.ones(650, dtype=torch.float64)), "is float64"),
+        (lambda f: with_delta(f, torch.full((650,), 1e30)), "has the norm"),
+        (lambda f: replace(f, arrays={**f.arrays, "extra/x": Blob("uint8", (1,), b"a")}), "nobody asked for"),
+        (lambda f: replace(f, arrays={**f.arrays, "upload/moon/x": Blob("uint8", (1,), b"a")}), "no rule of"),
+        (lambda f: Frame("refused", {"reason": "there is no disk left."}), "there is no disk left"),
+    ],
+)
+def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
+    """The round goes on without that site, and after so many times the whole run does."""
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD, "rounds": 3})
+    place.link.spoil = lambda client, asked, answer: spoilt(answer) if trained(asked) and client == 1 else answer
+    options = {**SCAFFOLD, "rounds": 3}
+    result, _ = deployed(tmp_path, place, with_patience(faults=2), told, **options)
+    assert [row["updates"] for row in result.history] == [2, 2, 2]
+    assert [row.get("sites_refused") for row in result.history] == [1, 2, 2]
+    assert result.history[-1]["sites_excluded"] == 1
+    assert sum(client == 1 and trained(frame) for client, frame in place.link.sent) == 2
+    texts = [text for text in told.warnings if "site-1 (client 1)" in text]
+    assert len(texts) == 2
+    assert all(reason in text for text in texts)
+    assert "excluded from the run" in texts[1]
+
+
+def with_delta(frame, tensor):
+    from unskew.deployment.arrays import blob
+
+    return replace(frame, arrays={**frame.arrays, "update/delta": blob(tensor)})
+
+
+def test_uploads_that_could_not_be_added_up_are_refused(tmp_path):
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
+
+    def shorter(client, asked, answer):
+        if not trained(asked) or client != 2:
+            return answer
+        return replace(answer, arrays={**answer.arrays, "upload/scaffold/change": Blob("float32", (1,), b"\0" * 4)})
+
+    place.link.spoil = shorter
+    result, _ = deployed(tmp_path, place, with_patience(faults=9), told, **SCAFFOLD)
+    assert all(row["updates"] == 2 for row in result.history)
+    assert "differs from what other sites send" in told.warnings[0]
+
+
+def test_numbers_that_are_not_finite_are_left_out_as_in_a_simulation(tmp_path):
+    """A training that diverged is no fault of the site."""
+    place = LoopPlace(tmp_path, {**TINY, "eval_clients": 0})
+    place.link.spoil = lambda client, asked, answer: (
+        with_delta(answer, torch.full((650,), torch.nan)) if trained(asked) and client == 0 else answer
+    )
+    result, _ = deployed(tmp_path, place, eval_clients=0)
+    assert [(row["updates"], row["skipped"]) for row in result.history] == [(2, 1), (2, 1)]
+    assert "sites_refused" not in result.history[-1]
+
+
+def test_too_few_updates_stop_the_run_if_that_is_asked_for(tmp_path):
+    place = LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
+    place.link.spoil = lambda client, asked, answer: None if trained(asked) and client else answer
+    with pytest.raises(EngineError, match="1 of at least 2 updates came"):
+        deployed(tmp_path, place, with_patience(deadline=0.05, least=2, short="stop"), **SCAFFOLD)
+
+
+def test_who_is_waited_for_is_told(tmp_path, monkeypatch):
+    """Without a deadline a round waits as long as it takes."""
+    monkeypatch.setattr(sites_module, "SILENCE", 0.1)
+    told, place, late = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD}), []
+
+    def slow(client, asked, answer):
+        if trained(asked) and client == 2 and asked.config["round"] == 1:
+            late.append(answer)
+            threading.Timer(0.4, lambda: place.link.answers.update({f"m{number}": answer})).start()
+            number = len(place.link.sent)
+            return None
+        return answer
+
+    place.link.spoil = slow
+    result, _ = deployed(tmp_path, place, told=told, **SCAFFOLD)
+    assert [row["updates"] for row in result.history] == [3, 3, 3, 3]
+    assert any("waiting for site-2 (client 2)" in text for text in told.warnings)
+    assert len(late) == 1
+
+
+def test_a_message_that_flower_could_not_deliver_is_sent_again(tmp_path):
+    """It is trained once more from the same state, so nothing is counted twice."""
+    values, failed = {**TINY, **SCAFFOLD}, set()
+    place = LoopPlace(tmp_path, values)
+
+    def fails_once(client, asked, answer):
+        key = (client, asked.config.get("round"))
+        if not trained(asked) or key in failed:
+            return answer
+        failed.add(key)
+        return Frame("failed", {"reason": "Flower's error 5"})
+
+    place.link.spoil = fails_once
+    result, _ = deployed(tmp_path, place, **SCAFFOLD)
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+    assert result.history[-1]["sites_resent"] == 12
+
+
+def test_sites_that_are_restarted_go_on_from_their_files(tmp_path):
+    values = {**TINY, **SCAFFOLD}
+    place = LoopPlace(tmp_path, values)
+
+    def restarted(client, asked, answer):
+        place.sites[client] = LoopPlace(tmp_path, values).sites[client]
+        return answer
+
+    place.link.spoil = restarted
+    result, _ = deployed(tmp_path, place, **SCAFFOLD)
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+    kept = sorted(path.name for path in (tmp_path / "sites" / "0" / "state").rglob("round-*"))
+    assert kept == ["round-0000002.safetensors", "round-0000003.safetensors"]  # the last accepted, and the last trained
+
+
+def test_a_site_that_lost_its_disk_goes_on_as_a_newcomer(tmp_path):
+    import shutil
+
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
+
+    def loses(client, asked, answer):
+        if trained(asked) and client == 1 and asked.config["round"] == 1:
+            shutil.rmtree(tmp_path / "sites" / "1" / "state")
+        return answer
+
+    place.link.spoil = loses
+    result, _ = deployed(tmp_path, place, told=told, **SCAFFOLD)
+    assert [row["updates"] for row in result.history] == [3, 3, 2, 3]
+    assert "has lost what it kept" in told.warnings[0]
+
+
+def test_a_run_whose_server_was_killed_is_resumed_with_the_same_numbers(tmp_path):
+    """What was accepted after the last checkpoint was never announced to a site, so it is still at both generations."""
+    values = {**TINY, **SCAFFOLD}
+    place = LoopPlace(tmp_path, values)
+    with pytest.raises(Stop):
+        run(experiment(values), with_patience(), tmp_path / "run", [StopAfter(2)], lambda text: None, place)
+    result = resume(tmp_path / "run", tell=lambda text: None, place=place)
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+    assert len({frame.config["run"] for _, frame in place.link.sent}) == 1
+
+
+def test_a_site_trains_nothing_that_it_has_not_agreed_to(tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    with pytest.raises(ConfigError, match="has not agreed to this experiment"):
+        deployed(tmp_path, place, lr=0.5)
+    assert place.link.sent
+    assert not any(trained(frame) for _, frame in place.link.sent)
+
+
+def test_two_sites_that_say_they_are_the_same_client_are_refused(tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    place.sites[2] = place.sites[1]
+    with pytest.raises(ConfigError, match="Two sites say that they are client 1"):
+        deployed(tmp_path, place)
+
+
+def test_sites_that_do_not_come_are_named(tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    place.link.sites = place.sites[:2]
+    with pytest.raises(EngineError, match="2 of 3 sites are there; missing are the clients 2"):
+        deployed(tmp_path, place, Deployment(gathering=0.05))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"network": {"drop": 0.1}}, "network.drop simulate"),
+        ({"network": {"delay": "fixed:1"}, "method": "fedbuff"}, "network.delay"),
+        ({"diagnose": ["consensus"]}, "diagnose=consensus"),
+        ({"save_samples": True}, "save_samples"),
+        ({"secure_aggregation": "required"}, "secure_aggregation=required"),
+        ({"method": "fedssyn:data=local,generator=vae-small"}, "compares in a simulation"),
+    ],
+)
+def test_what_only_a_simulation_can_do_is_refused_before_anything_is_sent(options, why, tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    with pytest.raises(ConfigError, match=why):
+        deployed(tmp_path, place, **options)
+    assert place.link.sent == []
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,221 @@
+"""A site's own files and process: its configuration, its check, its socket, its state."""
+
+import http.server
+import os
+import socket
+import ssl
+import stat
+import threading
+
+import pytest
+import torch
+import yaml
+from support.running import call
+from support.sites import TINY, LoopPlace
+
+from unskew.config.reading import experiment
+from unskew.deployment.arrays import slices_in, written
+from unskew.deployment.folder import init, make_certificates, make_node_key, put_tools
+from unskew.deployment.site import Site
+from unskew.deployment.site_config import load_site
+from unskew.deployment.state import Forgotten, SiteState
+from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.errors import ConfigError, UnskewError
+from unskew.protocol.messages import ClientState
+
+MINE = {"name": "a", "client": 0}
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"name": "a"}, "client"),
+        ({**MINE, "name": "../up"}, "name='../up' is not valid"),
+        ({**MINE, "sokcet": "x"}, "There is no option 'sokcet'"),
+        ({**MINE, "limits": {"norm": -1}}, "norm=-1 is not valid"),
+        ({**MINE, "data": {"source": "digits", "lable": "y"}}, "There is no option 'data.lable'"),
+        ({**MINE, "data": "all"}, "data='all' is not valid"),
+        ({**MINE, "socket": "s" * 120}, "longer than 100 characters"),
+    ],
+)
+def test_a_mistake_in_a_sites_file_is_a_sentence(values, why, tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=why):
+        load_site(path)
+
+
+def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path):
+    path = tmp_path / "site.yaml"
+    (tmp_path / "experiment.yaml").write_text(experiment(TINY).to_yaml())
+    path.write_text(yaml.safe_dump({**MINE, "client": 3}))
+    with pytest.raises(ConfigError, match="there is none with number 3"):
+        Site(path)
+    path.write_text(yaml.safe_dump(MINE))
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "method": "mine.Rule"}))
+    with pytest.raises(ConfigError, match="trust_code: true"):
+        Site(path)
+
+
+def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
+    """What is no message is refused, and the next one is answered all the same."""
+    place = LoopPlace(tmp_path, TINY)
+    site = place.sites[0]
+    path = site.config.path("socket", site.folder)
+    threading.Thread(target=site.serve, daemon=True).start()
+    while not path.exists():
+        pass
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+    def ask(write):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            write(connection)
+            return receive(connection)
+
+    assert "no message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
+    assert "nobody knows what" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
+    with pytest.raises(ConfigError, match="Another process of this site answers"):
+        LoopPlace(tmp_path, TINY).sites[0].serve()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"kind": "x", "config": {}, "figures": {"a": "b"}, "arrays": []}',
+        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "object", [1], 8]]}',
+        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "float32", [2], 4]]}',
+        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "uint8", [-1], 4]]}',
+        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "uint8", [99999999], 99999999]]}',
+        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "uint8", [0], 0], ["a", "uint8", [0], 0]]}',
+    ],
+)
+def test_what_is_no_message_is_refused(header):
+    from unskew.deployment.thin.frames import decode
+
+    with pytest.raises(FrameError):
+        decode(header, lambda size: bytes(size), largest=1 << 20)
+
+
+def test_slices_travel_as_text():
+    for slices in (None, (), (slice(0, 3), slice(5, 9))):
+        assert slices_in(written(slices), 9) == slices
+    for text in ("3:1", "0:10", "0:3,2:4", "a:b", "1"):
+        with pytest.raises(UnskewError, match="names no slices"):
+            slices_in(text, 9)
+
+
+def test_a_site_keeps_two_generations_and_says_when_one_is_lost(tmp_path):
+    state = SiteState(tmp_path, "0" * 16, 3)
+    one, two = (ClientState(rules={"r": {"c": torch.full((2,), value)}}) for value in (1.0, 2.0))
+    state.keep(0, one)
+    state.keep(1, two)
+    assert state.after(1).rules["r"]["c"].tolist() == [2.0, 2.0]
+    assert not (state.folder / "round-0000000.safetensors").exists()
+    with pytest.raises(Forgotten):
+        state.after(0)
+    (state.folder / "round-0000001.safetensors").write_bytes(b"x")
+    with pytest.raises(Forgotten):
+        state.after(1)
+    assert state.after(None) == ClientState()
+    assert stat.S_IMODE(state.folder.stat().st_mode) == 0o700
+    with pytest.raises(UnskewError, match="hexadecimal"):
+        SiteState(tmp_path, "../../etc", 0)
+
+
+def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
+    (tmp_path / "experiment.yaml").write_text(experiment({**TINY, "method": "scaffold"}).to_yaml())
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({**MINE, "superlink": "127.0.0.1:9"}))
+    (tmp_path / "node.key").write_text("mine")
+    found = call(capsys, "deploy", "check", tmp_path / "site.yaml", "--json")
+    assert found.code == 2
+    rows = {(row["what"], row["ok"]): row["text"] for row in found.json()}
+    texts = [row["text"] for row in found.json()]
+    assert "update/delta: float32 650, 2,600 bytes" in texts
+    assert "upload/scaffold/change: float32 650, 2,600 bytes" in texts
+    assert "download/scaffold/c: float32 650, 2,600 bytes" in texts
+    assert "others may read" in rows["node key", False]
+    assert "is missing" in rows["certificate", False]
+    assert "by itself; scaffold needs only the sum" in rows["privacy", None]
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("which", ["good", "foreign", "expired", "plain"])
+def test_check_tests_the_certificate_of_the_superlink(which, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DAYS", "-1" if which == "expired" else "300")
+    server, site = tmp_path / "server", tmp_path / "site"
+    for one in (server, tmp_path / "other"):
+        put_tools(one)
+        make_certificates(one, ["127.0.0.1"])
+    make_node_key(server, site)
+    web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    if which != "plain":
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(server / "superlink" / "server.crt", server / "superlink" / "server.key")
+        web.socket = context.wrap_socket(web.socket, server_side=True)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    ca = (tmp_path / "other" if which == "foreign" else server) / "ca" / "ca.crt"
+    (site / "experiment.yaml").write_text(experiment(TINY).to_yaml())
+    address = f"127.0.0.1:{web.server_address[1]}"
+    (site / "site.yaml").write_text(yaml.safe_dump({**MINE, "superlink": address, "ca": str(ca)}))
+    found = call(capsys, "deploy", "check", site / "site.yaml", "--json")
+    web.shutdown()
+    wrong = " ".join(row["text"] for row in found.json() if row["ok"] is False)
+    assert found.code == (0 if which == "good" else 2)
+    assert {"good": "", "foreign": "unable to get", "expired": "expired", "plain": "cannot be reached"}[which] in wrong
+    assert bool(wrong) == (which != "good")
+
+
+def test_init_writes_a_folder_whose_scripts_work(tmp_path, capsys):
+    (tmp_path / "e.yaml").write_text(experiment({**TINY, "method": "scaffold"}).to_yaml())
+    folder = tmp_path / "deployment"
+    assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 0
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {
+        *(
+            "README.md",
+            "ADMINISTRATOR.md",
+            "experiment.yaml",
+            "site.yaml",
+            "compose.yaml",
+            "Dockerfile",
+            "pyproject.toml",
+        ),
+        *(
+            "certificates.sh",
+            "node-key.sh",
+            "unskew-site.service",
+            "flower-supernode.service",
+            "flower-superlink.service",
+        ),
+    }
+    assert load_site(folder / "site" / "site.yaml").client == 0
+    yaml.safe_load((folder / "compose.yaml").read_text())
+    make_certificates(folder, ["127.0.0.1", "superlink.example.org"])
+    make_node_key(folder, folder / "site")
+    for key in ("ca/ca.key", "superlink/server.key", "site/node.key"):
+        assert stat.S_IMODE((folder / key).stat().st_mode) == 0o600
+    assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 2
+    with pytest.raises(ConfigError, match="already there"):
+        init(folder, experiment(TINY))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "Say where the sites are"),
+        (("--local", 2, "--superlink", "a:1"), "Say where the sites are"),
+        (("--superlink", "a:1"), "Say where the sites are"),
+        (("--local", 2), "starts as many sites, but the experiment has 3 clients"),
+        (("--local", 3, "--short", "never"), "none of wait, go and stop"),
+        (("--local", 3, "--deadline", "-1"), "deadline=-1.0 is no number of seconds"),
+        (("--local", 3, "--set", "network.drop=0.1"), "network.drop simulate"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_before_anything_is_started(options, why, tmp_path, capsys):
+    (tmp_path / "e.yaml").write_text(experiment(TINY).to_yaml())
+    found = call(capsys, "deploy", "run", tmp_path / "e.yaml", "--out", tmp_path / "run", *options)
+    assert found.code == 2
+    assert why in found.err
+    assert not (tmp_path / "run").exists()

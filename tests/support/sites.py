@@ -1,0 +1,118 @@
+"""Sites in this process, behind a link that loses, delays or forges messages as a test says; no Flower."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from unskew.config.reading import experiment
+from unskew.deployment.run import Deployment, run
+from unskew.deployment.site import Site
+from unskew.deployment.thin.frames import Frame, decode, encode_header
+
+TINY = {
+    "data": "digits",
+    "keep_samples": 200,
+    "partition": "dirichlet:0.5",
+    "clients": 3,
+    "model": "logistic",
+    "rounds": 2,
+    "local_steps": 3,
+    "batch_size": 8,
+    "lr": 0.05,
+    "engine": "inline",
+    "device": "cpu",
+}
+"""An experiment that costs next to nothing."""
+
+
+def crossed(frame: Frame) -> Frame:
+    """A message after it was written and read."""
+    rest = iter(b.data for b in frame.arrays.values())
+    return decode(encode_header(frame), lambda size: bytes(next(rest)))
+
+
+class LoopLink:
+    """Answers at once; ``spoil(client, frame, answer)`` may give another answer, or None for none at all."""
+
+    def __init__(self, sites: list[Site]):
+        self.sites, self.answers = sites, {}
+        self.sent: list[tuple[int, Frame]] = []
+        self.received: list[tuple[int, Frame]] = []
+        self.spoil: Callable[[int, Frame, Frame], Frame | None] = lambda client, frame, answer: answer
+
+    def nodes(self) -> list[int]:
+        return [100 + k for k in range(len(self.sites))]
+
+    def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
+        client = node - 100
+        self.sent.append((client, frame))
+        answer = self.spoil(client, frame, crossed(self.sites[client].answer(crossed(frame))))
+        identity = f"m{len(self.sent)}"
+        if answer is not None:
+            self.answers[identity] = answer
+            self.received.append((client, answer))
+        return identity
+
+    def pull(self, identities: list[str]) -> list[tuple[str, Frame]]:
+        return [(one, self.answers.pop(one)) for one in identities if one in self.answers]
+
+
+class LoopPlace:
+    """Where such sites are."""
+
+    def __init__(self, folder: Path, config: dict, **site: object):
+        self.folder, self.sites = folder, []
+        for client in range(config["clients"]):
+            place = folder / "sites" / str(client)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "experiment.yaml").write_text(experiment(config).to_yaml())
+            (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
+            one = Site(place / "site.yaml")
+            one.log = lambda line: None
+            self.sites.append(one)
+        self.link = LoopLink(self.sites)
+
+    def open(self, largest: int, seconds: float) -> LoopLink:
+        return self.link
+
+    def reopen(self, seconds: float) -> None:
+        pass
+
+    def why(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+    forget = close
+
+
+class Told:
+    """A callback that remembers what it is warned of."""
+
+    def __init__(self):
+        self.warnings = []
+
+    def start(self, config, rounds_done):
+        pass
+
+    def round(self, row):
+        pass
+
+    def end(self, summary):
+        pass
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+def deployed(folder: Path, place: LoopPlace | None = None, deployment: Deployment | None = None, told=None, **options):
+    """A run over such sites, and where they are."""
+    values = {**TINY, **options}
+    place = place or LoopPlace(folder, values)
+    result = run(
+        experiment(values), deployment or Deployment(run="0123456789abcdef"), folder / "run",
+        [told] if told else [], lambda text: None, place,
+    )  # fmt: skip
+    return result, place

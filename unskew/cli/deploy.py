@@ -1,0 +1,174 @@
+"""``unskew deploy``: the method that was simulated, across sites over Flower."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unskew.cli.options import (
+    AsJson,
+    ConfigFile,
+    Rounds,
+    Sets,
+    TrustCode,
+    console_for,
+    free_name,
+    overridden_by,
+    print_json,
+    short_name,
+    stoppable,
+    values_of,
+)
+from unskew.errors import ConfigError
+from unskew.files import place
+
+deploy = typer.Typer(
+    help="Train across real sites over Flower: the same method, the same run folder.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@deploy.command()
+@overridden_by("method", "seed")
+def init(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="Folder to write.", parser=place, metavar="FOLDER")],
+    config: ConfigFile = None,
+    sets: Sets = None,
+    trust_code: TrustCode = False,
+) -> None:
+    """Write all that a deployment needs: the app, a site's configuration, scripts for keys, units, compose."""
+    from unskew.config.reading import experiment
+    from unskew.deployment.folder import init as write_folder
+    from unskew.deployment.session import check_deployable
+
+    if config is None:
+        raise ConfigError("Name the experiment that was simulated: --config experiment.yaml.")
+    checked = experiment(values_of(config, context))
+    check_deployable(checked)
+    files = write_folder(folder, checked)
+    console = console_for()
+    for file in files:
+        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Begin with {files[0]}.", markup=False, highlight=False, soft_wrap=True)
+
+
+@deploy.command()
+def check(
+    file: Annotated[
+        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """At a site, before anything is sent: read the data, show what will be sent, test certificates and clock."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from unskew.deployment.check import check as findings_of
+
+    findings = list(findings_of(file))
+    if as_json:
+        print_json([asdict(one) for one in findings])
+    else:
+        table = Table("what", "", "found", title=f"{file}")
+        words = {True: "ok", False: "WRONG", None: ""}
+        for one in findings:
+            table.add_row(one.what, words[one.ok], Text(one.text))
+        console_for().print(table)
+    if any(one.ok is False for one in findings):
+        raise typer.Exit(2)
+
+
+@deploy.command()
+def site(
+    file: Annotated[
+        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")
+    ],
+) -> None:
+    """Run a site's own process, which holds the data and trains; its SuperNode hands messages to it."""
+    from unskew.deployment.site import serve
+
+    serve(file)
+
+
+@deploy.command()
+@overridden_by("method", "seed")
+def run(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="The experiment that was simulated; flags override it.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", parser=place, metavar="PATH", help="The same, with a flag.")
+    ] = None,
+    rounds: Rounds = None,
+    sets: Sets = None,
+    local: Annotated[
+        int | None, typer.Option("--local", min=1, help="Start a SuperLink and so many sites on this machine.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder", parser=place, metavar="PATH", help="The deployment's folder, from unskew deploy init."
+        ),
+    ] = None,
+    superlink: Annotated[str | None, typer.Option("--superlink", help="Host and port of its SuperLink.")] = None,
+    own_data: Annotated[
+        bool, typer.Option("--own-data", help="The sites have data of their own, not parts of the experiment's.")
+    ] = False,
+    gathering: Annotated[float, typer.Option("--gathering", help="Seconds in which all sites must be there.")] = 600.0,
+    deadline: Annotated[float | None, typer.Option("--deadline", help="Seconds that a round waits; none: all.")] = None,
+    least: Annotated[int, typer.Option("--least", min=1, help="Updates that a round needs.")] = 1,
+    short: Annotated[str, typer.Option("--short", help="With fewer by the deadline: wait, go or stop.")] = "wait",
+    faults: Annotated[int, typer.Option("--faults", min=1, help="Unusable answers that exclude a site.")] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", parser=place, metavar="PATH", help="Run folder; runs/DATA-METHOD-seedN-sites by default."
+        ),
+    ] = None,
+    trust_code: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out an experiment across sites; writes the run folder that unskew run would."""
+    from unskew.config.reading import experiment
+
+    values = values_of(config, context)
+    if rounds is not None:
+        values["rounds"] = rounds
+    checked = experiment(values)
+    from unskew.cli.app import show
+    from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.comparison.compare import folder_name
+    from unskew.deployment.run import Deployment
+    from unskew.deployment.run import run as run_deployed
+    from unskew.deployment.sites import Patience
+
+    if (local is None) == (folder is None and superlink is None):
+        raise ConfigError("Say where the sites are, one of: --local N, or --folder FOLDER --superlink HOST:PORT.")
+    if short not in ("wait", "go", "stop"):
+        raise ConfigError(f"--short {short!r} is none of wait, go and stop.")
+    deployment = Deployment(
+        local=local,
+        folder=None if folder is None else str(folder.absolute()),
+        address=superlink,
+        own_data=own_data,
+        gathering=gathering,
+        patience=Patience(deadline, least, short, faults),  # type: ignore[arg-type]
+    )
+    name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}-sites")
+    where = out or free_name(Path("runs") / name)
+    console = console_for(as_json)
+    again = shlex.join(["unskew", "resume", str(where)])
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    with stoppable(where, again), make_progress(console) as progress:
+        follower: Any = ProgressLine(progress, checked.method, columns=True)
+        result = run_deployed(checked, deployment, where, [follower], tell)
+    show(result, where, console, as_json)

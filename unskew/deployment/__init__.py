@@ -1,0 +1,1 @@
+"""On real machines: the method that was simulated trains across sites, over Flower."""

@@ -1,0 +1,186 @@
+"""Tensors as the arrays of a message, and the checks of every tensor that came from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from unskew.deployment.thin.frames import Blob, Frame
+from unskew.errors import UnskewError
+from unskew.protocol.messages import Slices, Tensors
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Nonsense(UnskewError):
+    """What the other side sent is not what was asked for; it is refused as a whole."""
+
+
+def blob(tensor: Tensor) -> Blob:
+    """A tensor as it travels."""
+    whole = tensor.detach().cpu().contiguous()
+    return Blob(NAMES[whole.dtype], tuple(whole.shape), whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def blobs(record: str, tensors: Tensors) -> dict[str, Blob]:
+    """Tensors as the arrays of one record."""
+    return {f"{record}/{name}": blob(tensor) for name, tensor in tensors.items()}
+
+
+def tensor_of(array: Blob) -> Tensor:
+    """An array as a tensor of its own memory; images lie channels-last, as everywhere."""
+    dtype = DTYPES[array.dtype]
+    flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
+    tensor = flat.view(array.shape)
+    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
+
+
+def record_of(frame: Frame, record: str) -> Tensors:
+    """The arrays of one record as tensors."""
+    start = f"{record}/"
+    return {name.removeprefix(start): tensor_of(a) for name, a in frame.arrays.items() if name.startswith(start)}
+
+
+def check_records(frame: Frame, allowed: Iterable[str]) -> None:
+    """Refuse arrays that nobody asked for.
+
+    Raises:
+        Nonsense: There are some.
+    """
+    known = set(allowed)
+    for name in frame.arrays:
+        if name.partition("/")[0] not in known:
+            raise Nonsense(f"it holds an array {name[:80]!r} that nobody asked for")
+
+
+def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm: float, finite: bool = True) -> Tensor:
+    """A vector that came from elsewhere, once it is what was asked for.
+
+    Args:
+        name: What it is called.
+        tensor: What came under that name.
+        like: A tensor of the type it must have.
+        size: Its length.
+        norm: Its largest Euclidean norm.
+        finite: Whether each of its numbers must be finite.
+
+    Raises:
+        Nonsense: It is not there, or of another type or length, or its numbers are not finite or too large.
+    """
+    if tensor is None:
+        raise Nonsense(f"it has no {name}")
+    if tensor.dtype != like.dtype or tuple(tensor.shape) != (size,):
+        raise Nonsense(f"{name} is {NAMES[tensor.dtype]} {tuple(tensor.shape)}, not {NAMES[like.dtype]} ({size},)")
+    check_norm(name, tensor, norm, finite)
+    return tensor
+
+
+def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> None:
+    """Refuse a tensor whose numbers are not finite, or too large together.
+
+    Raises:
+        Nonsense: They are.
+    """
+    if not tensor.is_floating_point():
+        return
+    length = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) if tensor.numel() else 0.0
+    if not math.isfinite(length):
+        if finite:
+            raise Nonsense(f"{name} holds numbers that are not finite")
+    elif length > norm:
+        raise Nonsense(f"{name} has the norm {length:.3g}, above the limit of {norm:.3g}")
+
+
+def written(slices: Slices | None) -> str | None:
+    """Slices as text; None stands for all.
+
+    >>> written((slice(0, 4), slice(6, 9))), written(())
+    ('0:4,6:9', '')
+    """
+    return None if slices is None else ",".join(f"{piece.start}:{piece.stop}" for piece in slices)
+
+
+def slices_in(text: object, size: int) -> Slices | None:
+    """Inverse of ``written``, for a vector of ``size`` elements.
+
+    Raises:
+        Nonsense: They are not in order, or beyond the vector.
+    """
+    if text is None:
+        return None
+    found, end = [], 0
+    try:
+        for piece in str(text).split(",") if text else []:
+            start, _, stop = piece.partition(":")
+            found.append(slice(int(start), int(stop)))
+            if not end <= found[-1].start <= found[-1].stop <= size:
+                raise ValueError
+            end = found[-1].stop
+    except ValueError:
+        raise Nonsense(f"{str(text)[:60]!r} names no slices of {size} parameters") from None
+    return tuple(found)
+
+
+def length_of(slices: Slices | None, size: int) -> int:
+    """How many of ``size`` elements are in the slices."""
+    return size if slices is None else sum(piece.stop - piece.start for piece in slices)
+
+
+def picked(v: Tensor, slices: Slices | None) -> Tensor:
+    """The slices of a vector, joined."""
+    if slices is None:
+        return v
+    return torch.cat([v[piece] for piece in slices]) if slices else v[:0]
+
+
+def placed(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
+    """``into`` with joined values in the slices; inverse of ``picked``."""
+    if slices is None:
+        return values
+    at = 0
+    for piece in slices:
+        width = piece.stop - piece.start
+        into[piece] = values[at : at + width]
+        at += width
+    return into
+
+
+def without(slices: Slices | None, others: Slices | None, size: int) -> Slices:
+    """The parts of ``slices`` that are in none of ``others``.
+
+    >>> without((slice(0, 6),), (slice(2, 3),), 9)
+    (slice(0, 2, None), slice(3, 6, None))
+    """
+    if others is None:
+        return ()
+    found: list[slice] = []
+    for piece in (slice(0, size),) if slices is None else slices:
+        start = piece.start
+        for other in others:
+            if other.stop <= start or other.start >= piece.stop:
+                continue
+            if other.start > start:
+                found.append(slice(start, other.start))
+            start = max(start, other.stop)
+        if start < piece.stop:
+            found.append(slice(start, piece.stop))
+    return tuple(found)
+
+
+def total(tensors: Sequence[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)

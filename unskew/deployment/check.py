@@ -1,0 +1,196 @@
+"""``unskew deploy check``: at a site, before anything is sent, whether all is right and what will be sent."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+import torch
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import ClientData, Federation
+from unskew.deployment.agreement import Reference
+from unskew.deployment.folder import is_private
+from unskew.deployment.holdings import own_source, split
+from unskew.deployment.messages import cast_frame
+from unskew.deployment.received import Received
+from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
+from unskew.deployment.sites import SKEW
+from unskew.deployment.state import SiteState
+from unskew.deployment.thin.frames import Frame
+from unskew.deployment.work import Work
+from unskew.errors import UnskewError
+from unskew.methods.fedavg import FedAvg
+from unskew.protocol.facts import FederationFacts
+from unskew.simulation.server import Server
+from unskew.simulation.server_training import ServerTrainer
+
+SOON = 30
+"""Days before its end from which a certificate is reported."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        what: What was looked at.
+        ok: Whether it is right; None: it is only told.
+        text: What was found.
+    """
+
+    what: str
+    ok: bool | None
+    text: str
+
+
+def check(path: Path) -> Iterator[Finding]:
+    """What there is to say of a site, line by line; a line that is not ok does not end it."""
+    try:
+        site = load_site(path)
+        folder = path.parent.absolute()
+        experiments = experiments_of(site, folder)
+    except UnskewError as error:
+        yield Finding("configuration", False, str(error))
+        return
+    yield Finding("configuration", True, f"{site.name}, client {site.client}, {len(experiments)} experiment(s)")
+    for experiment in experiments.values():
+        yield from _guarded("data", lambda one=experiment: _experiment(site, folder, one))  # type: ignore[misc]
+    yield from _guarded("node key", lambda: _key(site, folder))
+    yield from _guarded("SuperLink", lambda: _superlink(site, folder))
+
+
+def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from findings()
+    except (UnskewError, OSError) as error:
+        yield Finding(what, False, str(error))
+
+
+def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
+    """What the site has for one experiment, and what it would send in a round."""
+    if site.data == "split":
+        data, reference, _ = split(config, site.client)
+        held = f"{data.examples} samples to train on and {len(data.y_test)} held out, of the experiment's own data"
+        yield Finding("data", True, held)
+    else:
+        source = own_source(site, config, folder)
+        reference = Reference.of(
+            Federation(
+                clients=[ClientData(0, source.train.x, source.train.y, source.test.x, source.test.y)],
+                test=(source.test.x, source.test.y),
+                task=source.task,
+                classes=source.classes,
+                class_names=source.class_names,
+            )
+        )
+        shape = "x".join(map(str, reference.shape))
+        names = ", ".join(source.class_names[:10]) or f"{source.classes} classes"
+        yield Finding(
+            "data",
+            True,
+            f"{len(source.train)} samples to train on and {len(source.test)} held out, inputs {shape}, {names}",
+        )
+        yield Finding(
+            "data", None, "whether inputs and classes are those of the server is compared when the run begins"
+        )
+    work = Work(site, folder, config, reference)
+    yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
+    asked, answered = first_round(work)
+    for way, frames in (
+        ("sent once", [work.facts(work.data)]),
+        ("received each round", [asked]),
+        ("sent each round", [answered]),
+    ):
+        for frame in frames:
+            for name, blob in frame.arrays.items():
+                shape = "x".join(map(str, blob.shape)) or "one"
+                yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
+            told = sorted(
+                {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
+            )
+            if told and way.startswith("sent"):
+                yield Finding(way, None, f"figures: {', '.join(told)}")
+    yield Finding("sent at the end", None, "accuracy and loss on what is held out")
+    for rule in work.method.data:
+        yield Finding("sent once", None, f"before the first round, what {rule.name} makes of the samples")
+    readers = [
+        rule.name for rule in (*work.method.client, *filter(None, [work.method.server])) if "individual" in rule.needs
+    ]
+    reads = f", and {', '.join(readers)} reads it" if readers else f"; {config.method} needs only the sum"
+    yield Finding("privacy", None, f"the server sees this site's update by itself{reads}")
+
+
+def first_round(work: Work) -> tuple[Frame, Frame]:
+    """What would cross in the first round, both ways; a single step is trained for it, and nothing is sent."""
+    small = work.config.model_copy(update={"local_steps": 1, "local_epochs": None, "lr_schedule": "constant"})
+    client = work.site.client
+    federation = work.with_data(work.data)
+    total = torch.zeros(work.total, work.reference.classes).long().numpy()
+    facts = replace(FederationFacts.of(federation), size=lambda k: work.data.examples, class_counts=lambda: total + 1)
+    rule = work.method.server or FedAvg()
+    trainer = ServerTrainer(work.spec, federation, small.training, work.device)
+    server = Server(work.method, rule, work.spec, facts, "samples", small.buffers, seed=small.seed, at_server=trainer)
+    asked = cast_frame(server.broadcast(0, client), work.terms, "train", {})
+    before, work.config = work.config, small
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            received = Received(Path(scratch), ())  # as if nothing had come before the first round
+            answered = work.trained(asked, SiteState(Path(scratch), "0" * 16, client), received)
+    finally:
+        work.config = before
+    return asked, answered
+
+
+def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:
+    path = site.path("key", folder)
+    if not path.is_file():
+        yield Finding("node key", False, f"{path} is missing; sh node-key.sh makes it")
+        return
+    if not is_private(path):
+        yield Finding("node key", False, f"others may read {path}; chmod 600 it, and make a new one if somebody did")
+        return
+    done = subprocess.run(["ssh-keygen", "-y", "-P", "", "-f", str(path)], capture_output=True, text=True, check=False)
+    good = done.returncode == 0 and done.stdout.startswith("ecdsa-sha2-nistp384")
+    yield Finding("node key", good, f"{path}, mode 0600" if good else f"{path} is no ECDSA key on the curve P-384")
+
+
+def _superlink(site: SiteConfig, folder: Path) -> Iterator[Finding]:
+    """Its certificate, whether it is reached, and whether the clocks agree."""
+    ca = site.path("ca", folder)
+    if not ca.is_file():
+        yield Finding("certificate", False, f"{ca} is missing; the server's administrator has it")
+        return
+    host, _, port = site.superlink.rpartition(":")
+    context = ssl.create_default_context(cafile=str(ca))
+    connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
+    began = time.perf_counter()
+    try:
+        connection.connect()
+        peer = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
+        took = time.perf_counter() - began
+        yield Finding("SuperLink", True, f"{site.superlink} answers over TLS after {took * 1000:.0f} ms")
+        end = datetime.fromtimestamp(ssl.cert_time_to_seconds(str((peer or {}).get("notAfter"))), UTC)
+        days = (end - datetime.now(UTC)).days
+        yield Finding("certificate", days >= SOON, f"signed by {ca.name}, good for {host} and for {days} days more")
+        connection.request("GET", "/")
+        date = connection.getresponse().getheader("Date")
+        if date is None:
+            yield Finding("clock", None, "the SuperLink does not tell its time")
+        else:
+            apart = abs((parsedate_to_datetime(date) - datetime.now(UTC)).total_seconds())
+            yield Finding("clock", apart < SKEW, f"{apart:.0f} s apart from the SuperLink's")
+    except ssl.SSLCertVerificationError as error:
+        yield Finding("certificate", False, f"the SuperLink's is refused: {error.verify_message}")
+    except (ssl.SSLError, OSError, http.client.HTTPException) as error:
+        yield Finding("SuperLink", False, f"{site.superlink} cannot be reached over TLS: {error}")
+    finally:
+        connection.close()

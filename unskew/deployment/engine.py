@@ -1,0 +1,105 @@
+"""Flower as one more engine: each client trains at its site, and its update comes back as a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from unskew.deployment.arrays import Nonsense
+from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
+from unskew.deployment.sites import Sites
+from unskew.deployment.thin.frames import Frame
+from unskew.engines.base import Setup
+from unskew.protocol.messages import Broadcast, Update
+from unskew.simulation.server import Server
+
+
+class FlowerEngine:
+    """Trains the clients of a cohort at their sites.
+
+    Args:
+        setup: The run as the server knows it.
+        sites: The sites.
+        server: Of the run; a client that has lost what it kept becomes a newcomer there.
+        terms: What is checked of messages.
+        budget: What the method changed of the clients' budget before the first round.
+    """
+
+    name = "flower"
+
+    def __init__(self, setup: Setup, sites: Sites, server: Server, terms: Terms, budget: dict[str, int]):
+        self.setup, self.sites, self.server, self.terms, self.budget = setup, sites, server, terms, budget
+        self.shapes: dict[str, tuple[str, tuple[int, ...]]] | None = None
+        self.alike = not any("individual" in rule.needs for rule in terms.method.client)
+
+    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+        """See ``unskew.engines.base.Engine``; updates that do not come in time, or are no updates, are not there."""
+        by_client = {cast.client: cast for cast in casts}
+        requests = {k: cast_frame(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
+        round = str(casts[0].round + 1) if casts else ""
+
+        def take(client: int, frame: Frame) -> Update | None:
+            if frame.kind == "forgotten":
+                self._forget(client, frame)
+                return None
+            update = update_in(frame, by_client[client], self.terms, self._examples(client))
+            self._check_alike(update)
+            return update
+
+        found = dict(self.sites.ask(requests, round, take))
+        for cast in casts:  # added up in this order, whoever was first
+            if cast.client in found:
+                yield found.pop(cast.client)
+            else:
+                self.server.lost(cast.client)
+
+    def _examples(self, client: int) -> int:
+        return self.setup.federation.clients[client].examples
+
+    def _budget(self, client: int) -> dict[str, int]:
+        budget = dict(self.budget)
+        if self.setup.training.counted is not None:
+            budget["counted"] = self.setup.training.counted[client]
+        return budget
+
+    def _forget(self, client: int, frame: Frame) -> None:
+        self.server.last.pop(client, None)
+        self.sites.tell(
+            f"{self.sites.name(client)} has lost what it kept between rounds ({frame.config.get('reason')}); it goes on as "
+            "one that takes part for the first time."
+        )
+
+    def _check_alike(self, update: Update) -> None:
+        """Refuse uploads that could not be added to those of the others.
+
+        Raises:
+            Nonsense: Names, types or shapes differ.
+        """
+        shapes = shapes_of(update)
+        if self.alike and self.shapes is None:
+            self.shapes = shapes
+        elif self.alike and shapes != self.shapes:
+            odd = sorted({*shapes.items()} ^ {*(self.shapes or {}).items()})[:2]
+            raise Nonsense(f"what it sends beside the model differs from what other sites send: {odd}")
+
+    def measure(self, casts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
+        """What models are worth at the clients' sites: accuracy and loss, also of their own models where there are any."""
+        config: dict[str, Any] = {"own": own}
+        requests = {
+            cast.client: cast_frame(cast, self.terms, "evaluate", {**config, **self._budget(cast.client)})
+            for cast in casts
+        }
+
+        def take(client: int, frame: Frame) -> dict[str, float] | None:
+            if frame.kind == "forgotten":
+                self._forget(client, frame)
+                return None
+            if frame.kind != "scores":
+                raise Nonsense(f"it is called {frame.kind[:40]!r} and no scores")
+            names = ("accuracy", "loss", *(("own_accuracy", "own_loss") if own else ()))
+            return {name: number(frame.figures, name) for name in names}
+
+        return dict(sorted(self.sites.ask(requests, "scores", take)))
+
+    def close(self) -> None:
+        """The sites stay; their link is closed by who opened it."""

@@ -1,0 +1,152 @@
+"""Flower's programs: where they are, how they are started, and what they are asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unskew.deployment.processes import Child, check_done
+from unskew.errors import ConfigError, EngineError
+
+VERSION = "1.41.0"
+CONNECTION = "unskew"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+    "OMP_NUM_THREADS": "1",
+}
+"""Nothing is sent home, and a message is taken up within a tenth of a second."""
+
+
+def program(name: str) -> str:
+    """The path of one of Flower's programs.
+
+    Raises:
+        ConfigError: Flower is not installed.
+    """
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise ConfigError(
+            f"{name} is not installed here: a deployment needs Flower {VERSION}. Install it into an environment of its own "
+            "with pip install --constraint constraints-deploy.txt 'unskew[flower,hub]', and run unskew from there."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A SuperLink as its clients see it.
+
+    Attributes:
+        address: Host and port.
+        ca: The certificate of the CA that signed its own.
+        home: Where Flower's command line keeps its configuration for it.
+    """
+
+    address: str
+    ca: Path
+    home: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Flower's command line needs."""
+        return {**QUIET, "FLWR_HOME": str(self.home)}
+
+    def configure(self) -> None:
+        """Write Flower's configuration."""
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = (
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n'
+            f'root-certificates = "{self.ca.resolve()}"\n'
+        )
+        (self.home / "config.toml").write_text(text)
+
+    def control(self, *commands: Sequence[str]) -> str:
+        """Carry out commands of Flower's command line in one process, as it takes seconds to start.
+
+        Raises:
+            EngineError: One fails.
+        """
+        if not commands:
+            return ""
+        python = Path(program("flwr")).parent / "python"  # that of the environment that Flower is in
+        asked = [str(python), "-m", "unskew.deployment.thin.control", json.dumps(commands)]
+        return check_done(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
+
+    def registering(self, public_key: Path) -> list[str]:
+        """The command that lets a site in."""
+        return ["supernode", "register", str(public_key), CONNECTION]
+
+    def running(self, app: Path, socket: Path, token: str) -> list[str]:
+        """The command that starts the app."""
+        return ["run", str(app), CONNECTION, "--run-config", f'socket="{socket}" token="{token}"', "--format", "json"]
+
+    def submit(self, app: Path, socket: Path, token: str, patience: float) -> None:
+        """Start the app, again and again while the SuperLink is starting.
+
+        Raises:
+            EngineError: It cannot be started for so many seconds.
+        """
+        end = time.monotonic() + patience
+        while True:
+            try:
+                self.control(self.running(app, socket, token))
+                return
+            except EngineError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
+
+    def wait(self, seconds: float, alive: Callable[[], bool] = lambda: True) -> None:
+        """Wait until it listens.
+
+        Raises:
+            EngineError: It does not.
+        """
+        host, _, port = self.address.rpartition(":")
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection((host, int(port)), 1.0).close()
+                return
+            except OSError as error:
+                if time.monotonic() > end or not alive():
+                    raise EngineError(f"The SuperLink does not listen at {self.address}: {error}.") from error
+                time.sleep(0.1)
+
+
+def superlink(folder: Path, port: int, logs: Path, home: Path) -> Child:
+    """A SuperLink on loopback, with the certificates of ``folder``."""
+    keys = folder / "superlink"
+    command = [
+        *(program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)),
+        *("--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt")),
+        *("--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"),
+        *("--disable-runtime-dependency-installation", "--database", str(keys / "superlink.db")),
+    ]
+    return Child("the SuperLink", command, logs / "superlink.log", {**QUIET, **_home(home)})
+
+
+def supernode(name: str, superlink: SuperLink, key: Path, port: int, to: Path, logs: Path, home: Path) -> Child:
+    """A SuperNode whose messages go to the site's process at the socket ``to``."""
+    command = [
+        *(program("flower-supernode"), "--superlink", superlink.address, "--root-certificates", str(superlink.ca)),
+        *("--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port)),
+        *("--node-config", f'socket="{to}"'),
+    ]
+    return Child(f"the SuperNode of {name}", command, logs / f"{name}-supernode.log", {**QUIET, **_home(home)})
+
+
+def _home(home: Path) -> dict[str, str]:
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = str(Path(program("flower-superexec")).parent)
+    return {"FLWR_HOME": str(home), "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"}

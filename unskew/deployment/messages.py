@@ -1,0 +1,273 @@
+"""A broadcast and an update as messages: what travels of them, and what is checked on each side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.deployment.arrays import (
+    Nonsense,
+    blob,
+    blobs,
+    check_norm,
+    check_records,
+    check_tensor,
+    length_of,
+    picked,
+    placed,
+    record_of,
+    slices_in,
+    without,
+    written,
+)
+from unskew.deployment.thin.frames import Blob, Frame
+from unskew.models.vector import ModelSpec
+from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, flat, nested
+from unskew.protocol.rules import Method, changes_updates
+
+FIGURES = 64
+"""Most figures of an update."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What both sides know of a run before a message comes.
+
+    Attributes:
+        method: The method.
+        spec: The model's layout.
+        norm: Largest norm of a tensor that is taken.
+        largest: Most bytes of what rules send beside the model.
+    """
+
+    method: Method
+    spec: ModelSpec
+    norm: float
+    largest: int
+
+    @property
+    def sends_model(self) -> bool:
+        """Whether clients send the model back."""
+        return all(rule.sends_model for rule in self.method.client)
+
+    @property
+    def names(self) -> set[str]:
+        """Rules that may send something beside the model."""
+        return {rule.name for rule in (*self.method.client, *filter(None, [self.method.sync]))}
+
+    def base(self, down: Slices | None, up: Slices | None) -> Slices:
+        """Slices that are sent back but not sent out: there a client sends its values, and the server subtracts."""
+        return without(up, down, self.spec.size)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether rules at the client work on the difference, so that it must know what is subtracted."""
+        return changes_updates(self.method.client)
+
+    def check_extras(self, record: str, tensors: Tensors, finite: bool) -> dict[str, Tensors]:
+        """What rules send beside the model, by rule.
+
+        Raises:
+            Nonsense: It is of a rule that is not there, too large, or not finite.
+        """
+        bytes_there = sum(t.numel() * t.element_size() for t in tensors.values())
+        if bytes_there > self.largest:
+            raise Nonsense(f"{record} has {bytes_there} bytes, above the limit of {self.largest}")
+        for name, tensor in tensors.items():
+            if name.partition("/")[0] not in self.names:
+                raise Nonsense(f"{record} holds {name[:60]!r}, which is of no rule of {self.method.name}")
+            check_norm(f"{record}/{name}", tensor, self.norm, finite)
+        return nested(record, {f"{record}/{name}": t for name, t in tensors.items()})
+
+
+def rules_record(record: str, rules: dict[str, Tensors]) -> dict[str, Blob]:
+    """What rules send, as the arrays of one record."""
+    return {name: blob(t) for name, t in flat(record, rules).items()}
+
+
+def cast_frame(cast: Broadcast, terms: Terms, kind: str, about: dict[str, Any]) -> Frame:
+    """A broadcast as a message; the client's state is there already and is not sent."""
+    arrays = {"model/v": blob(picked(cast.v, cast.down)), "model/b": blob(cast.b)}
+    base = terms.base(cast.down, cast.up)
+    if base and terms.needs_base:
+        arrays["model/base"] = blob(picked(cast.v, base))
+    arrays |= rules_record("download", cast.download)
+    config: dict[str, Any] = {
+        **about,
+        "client": cast.client,
+        "round": cast.round,
+        "weight": float(cast.weight),
+        "accepted": -1 if cast.accepted is None else cast.accepted,
+        "report": cast.report,
+        "keeps": cast.keeps,
+    }
+    for name, slices in (("down", cast.down), ("up", cast.up)):
+        if slices is not None:
+            config[name] = str(written(slices))
+    return Frame(kind, config, {}, arrays)
+
+
+def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
+    """Inverse of ``cast_frame`` at the client, which kept ``state``.
+
+    Raises:
+        Nonsense: It is none.
+    """
+    spec, config = terms.spec, frame.config
+    check_records(frame, ("model", "download"))
+    down, up = (slices_in(config.get(name), spec.size) for name in ("down", "up"))
+    like, model = spec.flatten(), record_of(frame, "model")
+    if extra := set(model) - {"v", "b", "base"}:
+        raise Nonsense(f"it holds model/{min(extra)[:60]}, which nobody asked for")
+    sent = check_tensor("model/v", model.get("v"), like, length_of(down, spec.size), terms.norm)
+    b = check_tensor("model/b", model.get("b"), like, len(spec.flatten_buffers()), terms.norm)
+    v = sent if down is None else placed(torch.zeros_like(like), down, sent)
+    base = terms.base(down, up)
+    if base and terms.needs_base:
+        values = check_tensor("model/base", model.get("base"), like, length_of(base, spec.size), terms.norm)
+        v = placed(v, base, values)
+    if down is not None and state.model is None:
+        state = replace(state, model=like)  # what does not travel begins as the run began, which follows from the seed
+    return Broadcast(
+        round=whole(config, "round"),
+        client=whole(config, "client"),
+        v=v,
+        b=b,
+        download=terms.check_extras("download", record_of(frame, "download"), finite=True),
+        state=state,
+        weight=number(config, "weight"),
+        down=down,
+        up=up,
+        accepted=None if config.get("accepted") == -1 else whole(config, "accepted"),
+        report=config.get("report") is True,
+        keeps=config.get("keeps") is True,
+    )
+
+
+def update_frame(update: Update, cast: Broadcast, terms: Terms, about: dict[str, Any]) -> Frame:
+    """An update as a message; what stays at the client is not in it."""
+    arrays = {"update/buffers": blob(update.buffers)}
+    if terms.sends_model:
+        arrays["update/delta"] = blob(picked(update.delta, cast.up))
+    arrays |= rules_record("upload", update.upload)
+    arrays |= blobs("report", update.report)
+    config = {
+        **about,
+        "client": update.client,
+        "round": update.born,
+        "examples": update.examples,
+        "weight": float(update.weight),
+        "usable": all(bool(torch.isfinite(t).all()) for t in update.state.tensors().values()),
+    }
+    return Frame("update", config, {name: float(value) for name, value in update.metrics.items()}, arrays)
+
+
+def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Update:
+    """Inverse of ``update_frame`` at the server, which sent ``cast`` to a client with so many examples.
+
+    An update whose numbers are not finite is one all the same: the server leaves it out and counts it.
+
+    Raises:
+        Nonsense: It is none, or not of what was asked for.
+    """
+    spec, config = terms.spec, frame.config
+    if frame.kind != "update":
+        raise Nonsense(f"it is called {frame.kind[:40]!r} and no update")
+    check_records(frame, ("update", "upload", "report"))
+    for name, asked in (("client", cast.client), ("round", cast.round), ("examples", examples)):
+        if whole(config, name) != asked:
+            raise Nonsense(f"its {name} is {config.get(name)} and not {asked}")
+    if number(config, "weight") != cast.weight:
+        raise Nonsense(f"its weight is {config.get('weight')} and not {cast.weight}")
+    if len(frame.figures) > FIGURES:
+        raise Nonsense(f"it has {len(frame.figures)} figures")
+    tensors, report = record_of(frame, "update"), record_of(frame, "report")
+    if extra := set(tensors) - {"delta", "buffers"} | set(report) - {"v"}:
+        raise Nonsense(f"it holds {min(extra)[:60]!r}, which nobody asked for")
+    v = cast.v
+    delta = torch.zeros_like(v)
+    if terms.sends_model:
+        sent = check_tensor(
+            "update/delta", tensors.get("delta"), v, length_of(cast.up, spec.size), terms.norm, finite=False
+        )
+        delta = placed(delta, cast.up, sent.to(v.device))
+        for piece in () if terms.needs_base else terms.base(cast.down, cast.up):
+            delta[piece] = delta[piece] - v[piece]
+    b = check_tensor("update/buffers", tensors.get("buffers"), cast.b, len(cast.b), terms.norm, finite=False)
+    if cast.report:
+        check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
+    elif report:
+        raise Nonsense("it reports a model that nobody asked for")
+    unusable = {"": {"state": torch.tensor(torch.nan)}}  # so that the server leaves it out, as the simulator does
+    return Update(
+        client=cast.client,
+        born=cast.round,
+        examples=examples,
+        weight=cast.weight,
+        delta=delta,
+        buffers=b.to(v.device),
+        upload={
+            rule: {name: t.to(v.device) for name, t in tensors.items()}
+            for rule, tensors in terms.check_extras("upload", record_of(frame, "upload"), finite=False).items()
+        },
+        state=ClientState() if config.get("usable") is True else ClientState(rules=unusable),
+        metrics={name: float(value) for name, value in frame.figures.items()},
+        report={name: t.to(v.device) for name, t in report.items()},
+    )
+
+
+def shapes_of(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of what rules sent with an update, by name."""
+    return {name: (str(t.dtype), tuple(t.shape)) for name, t in flat("upload", update.upload).items()}
+
+
+def whole(config: dict[str, Any], name: str) -> int:
+    """A whole number of a message.
+
+    Raises:
+        Nonsense: It is none.
+    """
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise Nonsense(f"{name} is {str(value)[:40]!r} and no whole number")
+    return value
+
+
+def number(config: dict[str, Any], name: str) -> float:
+    """A finite number of a message.
+
+    Raises:
+        Nonsense: It is none.
+    """
+    value = config.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < float("inf"):
+        raise Nonsense(f"{name} is {str(value)[:40]!r} and no number")
+    return float(value)
+
+
+def text(config: dict[str, Any], name: str) -> str:
+    """A text of a message.
+
+    Raises:
+        Nonsense: It is none.
+    """
+    value = config.get(name)
+    if not isinstance(value, str):
+        raise Nonsense(f"{name} is {str(value)[:40]!r} and no text")
+    return value
+
+
+def counts_in(frame: Frame, classes: int) -> Tensor:
+    """A site's samples per class, ``[C]``.
+
+    Raises:
+        Nonsense: They are none.
+    """
+    check_records(frame, ("facts",))
+    counts = record_of(frame, "facts").get("class_counts")
+    if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
+        raise Nonsense(f"it does not count its samples in {classes} classes")
+    return counts

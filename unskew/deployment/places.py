@@ -1,0 +1,195 @@
+"""Where a run's SuperLink and sites are: on this machine, for a rehearsal with real processes, or where they run already."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from unskew.config.experiment import Experiment
+from unskew.deployment import flower, folder
+from unskew.deployment.link import Link
+from unskew.deployment.processes import Child, Family
+from unskew.errors import EngineError
+
+STARTING = 120.0
+"""Seconds in which the SuperLink must listen."""
+
+
+def cache() -> Path:
+    """Where deployments on this machine keep keys and states: never in a run folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "unskew" / "local"
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Given:
+    """A SuperLink that runs already, on this machine.
+
+    Args:
+        place: Folder of the deployment, as ``unskew deploy init`` wrote it.
+        address: Host and port of the SuperLink.
+    """
+
+    def __init__(self, place: Path, address: str):
+        self.folder, self.app = place, place / "app"
+        self.superlink = flower.SuperLink(address, place / "ca" / "ca.crt", place / "home")
+        self.link: Link | None = None
+
+    def open(self, largest: int, seconds: float) -> Link:
+        """Start the app there, which connects to the link that is given back.
+
+        Args:
+            largest: Bytes of a message that are taken at most.
+            seconds: In which it must.
+
+        Raises:
+            EngineError: It does not.
+        """
+        self.link = Link(largest)
+        self.start()
+        self.submit(60.0)
+        self.link.connect(seconds)
+        return self.link
+
+    def reopen(self, seconds: float) -> None:
+        """Bring the app back to a SuperLink that was gone.
+
+        Raises:
+            EngineError: It does not come back.
+        """
+        assert self.link is not None, "it was never opened"
+        self.link.disconnect()
+        self.superlink.wait(seconds)
+        self.submit(seconds)
+        self.link.connect(seconds)
+
+    def start(self) -> None:
+        """Look whether everything is there.
+
+        Raises:
+            EngineError: Something is not.
+        """
+        for needed in (self.app / "pyproject.toml", self.superlink.ca):
+            if not needed.is_file():
+                raise EngineError(f"{needed} is missing; unskew deploy init and certificates.sh make it.")
+        self.superlink.configure()
+        self.superlink.wait(30.0)
+
+    def submit(self, patience: float) -> None:
+        """Start the app on the SuperLink."""
+        assert self.link is not None, "it was never opened"
+        self.superlink.submit(self.app, self.link.path, self.link.token, patience)
+
+    def why(self) -> str:
+        """What logs tell of processes of ours that do not run."""
+        return ""
+
+    def close(self) -> None:
+        """End the app; the SuperLink and the sites go on."""
+        if self.link is not None:
+            self.link.close()
+
+    def forget(self) -> None:
+        """The run has ended: remove what was only for it."""
+
+
+class Local(Given):
+    """A SuperLink and sites on loopback, with TLS and node keys; each process is stopped by its own id.
+
+    Args:
+        run: What its folder is called.
+        sites: How many sites.
+        experiments: What the sites agree to.
+        threads: Of each site's training.
+    """
+
+    def __init__(self, run: str, sites: int, experiments: Sequence[Experiment], threads: int = 1):
+        super().__init__(cache() / run, "")
+        self.sites, self.experiments, self.threads = sites, experiments, threads
+        self.family = Family()
+        self.sockets = Path(tempfile.mkdtemp(prefix="unskew-"))  # a path in it is short enough for a socket
+        self.logs = self.folder / "logs"
+        self.main: Child | None = None
+
+    def start(self) -> None:
+        """Start the SuperLink and the sites, and let them in.
+
+        Raises:
+            EngineError: The SuperLink does not start.
+        """
+        if self.main is not None:
+            return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.put_tools(self.folder)
+        if not (self.folder / "superlink" / "server.key").exists():
+            folder.make_certificates(self.folder, ["127.0.0.1", "localhost"])
+        self.logs.mkdir(mode=0o700, exist_ok=True)
+        port = free_port()
+        self.superlink = flower.SuperLink(f"127.0.0.1:{port}", self.superlink.ca, self.superlink.home)
+        self.superlink.configure()
+        main = self.main = self.family.add(
+            flower.superlink(self.folder, port, self.logs, self.folder / "home-superlink")
+        )
+        new = [key for key in map(self._start_site, range(self.sites)) if key is not None]
+        self.superlink.wait(STARTING, main.running)
+        self.superlink.control(*map(self.superlink.registering, new))
+        for client in range(self.sites):
+            self.family.add(self._supernode(client))
+
+    def _site(self, client: int) -> Path:
+        return self.folder / "sites" / str(client)
+
+    def _start_site(self, client: int) -> Path | None:
+        """Start a site's own process; gives its public key if that is a new one."""
+        name, place, new = f"site-{client}", self._site(client), None
+        if not (place / "node.key").exists():
+            folder.make_node_key(self.folder, place)
+            new = place / "node.pub"
+        shutil.rmtree(place / "experiments", ignore_errors=True)
+        for number, config in enumerate(self.experiments):
+            folder.put(place / "experiments" / f"{number}.yaml", config.to_yaml())
+        socket_of = str(self.sockets / f"{client}.sock")
+        values = {"experiments": "experiments", "socket": socket_of, "threads": self.threads}
+        folder.put(place / "site.yaml", folder.site_values(name, client, **values))
+        command = [sys.executable, "-m", "unskew", "deploy", "site", str(place / "site.yaml")]
+        self.family.add(Child(f"the process of {name}", command, self.logs / f"{name}.log", flower.QUIET))
+        return new
+
+    def _supernode(self, client: int) -> Child:
+        return flower.supernode(
+            f"site-{client}",
+            self.superlink,
+            self._site(client) / "node.key",
+            free_port(),
+            self.sockets / f"{client}.sock",
+            self.logs,
+            self.folder / f"home-{client}",
+        )
+
+    def why(self) -> str:
+        """What logs tell of processes that had to be started again."""
+        dead = [child for child in self.family.children if child.restarts]
+        return "\n".join(
+            f"{child.name} was started again {child.restarts} times:\n{child.last_words()}" for child in dead
+        )
+
+    def close(self) -> None:
+        """Stop everything."""
+        super().close()
+        self.family.close()
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Remove keys, states and logs."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,178 @@
+"""Before the first round: what the server is told of the sites' data, and what data rules send both ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.data.federation import ClientData, Federation
+from unskew.deployment.arrays import Nonsense, blobs, check_norm, check_records, record_of
+from unskew.deployment.messages import counts_in, text, whole
+from unskew.deployment.sites import Sites
+from unskew.deployment.thin.frames import Frame
+from unskew.errors import EngineError
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.messages import Tensors
+from unskew.protocol.rules import DataRule, Method
+from unskew.protocol.workspace import Contributions, Dealt, Prepared, Workspace
+
+
+def told(client: int, frame: Frame, federation: Federation) -> ClientData:
+    """A client as the server knows it: how many samples of which class, and none of them.
+
+    Raises:
+        Nonsense: It was told something else.
+    """
+    if frame.kind != "facts" or whole(frame.config, "client") != client:
+        raise Nonsense("it does not say what it holds")
+    counts, examples = counts_in(frame, federation.classes), whole(frame.config, "examples")
+    x, y = federation.test
+    return ClientData(
+        client, x[:0], labels(counts, examples, y), x[:0], y[:1].expand(whole(frame.config, "held_out"), *y.shape[1:])
+    )
+
+
+def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
+    """Targets ``[n]`` with so many of each class, or ``[n, L]`` with so many of each label.
+
+    Raises:
+        Nonsense: There are no so many samples.
+
+    >>> labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
+    [0, 0, 2]
+    """
+    if not 0 < examples < 1 << 40 or int(counts.max()) > examples * max(1, like[0].numel() if len(like) else 1):
+        raise Nonsense(f"it counts {int(counts.max())} samples of a class, but has {examples}")
+    if like.dim() == 1:
+        if int(counts.sum()) != examples:
+            raise Nonsense(f"it counts {int(counts.sum())} samples by class, but {examples} in all")
+        return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
+    if like.shape[1] == len(counts):
+        return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
+    return like[:1].expand(examples, *like.shape[1:])  # texts without labels: only how many there are
+
+
+def federation_of_sites(
+    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool
+) -> Federation:
+    """The federation as the server knows it.
+
+    Args:
+        reference: The data that the experiment names at the server.
+        frames: What each client's site said.
+        names: Of the sites.
+        rehearsal: Whether the sites hold what the experiment's partition gives them.
+
+    Raises:
+        EngineError: A site tells something that cannot be.
+    """
+    clients = []
+    for client, frame in frames.items():
+        try:
+            clients.append(told(client, frame, reference))
+        except Nonsense as error:
+            raise EngineError(
+                f"{names[client]} (client {client}): what it says of its data was refused, because {error}."
+            ) from error
+    if rehearsal:
+        return replace(reference, clients=clients)
+    return replace(
+        reference,
+        clients=clients,
+        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == len(names) else (),
+        partition="as the sites hold it",
+        fingerprint="",
+        kinds=None,
+    )
+
+
+def prepare(method: Method, prepared: Prepared, seed: int, sites: Sites, norm: float) -> Prepared:
+    """The three steps of each data rule, with a message between them."""
+    for place, rule in enumerate(method.data):
+        prepared = _one(place, rule, prepared, seed, sites, norm)
+    return prepared
+
+
+def _one(place: int, rule: DataRule, prepared: Prepared, seed: int, sites: Sites, norm: float) -> Prepared:
+    """One data rule; its own ``prepare`` runs, with messages in the place of what happens at clients."""
+    after: dict[int, ClientData] = {}
+
+    def contribute(prepared: Prepared, seed: int, workspace: Workspace) -> Contributions:
+        clients = prepared.federation.clients
+        mean = max(1, sum(len(c.y) + len(c.y_test) for c in clients) // len(clients))
+        asked = {
+            k: Frame("contribute", {"place": place, "mean_size": mean})
+            for k in range(len(clients))
+            if type(rule).contribute is not DataRule.contribute and rule.of_client(k, len(clients), mean) is not None
+        }
+        found = everyone(sites, asked, "contributions", partial(_contribution, norm=norm))
+        sent = {k: tensors for k, (tensors, _, _) in found.items() if tensors}
+        digest = "-".join(made for _, _, made in found.values())
+        return Contributions(sent, _about([about for _, about, _ in found.values()]), digest)
+
+    def deal(sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+        dealt = type(rule).deal(rule, sent, facts, seed)
+        messages = {
+            k: Frame(
+                "receive",
+                {"place": place},
+                {},
+                {**blobs("share", dealt.shares.get(k, {})), **blobs("common", dealt.common)},
+            )
+            for k in range(facts.clients)
+        }
+        federation = prepared.federation
+        after.update(everyone(sites, messages, "shares", lambda k, frame: told(k, frame, federation)))
+        return dealt
+
+    def receive(client: ClientData, share: Tensors) -> ClientData:
+        return after[client.id]
+
+    over_sites = copy.copy(rule)
+    for name, step in (("contribute", contribute), ("deal", deal), ("receive", receive)):
+        object.__setattr__(over_sites, name, step)  # rules are frozen: this one is a copy
+    return over_sites.prepare(prepared, seed)
+
+
+def everyone(sites: Sites, asked: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
+    """The answers of all that are asked.
+
+    Raises:
+        EngineError: One is missing.
+    """
+    found = dict(sites.ask(asked, what, take, strict=True))
+    missing = [sites.name(k) for k in asked if k not in found]
+    if missing:
+        raise EngineError(f"Before the first round every site must answer; {', '.join(missing[:10])} did not.")
+    return dict(sorted(found.items()))
+
+
+def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict[str, Any], str]:
+    if frame.kind != "contribution":
+        raise Nonsense(f"it is called {frame.kind[:40]!r} and no contribution")
+    check_records(frame, ("sent",))
+    tensors = record_of(frame, "sent")
+    for name, tensor in tensors.items():
+        check_norm(f"sent/{name}", tensor, norm)
+    texts = {n.removeprefix("about."): v for n, v in frame.config.items() if n.startswith("about.")}
+    return tensors, {**frame.figures, **texts}, text(frame.config, "made")
+
+
+def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the summary says: numbers added up, but the largest epsilon; texts as the first has them."""
+    about: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, str):
+                about.setdefault(name, value)
+            elif name == "epsilon":
+                about[name] = max(value, about.get(name, 0.0))
+            else:
+                about[name] = about.get(name, 0) + (int(value) if value == int(value) else value)
+    return about

@@ -1,0 +1,93 @@
+"""What a site was sent before the first round: it keeps it in files, so that a restart does not lose it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from unskew.data.federation import ClientData
+from unskew.deployment.state import Forgotten
+from unskew.files import make_folder, write_atomic
+from unskew.protocol.messages import Tensors
+from unskew.protocol.rules import DataRule
+from unskew.simulation.store import encode
+
+
+@dataclass
+class Received:
+    """What came for each data rule of the run's method, in order.
+
+    Attributes:
+        folder: Where it is kept.
+        rules: The data rules.
+        shares: By the rule's place, what this client alone was sent.
+        common: By the rule's name, what all clients were sent alike.
+    """
+
+    folder: Path
+    rules: tuple[DataRule, ...]
+    shares: dict[int, Tensors] = field(default_factory=dict)
+    common: dict[str, Tensors] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """Changes when more comes."""
+        return json.dumps([str(self.folder), sorted(self.shares), sorted(self.common)])
+
+    def _path(self, place: int) -> Path:
+        return self.folder / f"received-{place}.safetensors"
+
+    def load(self) -> Received:
+        """Read what was kept."""
+        for place, rule in enumerate(self.rules):
+            try:
+                held = load(self._path(place).read_bytes())
+            except FileNotFoundError:
+                continue
+            except (OSError, SafetensorError) as error:
+                raise Forgotten(
+                    f"what this site received before the first round is damaged: {self._path(place)}"
+                ) from error
+            self._take(place, rule, {name: as_images(t) for name, t in held.items()})
+        return self
+
+    def _take(self, place: int, rule: DataRule, held: Tensors) -> None:
+        parts = {k: {n.removeprefix(k): t for n, t in held.items() if n.startswith(k)} for k in ("share/", "common/")}
+        self.shares[place] = parts["share/"]
+        if parts["common/"]:
+            self.common[rule.name] = parts["common/"]
+
+    def take(self, place: int, share: Tensors, common: Tensors) -> None:
+        """Keep what came for the rule in this place; what came before for later ones is forgotten."""
+        for later in range(place, len(self.rules)):
+            self.shares.pop(later, None)
+            self._path(later).unlink(missing_ok=True)
+        named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
+        for path in (self.folder, self.folder.parent):
+            make_folder(path)
+            path.chmod(0o700)
+        write_atomic(self._path(place), encode(named))
+        self._take(place, self.rules[place], named)
+
+    def applied(self, data: ClientData, before: int | None = None) -> ClientData:
+        """The client's data after what came, or after what came for the rules ``before`` one.
+
+        Raises:
+            Forgotten: Something has not come, or was lost.
+        """
+        for place in range(len(self.rules) if before is None else before):
+            if place not in self.shares:
+                raise Forgotten("what this site received before the first round is not here any more")
+            if self.shares[place]:
+                data = self.rules[place].receive(data, self.shares[place])
+        return data
+
+
+def as_images(tensor: Tensor) -> Tensor:
+    """Images lie channels-last, as everywhere; a file does not say how they lay."""
+    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor

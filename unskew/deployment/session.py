@@ -1,0 +1,120 @@
+"""One sitting of a deployed run: the session of a simulation with sites in the place of simulated clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from unskew.config.experiment import AT_CLIENTS, Experiment
+from unskew.deployment.engine import FlowerEngine
+from unskew.deployment.messages import Terms
+from unskew.deployment.sites import Sites
+from unskew.engines.base import Engine
+from unskew.engines.choice import Choice
+from unskew.errors import ConfigError
+from unskew.runs.session import Session
+from unskew.runs.summary import of_clients
+from unskew.seeding import numpy_generator
+from unskew.simulation import personal
+from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores
+from unskew.simulation.network import Network
+
+
+class SitesNetwork(Network):
+    """Updates arrive when they arrive; the round's line tells of those that did not."""
+
+    sites: Sites
+
+    def figures(self) -> dict[str, Any]:
+        """What went wrong so far, where something did."""
+        counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
+        return {**counts, **({"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {})}
+
+
+class DeployedSession(Session):
+    """``Session`` over sites; ``connect`` it before it goes."""
+
+    sites: Sites
+    terms: Terms
+    budget: dict[str, int]
+
+    def connect(self, sites: Sites, terms: Terms, budget: dict[str, int]) -> None:
+        """Take the sites that train."""
+        self.sites, self.terms, self.budget = sites, terms, budget
+        network = SitesNetwork(0.0, self.config.seed, self.network.delays, self.network.store, self.network.device)
+        network.sites = sites
+        self.network = network
+        sites.tell = self._warn
+
+    def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
+        """The sites."""
+        return FlowerEngine(self.setup, self.sites, self.server, self.terms, self.budget), Choice("flower", 0)
+
+    def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What the final model, and the clients' own, are worth: each site measures on what it holds out."""
+        assert isinstance(engine, FlowerEngine)
+        federation, most = self.evaluator.federation, self.config.eval_clients
+        total = len(federation.clients)
+        ids = np.arange(total)
+        if most < total:  # the same as in a simulation
+            ids = np.sort(numpy_generator(self.config.seed, "evaluated clients").choice(total, most, replace=False))
+        who = [int(k) for k in ids if len(federation.clients[int(k)].y_test)]
+        tunes = personal.tunes(self.method)
+        with_own = personal.personalises(self.method, self.spec)
+        # The whole model is sent to be measured; a simulation hands it over, too.
+        casts = [replace(self.server.farewell(self.config.rounds, k), down=None, report=False) for k in who]
+        found = engine.measure(casts, with_own) if who else {}
+        scores, own = self._scores(found, ""), self._scores(found, "own_") if with_own else None
+        if not who and most and not tunes:
+            scores = self.evaluator.clients(
+                self.server.evaluated, self.server.evaluated_b, most, self.config.seed
+            )  # by class, which the server knows
+        figures = {
+            **scores.figures("client_accuracy", federation.client_names),
+            **({} if own is None else own.figures("personal_accuracy", federation.client_names)),
+            "clients_evaluated": len(scores.accuracies),
+            "clients_evaluated_on": scores.measured_on,
+        }
+        return figures, of_clients(federation, scores, own)
+
+    @staticmethod
+    def _scores(found: dict[int, dict[str, float]], which: str) -> ClientScores:
+        if not found:
+            return ClientScores(np.zeros(0), NOTHING)
+        pairs = [(row[f"{which}accuracy"], row[f"{which}loss"]) for row in found.values()]
+        accuracies, losses = np.array(pairs).T
+        return ClientScores(accuracies, HELD_OUT, losses, np.array(list(found), np.int64))
+
+
+def check_deployable(config: Experiment) -> None:
+    """Refuse what only a simulation can do.
+
+    Raises:
+        ConfigError: The experiment asks for it.
+    """
+    if config.network.delay != "none" or config.network.drop:
+        raise ConfigError(
+            "network.delay and network.drop simulate what happens to messages; on real machines it happens by itself. "
+            "Leave them out of the experiment."
+        )
+    at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
+    if at_clients:
+        raise ConfigError(
+            f"diagnose={at_clients[0]} looks at the clients' data or at each of their models, which are at the sites; "
+            "measure it in a simulation."
+        )
+    if config.save_samples:
+        raise ConfigError("save_samples draws inputs that clients made; they stay at the sites. Leave it out.")
+    if config.early_stopping is not None:
+        raise ConfigError("early_stopping looks at what clients hold out, which is at the sites. Leave it out.")
+    if config.start_from is not None or config.to_be_continued:
+        raise ConfigError("start_from and to_be_continued join simulated runs; a deployed run begins by itself.")
+    if config.synthetic is not None:
+        raise ConfigError("synthetic names images that were made before; sites make their own. Leave it out.")
+    if config.secure_aggregation == "required":
+        raise ConfigError(
+            "secure_aggregation=required cannot be had over Flower here: the server would see single updates. Turn it off if "
+            "you accept that."
+        )

@@ -1,0 +1,230 @@
+"""The long-lived process of a site: it keeps PyTorch, data and model loaded and answers the messages of its SuperNode."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import unskew
+from unskew.data.reading.tables import Source
+from unskew.deployment.agreement import PROTOCOL, Reference
+from unskew.deployment.arrays import Nonsense, blobs, check_records, record_of
+from unskew.deployment.holdings import own_source, split
+from unskew.deployment.messages import text, whole
+from unskew.deployment.received import Received
+from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
+from unskew.deployment.state import Forgotten, SiteState
+from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.deployment.work import Work
+from unskew.engines.machine import keep_freed_memory
+from unskew.errors import ConfigError, UnskewError
+from unskew.protocol.workspace import Prepared, Workspace
+
+
+class TooLong(UnskewError):
+    """A training took longer than the site allows."""
+
+
+class Site:
+    """Answers messages; it trains what its administrator has agreed to and nothing else.
+
+    Args:
+        path: Of its ``site.yaml``.
+    """
+
+    def __init__(self, path: Path):
+        self.folder = path.parent.absolute()
+        self.config: SiteConfig = load_site(path)
+        self.experiments = experiments_of(self.config, self.folder)
+        self._work: tuple[tuple[str, str], Work] | None = None
+        self._sources: dict[str, Source] = {}
+        self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+    def answer(self, asked: Frame) -> Frame:
+        """What is answered; a message that cannot be answered is refused in a sentence."""
+        try:
+            with limited(self.config.limits.seconds):
+                return self._answered(asked)
+        except Forgotten as error:
+            return Frame("forgotten", {"reason": str(error)})
+        except Nonsense as error:
+            return Frame("refused", {"reason": f"The message was refused: {error}."})
+        except UnskewError as error:
+            return Frame("refused", {"reason": str(error)})
+        except (MemoryError, RuntimeError) as error:  # such as a layer for which there is no memory
+            self.log(f"{type(error).__name__}: {error}")
+            return Frame("refused", {"reason": f"{type(error).__name__} at the site; its log tells more."})
+
+    def _answered(self, asked: Frame) -> Frame:
+        config = asked.config
+        if asked.kind not in ("hello", "contribute", "receive", "train", "evaluate"):
+            raise Nonsense(f"nobody knows what {asked.kind[:40]!r} asks for")
+        if whole(config, "protocol") != PROTOCOL:
+            raise ConfigError(
+                f"The server speaks version {config['protocol']} of unskew's protocol, this site version {PROTOCOL}; install "
+                "the same unskew at both."
+            )
+        run, attempt = text(config, "run"), whole(config, "attempt")
+        work = self.work(text(config, "digest"), Reference.read(config))
+        state = SiteState(self.config.path("state", self.folder), run, self.config.client)
+        received = Received(state.folder, work.method.data).load()
+        began = time.perf_counter()
+        answer = self._carried_out(asked, work, state, received)
+        seconds = time.perf_counter() - began
+        self.log(f"run {run[:8]}, {asked.kind}{self._round(asked)}: {seconds:.2f} s, {answer.size} bytes back")
+        return Frame(answer.kind, {**answer.config, "run": run, "attempt": attempt}, answer.figures, answer.arrays)
+
+    @staticmethod
+    def _round(asked: Frame) -> str:
+        return f" in round {asked.config['round'] + 1}" if "round" in asked.config else ""
+
+    def _carried_out(self, asked: Frame, work: Work, state: SiteState, received: Received) -> Frame:
+        if asked.kind == "hello":
+            answer = work.facts(work.data)
+            return Frame(
+                answer.kind, {**answer.config, "unskew": unskew.__version__, "clock": time.time()}, {}, answer.arrays
+            )
+        if asked.kind == "train":
+            return work.trained(asked, state, received)
+        if asked.kind == "evaluate":
+            return work.measured(asked, state, received)
+        place = whole(asked.config, "place")
+        if place >= len(work.method.data):
+            raise Nonsense(f"the method has no data rule number {place}")
+        if asked.kind == "receive":
+            check_records(asked, ("share", "common"))
+            received.take(place, record_of(asked, "share"), record_of(asked, "common"))
+            return work.facts(received.applied(work.data, place + 1))
+        return self.contributed(asked, work, state, received, place)
+
+    def contributed(self, asked: Frame, work: Work, state: SiteState, received: Received, place: int) -> Frame:
+        """What this client sends to the server before the first round."""
+        data = received.applied(work.data, place)
+        federation = work.with_data(data)
+        rule = work.method.data[place].of_client(self.config.client, work.total, whole(asked.config, "mean_size"))
+        if rule is None:
+            return Frame("contribution", {"client": self.config.client, "made": ""})
+        workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
+        made = rule.contribute(Prepared(federation, work.config.training), work.config.seed, workspace)
+        figures = {name: float(v) for name, v in made.about.items() if isinstance(v, int | float)}
+        texts = {f"about.{name}": v for name, v in made.about.items() if isinstance(v, str) and name != "synthetic"}
+        sent = blobs("sent", made.sent.get(self.config.client, {}))
+        return Frame("contribution", {"client": self.config.client, "made": made.digest, **texts}, figures, sent)
+
+    def work(self, digest: str, reference: Reference) -> Work:
+        """The experiment that a message belongs to, loaded once.
+
+        Raises:
+            ConfigError: This site has not agreed to it.
+        """
+        config = self.experiments.get(digest)
+        if config is None:
+            raise ConfigError(
+                f"The site {self.config.name} has not agreed to this experiment: it differs from what is in "
+                f"{Path(self.config.experiments).name} there. Both sides must have the same file."
+            )
+        key = (digest, repr(reference))
+        if self._work is None or self._work[0] != key:
+            self._work = key, Work(self.config, self.folder, config, reference, self._sources.get(digest))
+        return self._work[1]
+
+    def warm(self) -> None:
+        """Read the data before the first message: Flower gives up one that is not answered for half a minute."""
+        for digest, config in self.experiments.items():
+            if self.config.data == "split":
+                _, reference, _ = split(config, self.config.client)
+                self.work(digest, reference)
+            else:
+                self._sources[digest] = own_source(self.config, config, self.folder)
+
+    def serve(self) -> None:
+        """Answer at the socket, one message after another, until the process is stopped.
+
+        Raises:
+            ConfigError: Another process answers there.
+        """
+        path = self.config.path("socket", self.folder)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if path.exists() and probe.connect_ex(str(path)) == 0:
+                raise ConfigError(f"Another process of this site answers at {path}; stop it first.")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        before = os.umask(0o177)  # the socket is its owner's alone from the first moment
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(4)
+        self.log(f"The site {self.config.name}, client {self.config.client}, answers at {path}.")
+        try:
+            with listener:
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.settimeout(600.0)
+                        self._serve_one(connection)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _serve_one(self, connection: socket.socket) -> None:
+        try:
+            asked = receive(connection, int(self.config.limits.megabytes * 1e6))
+        except FrameError as error:
+            answer = Frame("refused", {"reason": str(error)})
+        except OSError:
+            return
+        else:
+            answer = self.answer(asked)
+        if answer.kind in ("refused", "forgotten"):
+            self.log(f"refused: {answer.config['reason']}")
+        with contextlib.suppress(OSError):
+            send(connection, answer)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Within, the main thread is interrupted after so many seconds.
+
+    Raises:
+        TooLong: It was.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TooLong(f"The site allows {seconds:g} s for a message (limits.seconds), and this one took longer.")
+
+    try:
+        before = signal.signal(signal.SIGALRM, interrupt)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def serve(path: Path) -> None:
+    """The site's process, until SIGTERM."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(0)
+
+    site = Site(path)
+    signal.signal(signal.SIGTERM, end)
+    torch.set_num_threads(site.config.threads)
+    keep_freed_memory()
+    site.warm()
+    site.serve()

@@ -1,0 +1,139 @@
+"""What a site's administrator decides: ``site.yaml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
+from unskew.config.reading import check_keys, experiment, load_yaml
+from unskew.config.sections import Section
+from unskew.deployment.agreement import digest_of
+from unskew.errors import ConfigError, plain, shown
+from unskew.options import untrusted
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LONGEST_SOCKET = 100
+"""Characters of a socket's path; systems take about so many."""
+
+
+class Limits(Section):
+    """What a site takes from a server, and gives of itself, at most."""
+
+    megabytes: Positive = 2048.0
+    """Size of one message."""
+    norm: Positive = 1e6
+    """Euclidean norm of a tensor that is received."""
+    seconds: Positive = 3600.0
+    """Time of one local training."""
+
+
+class OwnData(Section):
+    """Where a site's samples lie; the fields are those of an experiment."""
+
+    source: str
+    """``table:PATH``, ``folder:PATH`` or another data source."""
+    data_path: str | None = None
+    """Folder that holds the source's files."""
+    label: str | None = None
+    """Label column of a table."""
+    label_separator: str | None = None
+    """What stands between the labels of a sample."""
+    image: str | None = None
+    """Image column of a table."""
+    image_size: int | None = None
+    """Side in pixels to which images are brought."""
+    features: tuple[str, ...] = ()
+    """Columns that are inputs, in this order."""
+    exclude: tuple[str, ...] = ()
+    """Columns that are no inputs."""
+
+
+class SiteConfig(Section):
+    """A site. Paths are relative to the file."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    """What messages call the site."""
+    client: Annotated[int, Field(ge=0)]
+    """Its number among the experiment's clients, from 0."""
+    experiments: str = "experiment.yaml"
+    """The experiment that the site has agreed to, or a folder of several. It trains nothing else."""
+    data: OwnData | Literal["split"] = "split"
+    """The site's own samples; ``split`` takes the client's part of the experiment's data, for a rehearsal."""
+    superlink: str = "127.0.0.1:8000"
+    """Host and port of the SuperLink."""
+    ca: str = "ca.crt"
+    """Certificate of the CA that signed the SuperLink's."""
+    key: str = "node.key"
+    """The site's node key."""
+    socket: str = "site.sock"
+    """Unix socket between the SuperNode and the site's process."""
+    state: str = "state"
+    """Folder of what stays at the site between rounds."""
+    limits: Limits = Limits()
+    """What is taken from a server at most."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads of the training; the numbers are the simulator's, bit for bit, where it used as many."""
+    device: str = "cpu"
+    """Where the site trains."""
+    trust_code: bool = False
+    """Whether the experiment may name code of its own, which is then run."""
+
+    def path(self, name: str, folder: Path) -> Path:
+        """A path of the configuration, from the folder that it lies in."""
+        return folder / Path(getattr(self, name)).expanduser()
+
+
+def load_site(path: Path) -> SiteConfig:
+    """A checked ``site.yaml``.
+
+    Raises:
+        ConfigError: It is not valid.
+    """
+    values = load_yaml(path)
+    check_keys(values, SiteConfig)
+    if isinstance(values.get("data"), dict):
+        check_keys(values["data"], OwnData, "data.")
+    try:
+        config = SiteConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(piece) for piece in first["loc"] if str(piece).isidentifier() and piece != "OwnData")
+        raise ConfigError(f"{path}: {where}={shown(first['input'])} is not valid: {plain(first['msg'])}.") from error
+    socket = config.path("socket", path.parent).absolute()
+    if len(str(socket)) > LONGEST_SOCKET:
+        raise ConfigError(
+            f"{path}: the path of the socket, {socket}, is longer than {LONGEST_SOCKET} characters; give a shorter one."
+        )
+    return config
+
+
+def experiments_of(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
+    """The experiments that a site has agreed to, by their digests.
+
+    Raises:
+        ConfigError: There is none, or one is not valid, or has too few clients.
+    """
+    place = config.path("experiments", folder)
+    files = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
+    if not files:
+        raise ConfigError(f"The folder {place} holds no experiment that this site has agreed to.")
+    found = {}
+    for file in files:
+        values: dict[str, Any] = load_yaml(file)
+        if config.trust_code:
+            one = anchored(experiment(values))
+        else:
+            remedy = "set trust_code: true in site.yaml, after reading it"
+            with untrusted(values, file, remedy):
+                one = anchored(experiment(values))
+        if one.clients is not None and config.client >= one.clients:
+            raise ConfigError(
+                f"{file} has {one.clients} clients, numbered from 0; there is none with number {config.client}."
+            )
+        found[digest_of(one)] = one
+    return found

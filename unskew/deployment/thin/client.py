@@ -1,0 +1,60 @@
+"""Flower's app at a site: it hands each message to the site's own process through a Unix socket, and back.
+
+Flower starts a process for every message. It stays light: the data, the model and PyTorch are in the site's process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.deployment.thin.records import to_frame, to_records
+
+PATIENCE = 120.0
+"""Seconds in which a site's process that died must be back."""
+
+app = ClientApp()
+
+
+def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
+    """Ask the site's process; one that is restarted in between is asked again, since it answers the same.
+
+    Raises:
+        FrameError: It does not come back, or its answer is none.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            mode = os.stat(path).st_mode
+            if not stat.S_ISSOCK(mode) or mode & 0o077:
+                raise FrameError(f"{path} is not a socket of its owner alone (mode 0600).")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as site:
+                site.connect(path)
+                send(site, frame)
+                return receive(site)
+        except (OSError, FrameError) as error:
+            if isinstance(error, FrameError) and type(error) is FrameError:
+                raise
+            if time.monotonic() > end:
+                raise FrameError(f"The site's process does not answer at {path} ({error}).") from error
+            time.sleep(0.2)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Hand it over."""
+    try:
+        asked = to_frame(message.content)
+        path = context.node_config.get("socket")
+        if not isinstance(path, str):
+            raise FrameError("The SuperNode has no socket in its --node-config.")
+        answer = exchange(path, asked)
+    except FrameError as error:
+        answer = Frame("refused", {"reason": str(error)})
+    return Message(content=to_records(answer), reply_to=message)

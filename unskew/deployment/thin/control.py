@@ -1,0 +1,22 @@
+"""Several commands of Flower's command line in one process: ``python -m unskew.deployment.thin.control '[["ls"]]'``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from flwr.cli.app import app
+
+
+def main(commands: list[list[str]]) -> None:
+    """Carry them out in turn; the first that fails ends the process with its code."""
+    for command in commands:
+        try:
+            app(command, prog_name="flwr", standalone_mode=False)
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""A message as it crosses a Unix socket: a JSON header and the bytes of its arrays. Standard library only, no pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+MAGIC = b"unskew01"
+HEADER = 64 << 20
+"""Largest header in bytes."""
+LARGEST = 64 << 30
+"""Largest message in bytes, whatever a configuration says."""
+SIZES = {
+    "float32": 4,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "bfloat16": 2,
+}
+"""Bytes of an element, by the types that may travel."""
+
+
+class FrameError(Exception):
+    """What came is no message."""
+
+
+class Closed(FrameError):
+    """The other side has closed the connection."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """An array as bytes in C order, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def check(self, name: str) -> None:
+        """Refuse what is no array.
+
+        Raises:
+            FrameError: The type may not travel, or there are more or fewer bytes than the shape needs.
+        """
+        if self.dtype not in SIZES:
+            raise FrameError(f"The array {name!r} is of type {str(self.dtype)[:40]!r}, which does not travel.")
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 48 for n in self.shape):
+            raise FrameError(f"The array {name!r} has no shape.")
+        if math.prod(self.shape) * SIZES[self.dtype] != len(self.data):
+            raise FrameError(f"The array {name!r} has {len(self.data)} bytes, which is not what its shape needs.")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A message.
+
+    Attributes:
+        kind: What is asked, or what is answered.
+        config: Texts, numbers, truth values, or lists of one of them.
+        figures: Numbers that are only shown.
+        arrays: By ``record/name``.
+    """
+
+    kind: str
+    config: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    arrays: dict[str, Blob] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its arrays."""
+        return sum(len(blob.data) for blob in self.arrays.values())
+
+
+def encode_header(frame: Frame) -> bytes:
+    """Its header; the bytes of the arrays follow in the same order."""
+    listed = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.arrays.items()]
+    about = {"kind": frame.kind, "config": frame.config, "figures": frame.figures, "arrays": listed}
+    return json.dumps(about).encode()
+
+
+def send(to: socket.socket, frame: Frame) -> None:
+    """Write one message."""
+    header = encode_header(frame)
+    to.sendall(MAGIC + struct.pack("<Q", len(header)) + header)
+    for blob in frame.arrays.values():
+        to.sendall(blob.data)
+
+
+def receive(of: socket.socket, largest: int = LARGEST) -> Frame:
+    """Read one message of at most ``largest`` bytes.
+
+    Raises:
+        Closed: There is none, because the other side has closed.
+        FrameError: It is none.
+    """
+    head = _exactly(of, len(MAGIC) + 8)
+    if not head.startswith(MAGIC):
+        raise FrameError("What came through the socket is no message of unskew.")
+    (length,) = struct.unpack("<Q", head[len(MAGIC) :])
+    if length > HEADER:
+        raise FrameError(f"A header of {length} bytes is too long.")
+    return decode(bytes(_exactly(of, length)), lambda size: bytes(_exactly(of, size)), largest)
+
+
+def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
+    """A message from its header; ``read`` gives so many of the bytes that follow.
+
+    Raises:
+        FrameError: It is none.
+    """
+    try:
+        about = json.loads(header)
+        kind, config, figures, listed = (about[name] for name in ("kind", "config", "figures", "arrays"))
+        if not isinstance(kind, str) or not isinstance(config, dict) or not isinstance(figures, dict):
+            raise FrameError("A header is not as it must be.")
+        if not all(isinstance(v, int | float) for v in figures.values()):
+            raise FrameError("A figure is no number.")
+        sizes = [int(one[3]) for one in listed]
+        if min(sizes, default=0) < 0 or sum(sizes) > largest:
+            raise FrameError(f"A message of {sum(sizes)} bytes is larger than the {largest} that are allowed.")
+        arrays = {}
+        for (name, dtype, shape, _), size in zip(listed, sizes, strict=True):
+            if not isinstance(name, str) or not isinstance(dtype, str) or name in arrays:
+                raise FrameError("A header names its arrays badly.")
+            arrays[name] = Blob(dtype, tuple(shape), read(size))
+            arrays[name].check(name)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FrameError(f"A header cannot be read: {type(error).__name__}.") from error
+    return Frame(kind, config, {name: float(value) for name, value in figures.items()}, arrays)
+
+
+def _exactly(of: socket.socket, size: int) -> bytearray:
+    """So many bytes."""
+    buffer = bytearray(size)
+    view, done = memoryview(buffer), 0
+    while done < size:
+        count = of.recv_into(view[done:])
+        if not count:
+            raise Closed("The connection was closed.")
+        done += count
+    return buffer

@@ -1,0 +1,63 @@
+"""Flower's app at the server: a bridge between Flower's grid and the process that holds the run, through a Unix socket."""
+
+from __future__ import annotations
+
+import socket
+
+from flwr.app import Context, Message, MessageType
+from flwr.serverapp import Grid, ServerApp
+
+from unskew.deployment.thin.frames import Closed, Frame, FrameError, receive, send
+from unskew.deployment.thin.records import to_frame, to_records
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Carry out what the run's process asks for, until it closes the connection."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as run:
+        run.connect(str(context.run_config["socket"]))
+        send(run, Frame("hello", {"token": str(context.run_config["token"])}))
+        while True:
+            try:
+                asked = receive(run)
+            except Closed:
+                return
+            send_all(run, answers(grid, asked))
+
+
+def send_all(run: socket.socket, frames: list[Frame]) -> None:
+    """How many there are, and then they."""
+    send(run, Frame("answers", {"count": len(frames)}))
+    for frame in frames:
+        send(run, frame)
+
+
+def answers(grid: Grid, asked: Frame) -> list[Frame]:
+    """What is answered to ``nodes``, ``push`` and ``pull``."""
+    if asked.kind == "nodes":
+        return [Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]})]
+    if asked.kind == "push":
+        config = {key: value for key, value in asked.config.items() if not key.startswith("to.")}
+        inner = Frame(str(asked.config["to.kind"]), config, asked.figures, asked.arrays)
+        round, ttl = str(asked.config["to.round"]), float(asked.config["to.seconds"])
+        message = Message(to_records(inner), int(asked.config["to.node"]), MessageType.TRAIN, ttl=ttl, group_id=round)
+        pushed = list(grid.push_messages([message]))
+        return [Frame("pushed", {"ids": [identity or "" for identity in pushed]})]
+    if asked.kind == "pull":
+        return [reply(message) for message in grid.pull_messages(asked.config["ids"])]
+    raise FrameError(f"Nobody knows what {asked.kind!r} asks for.")
+
+
+def reply(message: Message) -> Frame:
+    """A site's answer, or why there is none; ``to.id`` names what it answers."""
+    identity = {"to.id": message.metadata.reply_to_message_id}
+    if message.has_error():
+        error = message.error
+        return Frame("failed", {**identity, "reason": f"Flower's error {error.code}: {error.reason or 'no reason'}"})
+    try:
+        answer = to_frame(message.content)
+    except FrameError as error:
+        return Frame("refused", {**identity, "reason": str(error)})
+    return Frame(answer.kind, {**answer.config, **identity}, answer.figures, answer.arrays)

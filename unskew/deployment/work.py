@@ -1,0 +1,161 @@
+"""A run as one site carries it out: it keeps data and model loaded, trains, and measures on its own samples."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import ClientData, Federation
+from unskew.data.reading.tables import Source
+from unskew.deployment.agreement import Reference
+from unskew.deployment.arrays import Nonsense, blobs
+from unskew.deployment.holdings import OnlyOne, alone, own, own_source, split
+from unskew.deployment.messages import Terms, cast_in, update_frame, whole
+from unskew.deployment.received import Received
+from unskew.deployment.site_config import SiteConfig
+from unskew.deployment.state import SiteState
+from unskew.deployment.thin.frames import Frame
+from unskew.engines.base import Setup
+from unskew.engines.local import LocalTrainer
+from unskew.errors import ConfigError
+from unskew.methods.catalogue import method as method_of
+from unskew.options import untrusted
+from unskew.protocol.messages import Broadcast
+from unskew.runs.model import as_wanted, initial_spec
+from unskew.simulation import personal
+from unskew.simulation.evaluate import Evaluator
+from unskew.simulation.personal import serving
+from unskew.simulation.slices import complement
+from unskew.tasks import TASKS
+
+
+class Work:
+    """One experiment at one site.
+
+    Args:
+        site: The site.
+        folder: Where its configuration lies.
+        config: The experiment.
+        reference: What the server says of the data.
+        source: The site's own samples, if they are read already.
+
+    Raises:
+        ConfigError: The experiment cannot be carried out here.
+        DataError: The site's data do not fit.
+    """
+
+    def __init__(
+        self, site: SiteConfig, folder: Path, config: Experiment, reference: Reference, source: Source | None = None
+    ):
+        self.site, self.folder, self.config, self.reference = site, folder, config, reference
+        self.device = torch.device(site.device)
+        self.method = method_of(config.method)
+        if site.data == "split":
+            data, mine, total = split(config, site.client)
+            reference.check(mine, f"The site {site.name}")
+        elif config.clients is None:
+            raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
+        else:
+            data = own(site, own_source(site, config, folder) if source is None else source, reference)
+            total = config.clients
+        federation = alone(data, total, reference)
+        with self._guarded():
+            self.spec = initial_spec(config, federation, None, self.method).to(self.device)
+        federation = as_wanted(federation, self.spec)
+        self.original, self.total = federation, total
+        self.terms = Terms(self.method, self.spec, site.limits.norm, int(site.limits.megabytes * 1e6))
+        self.evaluator = Evaluator(self.spec, federation, TASKS[federation.task], self.device)
+        self._trainer: tuple[Any, LocalTrainer] | None = None
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        if self.site.trust_code:
+            return nullcontext()
+        return untrusted(self.config.model_dump(), "The experiment", "set trust_code: true in site.yaml")
+
+    @property
+    def data(self) -> ClientData:
+        """The site's samples before the method changed them."""
+        return self.original.clients[self.site.client]
+
+    def with_data(self, data: ClientData) -> Federation:
+        """The federation in which this site has other samples."""
+        return replace(self.original, clients=OnlyOne(data, self.total))
+
+    def facts(self, data: ClientData) -> Frame:
+        """What the server is told of some of the site's samples: how many, of which classes."""
+        counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.classes).to(torch.int64)
+        config = {
+            "client": self.site.client,
+            "name": self.site.name,
+            "examples": data.examples,
+            "held_out": len(data.y_test),
+            "parameters": self.spec.size,
+        }
+        return Frame("facts", config, {}, blobs("facts", {"class_counts": counts}))
+
+    def trainer(self, received: Received, counted: int | None, epochs: int | None) -> LocalTrainer:
+        """What trains on the site's samples and on what it received before the first round."""
+        key = (received.identity, counted, epochs)
+        if self._trainer is not None and self._trainer[0] == key:
+            return self._trainer[1]
+        training = self.config.training
+        if counted is not None:
+            training = replace(training, counted=tuple(counted for _ in range(self.total)))
+        if epochs is not None:
+            training = replace(training, local_epochs=epochs)
+        federation = self.with_data(received.applied(self.data))
+        setup = Setup(
+            self.spec,
+            federation,
+            self.method.client,
+            TASKS[federation.task],
+            training,
+            self.config.seed,
+            self.device,
+            self.config.buffers,
+            received.common,
+        )
+        self._trainer = key, LocalTrainer(setup)
+        return self._trainer[1]
+
+    def trained(self, asked: Frame, state: SiteState, received: Received) -> Frame:
+        """Train from a broadcast; what stays is kept until it is known whether the update was taken in."""
+        cast = self._cast(asked, state)
+        update = self._trainer_for(asked, received).train(cast)
+        state.keep(cast.round, cast.state.updated(update.state))
+        return update_frame(update, cast, self.terms, {})
+
+    def _trainer_for(self, asked: Frame, received: Received) -> LocalTrainer:
+        """The trainer with the budget that the server names, where a method before the first round has changed it."""
+        counted, epochs = (whole(asked.config, n) if n in asked.config else None for n in ("counted", "local_epochs"))
+        return self.trainer(received, counted, epochs)
+
+    def _cast(self, asked: Frame, state: SiteState) -> Broadcast:
+        accepted = None if asked.config.get("accepted") == -1 else whole(asked.config, "accepted")
+        cast = cast_in(asked, self.terms, state.after(accepted))
+        if cast.client != self.site.client:
+            raise Nonsense(f"it is for client {cast.client}, but this site is client {self.site.client}")
+        return cast
+
+    def measured(self, asked: Frame, state: SiteState, received: Received) -> Frame:
+        """What the model is worth on what the site holds out, and what its own is; figures are all that leave."""
+        cast = self._cast(asked, state)
+        stays, v, b, mode = cast.state, cast.v, cast.b, self.config.buffers
+        figures: dict[str, float] = {}
+        figures["accuracy"], figures["loss"] = self.evaluator.one(
+            *serving(self.method, self.spec, mode, stays, v, b, own=False), self.data
+        )
+        if asked.config.get("own") is True:
+            mine = serving(self.method, self.spec, mode, stays, v, b, own=True)
+            if personal.tunes(self.method):
+                slices = () if self.method.sync is None else self.method.sync.own(self.spec)
+                down = complement(slices, self.spec.size) if slices else None
+                update = self._trainer_for(asked, received).train(replace(cast, down=down, report=True))
+                mine = (update.report["v"], update.buffers) if update.is_finite() else mine
+            figures["own_accuracy"], figures["own_loss"] = self.evaluator.one(*mine, self.data)
+        return Frame("scores", {"client": self.site.client}, figures)
