@@ -36,6 +36,7 @@ _PLACES = {
     "diagnose": "unskew.diagnosis.diagnose",
     "load_federation": "unskew.data.load",
     "method": "unskew.methods.catalogue",
+    "report": "unskew.reporting.report",
     "resume": "unskew.runs.run",
     "run": "unskew.runs.run",
 }
@@ -62,6 +63,7 @@ __all__ = [
     "diagnose",
     "load_federation",
     "method",
+    "report",
     "resume",
     "run",
 ]
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from unskew.models.vector import ModelSpec
     from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
     from unskew.records.result import Result
+    from unskew.reporting.report import report
     from unskew.runs.run import resume, run
 
 

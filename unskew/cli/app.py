@@ -34,6 +34,7 @@ from unskew.cli.options import (
     stoppable,
     values_of,
 )
+from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
@@ -158,12 +159,14 @@ def compare(
     rows = result.rows()
     if as_json:
         costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
+        report_at_the_end(console, [folder])
         print_json({"folder": str(folder), "rows": rows, "reaching": costs_of})
         return
     costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
+    report_at_the_end(console, [folder])
     console.print(f"{len(methods) * len(which)} runs in {time.perf_counter() - started:.0f} s.")
 
 
@@ -198,6 +201,7 @@ app.command()(cli_info.methods)
 app.command()(cli_info.models)
 app.command()(cli_info.partition)
 app.command()(diagnose)
+app.command()(report)
 app.command()(reproduce)
 
 

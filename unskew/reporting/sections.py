@@ -12,6 +12,11 @@ from unskew.reporting.holdings import holdings
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.wording import percent
 
+LATER = (
+    *("train_loss", "begin_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
+    *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
+)
+"""Figures of a round that any method may have, or that begin so; a method's own come first."""
 Styles = Mapping[str, Mapping[str, str]]
 
 
@@ -126,8 +131,8 @@ def _methods(part: Part, shown: Mapping[str, Any]) -> str:
     names = {name: title if title == name else f"{title} ({name})" for name, title in shown["titles"].items()}
     names = {name: title for name, title in names.items() if name in shown["lines"] or name in shown["dots"]}
     if names:
-        own_first = sorted(names, key=lambda name: name in ("train_loss", "begin_seconds", "train_seconds", "lr"))
-        options = {name: names[name] for name in own_first}
+        own = {name: sum(name.startswith(late) for late in LATER) for name in names}
+        options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
         pieces.append(f'<div class="controls">{markup.select("measure", "figure", options)}</div>{markup.plot("measured")}')
     seen: set[str] = set()
     for one in part.series:

@@ -6,7 +6,6 @@
     o: "circle", s: "square", D: "diamond", "^": "triangle-up", v: "triangle-down",
     P: "cross", X: "x", "*": "star", "<": "triangle-left", ">": "triangle-right",
   };
-  const LINE = { solid: "solid", dash: "dash", dot: "dot", dashdot: "dashdot" };
   const AXES = { round: "communication round", mb: "traffic of all clients, up and down (MB)", seconds: "seconds" };
   const CONFIG = {
     responsive: true, displaylogo: false,
@@ -76,12 +75,11 @@
     }
 
     // Mean and band of each method; `lines` holds them by the method's label.
-    lines(lines, axis, log) {
+    lines(lines, axis) {
       const bands = [], means = [];
-      for (const one of this.methods()) {
-        const line = lines[one.label];
-        if (!line) continue;
-        const x = line[axis];
+      const there = this.methods().filter((one) => lines[one.label]);
+      there.forEach((one, place) => {
+        const line = lines[one.label], x = line[axis];
         if (line.std.length && x.length > 1) {
           bands.push({
             x: [...x, ...[...x].reverse()],
@@ -92,12 +90,13 @@
         const spread = line.std.length ? " ± %{customdata:.4~g}" : "";
         means.push({
           x, y: line.mean, customdata: line.std, name: plain(one.label), mode: x.length > 60 ? "lines" : "lines+markers",
-          line: { color: one.color, dash: LINE[one.dash], width: 2 },
+          // Methods may lie on top of each other: the lower ones are wider, so that each can be seen.
+          line: { color: one.color, dash: one.dash, width: 2 + Math.min(4, there.length - 1 - place) },
           marker: { color: one.color, symbol: SYMBOLS[one.marker], size: 5 },
           hovertemplate: `<b>${plain(one.label)}</b><br>${axis === "round" ? "round" : axis === "mb" ? "MB" : "seconds"} `
             + `%{x:.5~g}: %{y:.4~g}${spread}<extra></extra>`,
         });
-      }
+      });
       return [...bands, ...means];
     }
 
@@ -107,8 +106,8 @@
       if (!figure) return;
       const chosen = Object.fromEntries(Object.entries(lines).map(([label, line]) => [label, line[figure]]));
       const goal = figure === "accuracy" && target !== null;
-      this.show("curves", this.lines(chosen, axis, log), {
-        uirevision: `${figure} ${axis} ${log}`,
+      this.show("curves", this.lines(chosen, axis), {
+        uirevision: `${figure} ${axis} ${log}`, hovermode: axis === "round" ? "x" : "closest",
         xaxis: { title: { text: AXES[axis] }, type: log ? "log" : "linear", ...(log ? { dtick: 1 } : {}), exponentformat: "none" },
         yaxis: { title: { text: figures[figure] } },
         shapes: goal ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target,
@@ -122,7 +121,7 @@
       const name = this.chosen("measure");
       if (name === undefined) return;
       const { titles, lines, dots } = this.content.measured;
-      const traces = this.lines(lines[name] || {}, "round", false);
+      const traces = this.lines(lines[name] || {}, "round");
       for (const one of this.methods()) {
         const marks = (dots[name] || {})[one.label];
         if (marks) {
