@@ -152,6 +152,7 @@ def test_run_folder(capsys):
     files = {str(path.relative_to("a")) for path in Path("a").rglob("*") if path.is_file()}
     assert {p for p in files if "/" not in p} == {
         "config.yaml", "metrics.jsonl", "summary.json", "clients.jsonl", "model.safetensors", "convergence.png",
+        "about.json",
     }  # fmt: skip
     assert {p for p in files if "/" in p} == {
         "checkpoints/0000002/manifest.json",

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
+from support.named import CLASSES, CLIENTS
 
 import unskew
-from reporting.conftest import CLASSES, CLIENTS
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -34,7 +34,7 @@ def opened(compared, tmp_path_factory):
         page.on("console", lambda message: page.said.append(message.text))
         page.on("pageerror", lambda error: page.said.append(str(error)))
         page.goto(file.as_uri())
-        page.wait_for_function("document.documentElement.dataset.ready === 'yes'", timeout=60_000)
+        page.locator("html[data-ready=yes]").wait_for(state="attached", timeout=60_000)
         yield page
         assert page.said == [], "something failed in the browser"
         assert [url for url in page.asked if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
@@ -69,7 +69,7 @@ def test_figures_are_drawn_and_switches_work(opened):
     assert opened.evaluate("""document.querySelector('[data-role="boxes"]').layout.yaxis.ticktext""") == ["fedexp+ft"]
     opened.get_by_label("figure").select_option("train_loss")
     assert drawn(opened, "measured")["title"] == "train_loss"
-    opened.get_by_label("samples").check()
+    opened.get_by_role("radio", name="samples").check()
 
 
 def test_numbers_on_the_page_are_those_of_the_runs(opened, compared):
@@ -90,11 +90,15 @@ def test_numbers_on_the_page_are_those_of_the_runs(opened, compared):
 
 
 def test_names_are_shown_as_they_are(opened):
-    ticks = opened.evaluate("""[...document.querySelectorAll('[data-role="map"] .ytick text')].map(t => t.textContent)""")
+    ticks = opened.evaluate(
+        """[...document.querySelectorAll('[data-role="map"] .ytick text')].map(t => t.textContent)"""
+    )
     assert len(ticks) == 4
     assert ticks[2] == CLIENTS[2]
     assert ticks[0] == CLIENTS[0][:17] + "…"
-    classes = opened.evaluate("""[...document.querySelectorAll('[data-role="map"] .xtick text')].map(t => t.textContent)""")
+    classes = opened.evaluate(
+        """[...document.querySelectorAll('[data-role="map"] .xtick text')].map(t => t.textContent)"""
+    )
     assert classes[1:] == list(CLASSES[1:])
 
 
@@ -114,7 +118,7 @@ def test_tables_are_sorted_and_copied(opened):
     text = box.locator("textarea").input_value()
     assert r"last round, \%" in text
     assert r"$\pm$" in text
-    opened.get_by_label("against", exact=True).select_option("fedavg")
+    opened.locator("select[data-groups]").select_option("fedavg")
     shown = opened.locator('table[data-name="differences"] tbody tr:visible td:nth-child(2)').all_text_contents()
     assert shown == ["fedavg", "fedavg"]
 
@@ -140,4 +144,5 @@ def test_it_is_used_by_keys_and_turns_dark_and_printable(opened):
     opened.get_by_role("button", name="Light").click()
     assert opened.evaluate(ground) == "rgb(255, 255, 255)"
     opened.set_viewport_size({"width": 400, "height": 800})
+    opened.wait_for_timeout(1500)  # figures follow the window a moment later
     assert opened.evaluate("document.documentElement.scrollWidth") <= 400

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import yaml
 from support.html_page import Page
+from support.named import CLASSES, CLIENTS, federation
 from support.running import TINY, call
 
 import unskew
-from reporting.conftest import CLASSES, CLIENTS, federation
 from unskew.comparison.intervals import interval95
 from unskew.errors import CheckpointError, ConfigError
 from unskew.measures.heterogeneity import label_figures
@@ -126,7 +126,9 @@ def test_fairness_and_personal_models(compared, page):
     found = dict(zip(page.column("fairness", "method"), page.column("fairness", "Gini"), strict=True))
     rows = [json.loads(line) for line in (compared[0] / "fedavg/seed-0/clients.jsonl").read_text().splitlines()]
     scores = [[row["accuracy"] for row in rows]]
-    scores += [[json.loads(x)["accuracy"] for x in (compared[0] / "fedavg/seed-1/clients.jsonl").read_text().splitlines()]]
+    scores += [
+        [json.loads(x)["accuracy"] for x in (compared[0] / "fedavg/seed-1/clients.jsonl").read_text().splitlines()]
+    ]
     by_pairs = [np.abs(np.subtract.outer(v, v)).mean() / (2 * np.mean(v)) for v in scores]
     assert found["fedavg"] == pytest.approx(np.mean(by_pairs))
     assert page.column("fairness", "model").count("personal") == 1
@@ -220,6 +222,12 @@ def test_twelve_long_runs_take_less_than_six_megabytes(compared, tmp_path):
 # ---- folders ----------------------------------------------------------------------------------------------------------
 
 
+METRICS = (
+    '{"round": 1, "accuracy": 0.5, "loss": 1, "bytes_up": 8, "bytes_down": 8, "begin_seconds": 0, "train_seconds": 0, '
+    '"seconds": 1.5}\n'
+)
+
+
 @pytest.fixture
 def run(compared, tmp_path):
     folder = tmp_path / "run"
@@ -234,6 +242,10 @@ def run(compared, tmp_path):
         ("summary.json", "[]", CheckpointError, "no JSON object"),
         ("summary.json", '{"method": "fedavg"}', CheckpointError, "not the summary of a run: data is missing"),
         ("metrics.jsonl", "", CheckpointError, "lacks rounds"),
+        ("metrics.jsonl", METRICS.replace("1.5", "null"), CheckpointError, "their traffic or times"),
+        ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "their traffic or times"),
+        ("config.yaml", "1: 2", ConfigError, "not the configuration of a run"),
+        ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "remove it"),
         ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is damaged"),
         ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is damaged; remove it"),
         ("clients.jsonl", '{"client": 0, "samples": 1, "holds": {"x": 1}}\n', CheckpointError, "remove it"),
@@ -286,7 +298,9 @@ def test_runs_are_sorted_into_what_may_be_compared(run, tmp_path):
         config = yaml.safe_load((run / "config.yaml").read_text())
         summary = json.loads((run / "summary.json").read_text())
         (folders[-1] / "config.yaml").write_text(yaml.safe_dump({**config, **changes}))
-        (folders[-1] / "summary.json").write_text(json.dumps(summary | {k: changes[k] for k in changes if k in summary}))
+        (folders[-1] / "summary.json").write_text(
+            json.dumps(summary | {k: changes[k] for k in changes if k in summary})
+        )
 
     another("lr", lr=0.5)
     another("seed", seed=1)

@@ -159,8 +159,8 @@ def compare(
     rows = result.rows()
     if as_json:
         costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
-        report_at_the_end(console, [folder])
         print_json({"folder": str(folder), "rows": rows, "reaching": costs_of})
+        report_at_the_end(console, [folder])
         return
     costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, folders of comparisons, or folders that hold some.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of comparisons, or folders that hold some.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -53,5 +51,5 @@ def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None =
             console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
         else:
             say(console, write(list(runs), out))
-    except UnskewError as error:
+    except (UnskewError, OSError) as error:
         console.print(f"There is no report: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)

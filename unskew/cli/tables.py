@@ -13,6 +13,7 @@ from rich.table import Table
 from unskew.data.reading.columns import described
 from unskew.reporting.wording import F1, megabytes, number, percent
 
+
 def over_clients(summary: dict[str, Any], whose: str) -> str:
     """The figures over clients as one line."""
     mean, std, decile, worst = (

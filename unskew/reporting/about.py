@@ -53,9 +53,9 @@ def facts(spelling: str) -> list[MethodFacts]:
 
 
 def paragraphs(text: str) -> list[tuple[str, str]]:
-    """A docstring as ``("text", ...)`` and ``("formula", ...)``, where a paragraph that ends with ``::`` leads to a formula.
+    r"""A docstring as ``("text", ...)`` and ``("formula", ...)``, where a paragraph that ends with ``::`` leads to a formula.
 
-    >>> paragraphs("With x::\\n\\n    a <- b\\n\\nMore.")
+    >>> paragraphs("With x::\n\n    a <- b\n\nMore.")
     [('text', 'With x:'), ('formula', 'a <- b'), ('text', 'More.')]
     """
     found = []
@@ -104,7 +104,10 @@ def pictures(one: Series) -> list[tuple[str, str]]:
     """Pictures of what clients made with a method, of its first run that has some: a title and a data address."""
     for run in one.runs:
         made = "data" in {slot for fact in facts(one.method) for slot in fact.slots.split(", ")}
-        places = [("samples", run.folder / "samples"), *([("synthetic", place) for place in _synthetic(run)] if made else [])]
+        places = [
+            ("samples", run.folder / "samples"),
+            *([("synthetic", place) for place in _synthetic(run)] if made else []),
+        ]
         found = [
             (f"{what}, {path.stem}, seed {run.summary['seed']}", address)
             for what, place in places

@@ -70,7 +70,9 @@ def curves(part: Part) -> dict[str, Any]:
     return {
         "figures": {name: EVALUATED[name] for name in there},
         "target": None if part.language else 100 * part.target,
-        "lines": {one.label: {name: line(one, name, EVALUATED[name].endswith("(%)")) for name in there} for one in part.series},
+        "lines": {
+            one.label: {name: line(one, name, EVALUATED[name].endswith("(%)")) for name in there} for one in part.series
+        },
     }
 
 
@@ -104,7 +106,9 @@ def titles() -> dict[str, str]:
 
 def measured(part: Part) -> dict[str, Any]:
     """What methods, and diagnoses, say of every round: numbers as lines, lists of numbers as dots of the first seed."""
-    declared, lines, dots = titles(), {}, {}
+    declared = titles()
+    lines: dict[str, dict[str, Any]] = {}
+    dots: dict[str, dict[str, Any]] = {}
     names = dict.fromkeys(
         name for one in part.series for run in one.runs for row in run.history for name in row if name not in ALWAYS
     )
@@ -142,8 +146,12 @@ def boxes(part: Part) -> dict[str, Any]:
                 low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
                 kept = [scored[place] for place in thinned(len(scored), DOTS)]
                 found.setdefault(whose, {})[one.label] = {
-                    **{"low": low, "median": median, "high": high, "mean": values.mean().item()},
-                    **{"least": values[0].item(), "most": values[-1].item()},
+                    "low": low,
+                    "median": median,
+                    "high": high,
+                    "mean": values.mean().item(),
+                    "least": values[0].item(),
+                    "most": values[-1].item(),
                     "decile": worst_tenth(values),
                     "dots": [value for value, _, _ in kept],
                     "who": [f"{name}, seed {seed}" for _, name, seed in kept],

@@ -36,7 +36,8 @@ def copies(*kinds: str) -> str:
 def table(one: Table) -> str:
     """A table that can be sorted and copied; of one with groups, the first group is shown, and the reader chooses."""
     heads = "".join(
-        f'<th scope="col" class="{"word" if place < one.words else "number"}"><button type="button">{text(title)}</button></th>'
+        f'<th scope="col" class="{"word" if place < one.words else "number"}">'
+        f'<button type="button">{text(title)}</button></th>'
         for place, title in enumerate(one.columns)
     )
     lines = []

@@ -41,10 +41,10 @@ def as_script(text: str) -> str:
 
 
 def as_data(value: object) -> str:
-    """Plain values as JSON that no page takes for its own mark-up; six digits, and null for what is not finite.
+    r"""Plain values as JSON that no page takes for its own mark-up; six digits, and null for what is not finite.
 
     >>> as_data({"<": [1 / 3, float("nan")]})
-    '{"\\\\u003c":[0.333333,null]}'
+    '{"\\u003c":[0.333333,null]}'
     """
     text = json.dumps(_rounded(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -79,7 +79,7 @@ def page(title: str, body: str, data: object) -> str:
     from unskew import __version__
 
     library, own, style = as_script(plotly_script()), as_script(part_of_page("report.js")), part_of_page("report.css")
-    # The library makes an empty style element that it fills by calls, and empties style attributes: the empty text is allowed.
+    # The library makes an empty style element that it fills by calls, and empties attributes: the empty text is allowed.
     policy = (
         f"default-src 'none'; script-src {allowed(library)} {allowed(own)}; style-src {allowed(style)} {allowed('')}; "
         f"style-src-attr 'unsafe-hashes' {allowed('')}; img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -88,8 +88,11 @@ def parts_of(runs: Sequence[RunFiles]) -> tuple[list[Part], list[str]]:
     return parts, notes
 
 
-def _key(values: dict[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True, default=str)
+def _key(value: object) -> str:
+    """A text that is the same for the same values, in whichever order a file has them."""
+    if isinstance(value, dict):
+        return repr(sorted((repr(name), _key(one)) for name, one in value.items()))
+    return repr(list(map(_key, value))) if isinstance(value, list) else repr(value)
 
 
 def name_apart(series: Sequence[Series]) -> None:
@@ -98,7 +101,7 @@ def name_apart(series: Sequence[Series]) -> None:
         same = [one for one in series if one.method == method]
         configs = [one.runs[0].config for one in same]
         names = sorted({name for config in configs for name in config} - {*SHARED, *HOW})
-        differ = [name for name in names if len({_key({"": config.get(name)}) for config in configs}) > 1]
+        differ = [name for name in names if len({_key(config.get(name)) for config in configs}) > 1]
         for one in same:
             config = one.runs[0].config
             told = ", ".join(f"{name}={plain(config.get(name))}" for name in differ)
@@ -107,7 +110,7 @@ def name_apart(series: Sequence[Series]) -> None:
 
 def plain(value: object) -> str:
     """A value of a configuration in a few words."""
-    return str(value) if isinstance(value, str | int | float) else json.dumps(value, default=str)
+    return "none" if value is None else str(value)
 
 
 def order(series: list[Series]) -> list[Series]:

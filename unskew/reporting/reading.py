@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.records.result import read_history
 
 MOST_RUNS = 500
+LARGEST = 1e300
 DEEPEST = 4
 """Folders below the one that is named, in which runs are looked for."""
 WORDS = ("method", "data", "partition", "partition_hash", "model", "weights", "engine", "buffers")
 WHOLE = ("clients", "seed", "rounds", "parameters")
+PER_ROUND = ("round", "bytes_up", "bytes_down", "seconds")
 NUMBERS = ("accuracy", "best_accuracy", "bytes_up", "bytes_down", "seconds")
 
 
@@ -47,8 +48,8 @@ class RunFiles:
 
 
 def number(value: object) -> bool:
-    """Whether a value of a file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value of a file is a number that can be worked with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
@@ -101,8 +102,11 @@ def read_run(folder: Path) -> RunFiles:
     check_summary(summary, folder / "summary.json")
     history = read_history(folder)
     path = folder / "metrics.jsonl"
-    if not history or not all(number(row.get("round")) and number(row.get("seconds")) for row in history):
-        raise CheckpointError(f"{path} is damaged: it lacks rounds, or their times.")
+    if not history or not all(number(row.get(name)) for row in history for name in PER_ROUND):
+        raise CheckpointError(f"{path} is damaged: it lacks rounds, or their traffic or times.")
+    config = load_yaml(folder / "config.yaml")
+    if not all(isinstance(name, str) for name in config):
+        raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
     about = read_json(folder / "about.json") if (folder / "about.json").is_file() else {}
     check_about(about, folder / "about.json")
     told = folder / "warnings.txt"
@@ -112,7 +116,7 @@ def read_run(folder: Path) -> RunFiles:
         raise CheckpointError(f"{told} cannot be read: {error.strerror}.") from error
     return RunFiles(
         folder,
-        load_yaml(folder / "config.yaml"),
+        config,
         summary,
         history,
         read_clients(folder / "clients.jsonl"),
@@ -155,7 +159,9 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     for names, fits in checks:
         for name in names:
             if not fits(summary.get(name)):
-                raise CheckpointError(f"{path} is not the summary of a run: {name} is missing, or is not what it must be.")
+                raise CheckpointError(
+                    f"{path} is not the summary of a run: {name} is missing, or is not what it must be."
+                )
 
 
 def check_about(about: dict[str, Any], path: Path) -> None:
@@ -192,6 +198,8 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
         if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
             raise damaged
         shares = [row.get(name) for name in ("accuracy", "personal_accuracy")]
-        if not all(map(number, holds.values())) or not all(value is None or number(value) for value in shares):
+        if not all(number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
+            value is None or number(value) for value in shares
+        ):
             raise damaged
     return rows

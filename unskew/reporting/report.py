@@ -55,7 +55,9 @@ def report(
 def _folder(source: Any) -> Path:
     if isinstance(source, Result | Comparison):
         if source.folder is None:
-            raise ConfigError("A report reads the folder of a run, and this one was written to none: run it with out=...")
+            raise ConfigError(
+                "A report reads the folder of a run, and this one was written to none: run it with out=..."
+            )
         return source.folder
     if not isinstance(source, str | Path):
         raise ConfigError(f"A report is made of folders, or of what run and compare gave, not of {shown(source)}.")
@@ -90,7 +92,9 @@ def whole(parts: Sequence[Part], notes: Iterable[str]) -> str:
     notes = list(notes)
     if notes:
         pieces.append(markup.listed(notes, "told"))
-    pieces.append('<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>')
+    pieces.append(
+        '<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>'
+    )
     if len(parts) > 1:
         links = "".join(
             f'<li><a href="#part-{number}">{markup.text(part.title)}</a></li>' for number, part in enumerate(parts)

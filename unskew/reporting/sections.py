@@ -55,14 +55,19 @@ def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
     axes = {"round": "rounds", "mb": "traffic", "seconds": "seconds"}
     titles = {name: title.removesuffix(" (%)") for name, title in shown["figures"].items()}
     reached = tables.reaching_target(part)
-    band = "Lines are means over seeds, bands one standard deviation. " if any(len(s.runs) > 1 for s in part.series) else ""
+    band = (
+        "Lines are means over seeds, bands one standard deviation. "
+        if any(len(s.runs) > 1 for s in part.series)
+        else ""
+    )
     return (
         '<h3>Curves</h3><div class="controls">'
         + markup.choice("figure", "show", titles, group)
         + markup.choice("axis", "against", axes, group)
         + '<label><input type="checkbox" data-role="log" autocomplete="off"> logarithmic</label></div>'
         + markup.plot("curves")
-        + f'<p class="soft">{band}Draw a frame to zoom in. With the figure in focus, + and - zoom, arrows move, 0 shows all.</p>'
+        + f'<p class="soft">{band}Draw a frame to zoom in. With the figure in focus, '
+        + "+ and - zoom, arrows move, 0 shows all.</p>"
         + (markup.table(reached) if reached else "")
     )
 
@@ -85,10 +90,14 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
         if len(shown) > 1
         else ""
     )
-    cells = markup.choice("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group) if maps else ""
+    cells = (
+        markup.choice("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group) if maps else ""
+    )
     numbers = "".join(
         f'<div data-partition="{k}"{" hidden" if k else ""}>'
-        + markup.facts({**{name: _short(value) for name, value in one["figures"].items()}, "partition hash": one["hash"]})
+        + markup.facts(
+            {**{name: _short(value) for name, value in one["figures"].items()}, "partition hash": one["hash"]}
+        )
         + "</div>"
         for k, one in enumerate(shown)
     )
@@ -133,7 +142,9 @@ def _methods(part: Part, shown: Mapping[str, Any]) -> str:
     if names:
         own = {name: sum(name.startswith(late) for late in LATER) for name in names}
         options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
-        pieces.append(f'<div class="controls">{markup.select("measure", "figure", options)}</div>{markup.plot("measured")}')
+        pieces.append(
+            f'<div class="controls">{markup.select("measure", "figure", options)}</div>{markup.plot("measured")}'
+        )
     seen: set[str] = set()
     for one in part.series:
         for fact in about.facts(one.method):
@@ -162,7 +173,7 @@ def _warnings(part: Part) -> str:
     told = about.warnings_of(part)
     lines = [f"{text} ({runs})" for runs, text in told]
     lines += [
-        f"{run.summary['updates_skipped']} updates were not finite and were left out ({one.label}, seed {run.summary['seed']})"
+        f"{run.summary['updates_skipped']} updates were not finite and left out ({one.label}, seed {run.summary['seed']})"
         for one in part.series
         for run in one.runs
         if run.summary.get("updates_skipped")

@@ -147,7 +147,11 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
     if interval is None:
         return [told, Cell("needs 2 seeds"), Cell("-")]
     low, high = interval
-    return [told, Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low), Cell("inside" if low <= 0 <= high else "outside")]
+    return [
+        told,
+        Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
+        Cell("inside" if low <= 0 <= high else "outside"),
+    ]
 
 
 def reaching_target(part: Part) -> Table | None:
@@ -186,7 +190,14 @@ def fairness(part: Part) -> Table | None:
             rows.append([Cell(one.label), Cell(label), *cells, figure(gap, 3), share(better)])
     if not rows:
         return None
-    columns = ["mean, %", "std over clients", "worst decile, %", "worst client, %", "Gini", "clients it serves better, %"]
+    columns = [
+        "mean, %",
+        "std over clients",
+        "worst decile, %",
+        "worst client, %",
+        "Gini",
+        "clients it serves better, %",
+    ]
     if not any(row[-1].value is not None for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
     caption = "Accuracy over clients after the last round, mean over seeds"
@@ -254,7 +265,7 @@ def runs(part: Part) -> Table:
             figure(s["seed"], 0),
             share(s["accuracy"]),
             share(s["best_accuracy"]),
-            figure(s.get("best_round"), 0),
+            figure(_cost(run, "best_round"), 0),
             loss(s.get("loss")),
             share(s.get("client_accuracy_mean")),
             share(s.get("client_accuracy_worst_decile")),

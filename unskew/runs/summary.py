@@ -130,10 +130,10 @@ def of_clients(federation: Federation, scores: ClientScores, personal: ClientSco
         for k, accuracy in zip(personal.ids.tolist(), personal.accuracies.tolist(), strict=True):
             figures[k]["personal_accuracy"] = accuracy
     clients, names = federation.clients, federation.client_names
-    holds: dict[int, dict[int, int]] = {}
+    holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and names_of_classes(federation):
         found = enumerate(federation.holdings()[0])
-        holds = {k: {int(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
+        holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
     if isinstance(clients, ArrayClients):
         held_out = clients.offsets[1:] - clients.splits
         sizes = dict(enumerate(zip(federation.sizes.tolist(), held_out.tolist(), strict=True)))

@@ -148,6 +148,7 @@
           const at = names.map((_, i) => i).filter((i) => i % step === 0);
           return { tickvals: at, ticktext: at.map((i) => plain(short(names[i], 18))) };
         };
+        this.find("map").style.setProperty("height", `${Math.min(680, Math.max(360, 120 + 13 * rows.length))}px`);
         const gap = rows.length * classes.length < 1500 ? 1 : 0.2;
         this.show("map", [{
           type: "heatmap", z: share ? shares.map((row) => row.map((v) => 100 * v)) : counts, colorscale: "Cividis",
