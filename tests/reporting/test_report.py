@@ -115,10 +115,10 @@ def test_many_clients_and_classes_become_few_rows_and_columns():
     counts = np.zeros((2500, 200))
     counts[np.arange(2500), np.arange(2500) % 200] = 4
     shown = heat_map(counts, [str(k) for k in range(2500)], [])
-    assert np.shape(shown["counts"]) == (100, 60)
+    assert np.shape(shown["counts"]) == (100, 100)
     assert len(shown["rows"]) == 100
     assert sum(map(sum, shown["counts"])) * 25 == pytest.approx(counts.sum())
-    assert shown["rows"][0] == "25 clients, mostly 0"
+    assert shown["rows"][0] == "mostly 0 (25 clients)"
     assert "2500 clients in 100 rows" in shown["note"]
 
 
@@ -282,11 +282,29 @@ def test_what_cannot_be_reported_on_is_a_sentence(run, light, tmp_path):
 
 
 def test_older_folders_have_a_report_that_says_what_is_missing(run, light):
-    for name in ("about.json", "clients.jsonl"):
-        (run / name).unlink()
+    (run / "about.json").unlink()
+    rows = [json.loads(line) for line in (run / "clients.jsonl").read_text().splitlines()]
+    without = [{key: value for key, value in row.items() if key != "holds"} for row in rows]
+    (run / "clients.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without))
+    assert "do not say how many samples of each class" in "".join(Page(unskew.report(run).read_text()).texts)
+    (run / "clients.jsonl").unlink()
     told = "".join(Page(unskew.report(run).read_text()).texts)
     assert "do not say what each client holds" in told
     assert "an earlier version made them" in told
+
+
+def test_of_language_models_losses_count(run, light):
+    summary = json.loads((run / "summary.json").read_text())
+    told = {"perplexity": 3.5, "best_loss": 1.25, "best_perplexity": 3.0}
+    (run / "summary.json").write_text(json.dumps(summary | told))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**row, "perplexity": 4.0}) + "\n" for row in rows))
+    page = Page(unskew.report(run).read_text())
+    assert page.column("comparison", "perplexity") == [3.5]
+    assert page.column("comparison", "loss, best round") == [1.25]
+    assert list(page.data["parts"][0]["curves"]["figures"]) == ["loss", "perplexity", "accuracy"]
+    assert page.data["parts"][0]["curves"]["target"] is None
+    assert "target" not in page.tables
 
 
 def test_runs_are_sorted_into_what_may_be_compared(run, tmp_path):

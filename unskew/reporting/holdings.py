@@ -10,7 +10,7 @@ from unskew.reporting.figures import gini, thinned, who
 from unskew.reporting.parts import Part
 from unskew.reporting.reading import RunFiles
 
-ROWS, COLUMNS = 100, 60
+ROWS, COLUMNS = 100, 100
 """Rows and columns of a heat map at most."""
 MOST = 10_000_000
 """Clients times classes that are looked at."""
@@ -83,10 +83,16 @@ def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[s
         # Clients with the same main class come together, so that the mean of a few of them keeps the skew visible.
         order = np.lexsort((-shares.max(1), shares.argmax(1)))
         bins = np.array_split(order, ROWS)
-        rows = [f"{len(some)} clients, mostly {labels[int(shares[some].mean(0).argmax())]}" for some in bins]
+        rows = [f"mostly {labels[int(shares[some].mean(0).argmax())]} ({len(some)} clients)" for some in bins]
         counts, shares = (np.stack([values[some].mean(0) for some in bins]) for values in (counts, shares))
         note = f"{len(names)} clients in {ROWS} rows: each row is the mean of clients with the same main class. {note}"
-    return {"rows": rows, "classes": labels, "counts": counts.tolist(), "shares": shares.tolist(), "note": note.strip()}
+    return {
+        "rows": rows,
+        "classes": labels,
+        "counts": counts.round(1).tolist(),
+        "shares": shares.round(3).tolist(),
+        "note": note.strip(),
+    }
 
 
 def of_sizes(sizes: np.ndarray) -> dict[str, float]:

@@ -56,7 +56,8 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        value = float(f"{value:.6g}")
+        return int(value) if value.is_integer() else value if math.isfinite(value) else None
     return value
 
 

@@ -101,9 +101,14 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
         + "</div>"
         for k, one in enumerate(shown)
     )
+    missing = (
+        ""
+        if maps
+        else '<p class="soft">These run folders do not say how many samples of each class a client holds.</p>'
+    )
     left = markup.plot("map") + '<p class="soft" data-role="map-note"></p>' if maps else ""
     right = f"<div>{numbers}{markup.plot('sizes', low=True)}</div>"
-    both = f'<div class="pair"><div>{left}</div>{right}</div>' if maps else right
+    both = f'<div class="pair"><div>{left}</div>{right}</div>' if maps else missing + right
     return f'<h3>Who holds what</h3><div class="controls">{chooser}{cells}</div>{both}'
 
 

@@ -77,7 +77,6 @@ def over_seeds(part: Part) -> str:
 def comparison(part: Part) -> Table:
     """A line per method, the figures of ``comparison.json``."""
     rows = part.comparison().rows()
-    target = percent(part.target)
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
     personal = any(row["personal_accuracy_mean"] is not None for row in rows)
     columns: dict[str, Any] = {}
@@ -99,10 +98,11 @@ def comparison(part: Part) -> Table:
         spread = row["seeds"] > 1
         cells = [write(row.get(name), row.get(f"{name}_std") if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
-        reached = missed if row["rounds_to_target"] is None else figure(row["rounds_to_target"])
+        reached = [] if part.language else [figure(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
         costs = [amount(row["bytes_up"]), amount(row["bytes_down"]), figure(row["seconds"])]
-        lines.append([Cell(row["method"]), figure(row["seeds"], 0), *cells, reached, *costs])
-    titles = ["method", "seeds", *columns, f"rounds to {target} %", "MB up", "MB down", "seconds"]
+        lines.append([Cell(row["method"]), figure(row["seeds"], 0), *cells, *reached, *costs])
+    counted = [] if part.language else [f"rounds to {percent(part.target)} %"]
+    titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
     what = "Test loss in nats per token" if part.language else "Test accuracy"
     return Table("comparison", f"{what}, {over_seeds(part)}", titles, lines)
 
