@@ -117,7 +117,7 @@ def test_many_clients_and_classes_become_few_rows_and_columns():
     shown = heat_map(counts, [str(k) for k in range(2500)], [])
     assert np.shape(shown["counts"]) == (100, 100)
     assert len(shown["rows"]) == 100
-    assert sum(map(sum, shown["counts"])) * 25 == pytest.approx(counts.sum())
+    assert sum(map(sum, shown["counts"])) * 25 == pytest.approx(counts.sum(), rel=0.01)  # they are rounded
     assert shown["rows"][0] == "mostly 0 (25 clients)"
     assert "2500 clients in 100 rows" in shown["note"]
 
