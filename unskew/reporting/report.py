@@ -48,7 +48,8 @@ def report(
     found, notes = read_runs(folders)
     parts, more = parts_of(found)
     make_folder(file.parent)
-    write_atomic(file, whole(parts, [*notes, *more]).encode())
+    # A name may hold what no text file can, such as half a character.
+    write_atomic(file, whole(parts, [*notes, *more]).encode(errors="replace"))
     return file
 
 
