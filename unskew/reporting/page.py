@@ -79,7 +79,8 @@ def page(title: str, body: str, data: object) -> str:
     """
     from unskew import __version__
 
-    library, own, style = as_script(plotly_script()), as_script(part_of_page("report.js")), part_of_page("report.css")
+    library, style = as_script(plotly_script()), part_of_page("report.css")
+    own = as_script(part_of_page("tables.js") + part_of_page("report.js"))
     # The library makes an empty style element that it fills by calls, and empties attributes: the empty text is allowed.
     policy = (
         f"default-src 'none'; script-src {allowed(library)} {allowed(own)}; style-src {allowed(style)} {allowed('')}; "
