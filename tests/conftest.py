@@ -18,6 +18,7 @@ def undrawn(request, monkeypatch):
         from matplotlib.figure import Figure
 
         monkeypatch.setattr(Figure, "savefig", blank)
+        monkeypatch.setattr("unskew.cli.report.find_spec", lambda name: None)  # nor is a report made
 
 
 @pytest.fixture(autouse=True, scope="session")

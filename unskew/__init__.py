@@ -37,6 +37,7 @@ _PLACES = {
     "load": "unskew.serving.load",
     "load_federation": "unskew.data.load",
     "method": "unskew.methods.catalogue",
+    "report": "unskew.reporting.report",
     "resume": "unskew.runs.run",
     "run": "unskew.runs.run",
 }
@@ -64,6 +65,7 @@ __all__ = [
     "load",
     "load_federation",
     "method",
+    "report",
     "resume",
     "run",
 ]
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from unskew.models.vector import ModelSpec
     from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
     from unskew.records.result import Result
+    from unskew.reporting.report import report
     from unskew.runs.run import resume, run
     from unskew.serving.load import load
 

@@ -152,8 +152,8 @@ def test_run_folder(capsys):
     assert "Everything is in a" in outcome.out
     files = {str(path.relative_to("a")) for path in Path("a").rglob("*") if path.is_file()}
     assert {p for p in files if "/" not in p} == {
-        "config.yaml", "engine.json", "metrics.jsonl", "summary.json", "clients.jsonl", "model.safetensors",
-        "convergence.png",
+        "config.yaml", "engine.json", "inputs.json", "about.json", "metrics.jsonl", "summary.json", "clients.jsonl",
+        "model.safetensors", "convergence.png",
     }  # fmt: skip
     assert {p for p in files if "/" in p} == {
         "checkpoints/0000002/manifest.json",

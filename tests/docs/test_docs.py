@@ -77,8 +77,10 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
         "cache",
         "clients",
         "coefficients.png",
+        "report.html",
         "samples",
         "synthetic",
+        "warnings.txt",
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -390,13 +391,19 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sweep, "federation_of", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
+    reported = []
+    monkeypatch.setattr("unskew.cli.reproduce.report_at_the_end", lambda console, *what: reported.append(what))
     outcome = call(capsys, *args)
     assert outcome.code == 0
+    (((folder,), page),) = reported
+    assert (folder / "summary.json").is_file()
+    assert page == Path("runs/reproduce/fedcog-table-1-smoke.html")
     assert "goes on with digits instead" in outcome.out
     assert "64.36" in outcome.out
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
     monkeypatch.setattr(sweep, "federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
+    assert len(reported) == 1, "nothing was run, so there is nothing new to report on"
     (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
     assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], 64.36)
 

@@ -134,6 +134,7 @@ def test_every_client_has_a_line_whose_means_are_those_of_the_summary(tmp_path, 
     assert [(row["samples"], row["held_out"]) for row in rows] == [
         (n - h, h) for n, h in zip((8, 12, 20, 9), held, strict=True)
     ]
+    assert [sum(row["holds"].values()) for row in rows] == [row["samples"] for row in rows]
     for key, whose in (("accuracy", "client"), ("personal_accuracy", "personal")):
         if whose == "personal" and method == "fedavg":
             assert all(key not in row for row in rows)
@@ -148,7 +149,9 @@ def test_every_client_has_a_line_whose_means_are_those_of_the_summary(tmp_path, 
 def test_only_those_evaluated_have_figures_and_only_named_ones_names(tmp_path):
     fed = hospitals(names=())
     result = train(fed, eval_clients=2)
-    assert [set(row) for row in result.clients if "accuracy" not in row] == [{"client", "samples", "held_out"}] * 2
+    assert [set(row) for row in result.clients if "accuracy" not in row] == [
+        {"client", "samples", "held_out", "holds"}
+    ] * 2
     values = [row["accuracy"] for row in result.clients if "accuracy" in row]
     assert np.mean(values) == result.summary["client_accuracy_mean"]
     assert not any("name" in key for key in result.summary)

@@ -35,6 +35,7 @@ from unskew.cli.options import (
     values_of,
 )
 from unskew.cli.predict import predict
+from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
@@ -164,6 +165,7 @@ def compare(
     if as_json:
         costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
         print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
+        report_at_the_end(console, [folder])
         return
     costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
     for note in result.notes():
@@ -171,6 +173,7 @@ def compare(
     for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
+    report_at_the_end(console, [folder])
     console.print(f"{len(methods) * len(which)} runs in {time.perf_counter() - started:.0f} s.")
 
 
@@ -209,6 +212,7 @@ app.command()(cli_info.models)
 app.command()(cli_info.partition)
 app.command()(diagnose)
 app.command()(predict)
+app.command()(report)
 app.command()(reproduce)
 app.add_typer(deploy, name="deploy")
 

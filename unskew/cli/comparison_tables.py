@@ -11,8 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.tables import F1, megabytes, number, percent
 from unskew.comparison.target import TargetCost
+from unskew.reporting.wording import F1, megabytes, number, percent
 
 WORDS = ("model", "over")
 """Columns that hold words, not figures."""

@@ -17,9 +17,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from unskew.cli.tables import columns_table, percent
+from unskew.cli.tables import columns_table
 from unskew.data.federation import Federation
 from unskew.records.recorder import Row
+from unskew.reporting.wording import percent
 
 
 @contextmanager

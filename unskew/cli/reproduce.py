@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
+from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError, unknown
 from unskew.files import place
 
@@ -107,6 +108,10 @@ def reproduce(
                 console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
             outcomes = list(sweep.carry_out(which))
     entries = report.entries(table, outcomes)
+    folders = list(dict.fromkeys(folder for folder in map(sweep.folder, (cell for cell, _ in outcomes)) if folder))
+    if folders and not show:
+        name = f"{preset.replace('/', '-')}-{scale}.html"
+        report_at_the_end(console, folders, runs / name)
     if plot is not None and outcomes:
         (draw_curves(table, outcomes, plot) if table.curves else draw_points(table, entries, plot))
     if as_json:

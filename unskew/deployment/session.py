@@ -46,7 +46,7 @@ class DeployedSession(Session):
         network = SitesNetwork(0.0, self.config.seed, self.network.delays, self.network.store, self.network.device)
         network.sites = sites
         self.network = network
-        sites.tell = self._warn
+        sites.tell = self.recorder.warn
 
     def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
         """The sites."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unskew.plots.figure import MARKERS, literal, new_figure, over_rounds, save_figure
+from unskew.plots.figure import MARKERS, PALETTE, literal, new_figure, over_rounds, save_figure
 
 NAME = 24
 """Characters of a client's name that a figure shows at most."""
@@ -39,7 +39,7 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
         mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
         # Methods often lie on top of each other: another marker at another place keeps each of them visible.
         style: dict[str, Any] = {
-            "color": f"C{number % 10}",
+            "color": PALETTE[number % len(PALETTE)],
             "marker": MARKERS[number % len(MARKERS)],
             "markevery": (number % max(1, shortest // 8), max(1, shortest // 8)),
         }

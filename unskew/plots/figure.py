@@ -10,6 +10,11 @@ from typing import Any
 from unskew.errors import ConfigError
 from unskew.files import make_folder, write_atomic, writing
 
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+"""Colours that colour-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and grey).
+
+A method has the one at its place in the list of methods, in every figure and every report.
+"""
 MARKERS = "osD^vPX*<>"
 
 

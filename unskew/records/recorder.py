@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import time
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic, writing
+
+if TYPE_CHECKING:
+    import torch
 
 Row = dict[str, Any]
 
@@ -98,6 +102,14 @@ class Recorder:
         for callback in self.callbacks:
             callback.round(row)
 
+    def warn(self, text: str) -> None:
+        """Tell the user, and keep what was told in ``warnings.txt``."""
+        if self._path is not None:
+            path = self._path.with_name("warnings.txt")
+            with writing(path), path.open("a", encoding="utf-8") as file:
+                file.write(" ".join(text.split()) + "\n")
+        warn(self.callbacks, text)
+
     def sync(self) -> None:
         """Make sure that the lines so far survive a power cut; called before each checkpoint."""
         if self._file is not None and self._path is not None:
@@ -181,6 +193,21 @@ def finite(row: Row) -> Row:
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+
+def write_about(folder: Path, device: torch.device, class_names: Sequence[str]) -> None:
+    """Write ``about.json``: with what the run is made, and what its classes are called."""
+    import numpy
+    import torch
+
+    from unskew import __version__
+
+    versions = {"unskew": __version__, "python": platform.python_version()}
+    versions |= {"torch": str(torch.__version__), "numpy": numpy.__version__}
+    machine = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    about = {"versions": versions, "machine": machine | {"device": name}, "classes": list(class_names)}
+    write_atomic(folder / "about.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
 def write_clients(folder: Path, clients: Sequence[Row]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from unskew.plots.curves import signs
-from unskew.plots.figure import MARKERS, new_figure, over_rounds, save_figure
+from unskew.plots.figure import MARKERS, PALETTE, new_figure, over_rounds, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 from unskew.reproduction.report import Entry, expanded, shown
@@ -94,7 +94,7 @@ def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
         for number, line in enumerate(lines):
             mine = [e for e in some if (e.row if over_columns else e.column) == line]
             x = [places.index(e.column if over_columns else e.row) for e in mine]
-            style: dict[str, Any] = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
+            style: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
             axis.errorbar(x, [e.mean for e in mine], [e.std for e in mine], label=line, capsize=3, **style)
             papers = [(place, e.published) for place, e in zip(x, mine, strict=True) if e.published is not None]
             if papers:

@@ -101,6 +101,11 @@ class Sweep:
                         yield one, outcome
                         break
 
+    def folder(self, cell: Cell) -> Path | None:
+        """The folder of a cell's finished run, if it is still there."""
+        folder = self.runs / key_of(cell.config, cell.parent)
+        return folder if (folder / "summary.json").is_file() else None
+
     def federation(self, config: Experiment) -> Federation:
         """The data of a run; the last are kept, as neighbours in a table often share them."""
         key = config.data_spec, config.seed

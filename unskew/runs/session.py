@@ -21,7 +21,7 @@ from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
-from unskew.records.recorder import Callback, Recorder, warn
+from unskew.records.recorder import Callback, Recorder, write_about
 from unskew.records.result import Result
 from unskew.runs.continuation import (
     begin_where,
@@ -37,7 +37,7 @@ from unskew.runs.finishing import write_finished
 from unskew.runs.inputs import inputs_of
 from unskew.runs.predictor import Predictor
 from unskew.runs.stopping import EarlyStopping
-from unskew.runs.summary import of_clients, summarise
+from unskew.runs.summary import names_of_classes, of_clients, summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
@@ -102,6 +102,7 @@ class Session:
         flying = ClientStore(None if folder is None else folder / "in-flight")
         self.network = Network(config.network.drop, config.seed, delays, flying, device)
         self.evaluator = Evaluator(spec, original, task, device)
+        self.recorder = Recorder(folder, callbacks)
         self.setup = Setup(
             spec,
             federation,
@@ -113,9 +114,8 @@ class Session:
             config.buffers,
             prepared.common,
             config.patience,
-            self._warn,
+            self.recorder.warn,
         )
-        self.recorder = Recorder(folder, callbacks)
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
         self.samples: MadeInputs | None = None
@@ -138,12 +138,12 @@ class Session:
                     "ft trains the clients that are evaluated; with eval_clients 0 there are no personal figures."
                 )
             for text in texts:
-                self._warn(text)
+                self.recorder.warn(text)
             rounds = range(start, start if self.stopping.due else self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
             foretold = self.method.sync is not None and self.warnings
             if rounds and not (self.server.moved or self.server.overflows or foretold):
-                self._warn(trouble.stuck(self.network, len(rounds)))
+                self.recorder.warn(trouble.stuck(self.network, len(rounds)))
             self.recorder.sync()
             client_scores, clients = self._client_scores(engine)
         except Interrupted as interruption:
@@ -180,6 +180,7 @@ class Session:
         self._saved = start
         if self.folder is not None:
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
+            write_about(self.folder, self.setup.device, names_of_classes(self.evaluator.federation))
             for name in ("summary.json", "clients.jsonl"):
                 (self.folder / name).unlink(missing_ok=True)
             make_folder(self.folder / "checkpoints")
@@ -205,7 +206,7 @@ class Session:
             diagnosis.begin()
         traffic = self.server.traffic
         if problem := trouble.left_out(self.server, done, self.evaluator.federation.client_names):
-            self._warn(problem)
+            self.recorder.warn(problem)
         self.recorder.round(
             {
                 "round": done,
@@ -223,13 +224,10 @@ class Session:
         if last and self.samples is not None and self.folder is not None:
             nothing = self.samples.draw(self.folder / "samples")
             if nothing is not None:
-                self._warn(nothing)
+                self.recorder.warn(nothing)
         if last or done % self.config.checkpoint_every == 0:
             self._save(done)
         return last
-
-    def _warn(self, text: str) -> None:
-        warn(self.callbacks, text)
 
     def _save(self, done: int) -> None:
         if self.folder is None or done == self._saved:
@@ -256,7 +254,7 @@ class Session:
             return self._branch()
         path, manifest, problems = found
         for problem in problems:
-            self._warn(f"{problem} Going on from {path.name} instead.")
+            self.recorder.warn(f"{problem} Going on from {path.name} instead.")
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], self.config)
         check_rounds(extra["config"].get("rounds"), done, self.config)

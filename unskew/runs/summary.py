@@ -26,6 +26,10 @@ MEASURED = (
 """Figures of the last round that the summary repeats: these, and those that begin so; and the method's own."""
 
 
+MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
+"""Of federations that are no larger it is kept how many samples of each class a client holds."""
+
+
 def summarise(
     config: Experiment,
     prepared: Prepared,
@@ -103,6 +107,15 @@ def passes(prepared: Prepared) -> float:
     return round(sum(made) / len(made), 3)
 
 
+def names_of_classes(federation: Federation) -> tuple[str, ...]:
+    """The classes whose samples ``clients.jsonl`` counts; none if there are too many of them, or of clients."""
+    if federation.task == "language":
+        names = () if federation.kinds is None else federation.kinds[1]
+    else:
+        names = federation.class_names or tuple(map(str, range(federation.classes)))
+    return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
+
+
 def of_clients(federation: Federation, scores: ClientScores, personal: ClientScores | None) -> list[dict[str, Any]]:
     """What ``clients.jsonl`` holds: a line for each client; of clients that are loaded one by one, for those evaluated.
 
@@ -119,6 +132,10 @@ def of_clients(federation: Federation, scores: ClientScores, personal: ClientSco
         for k, accuracy in zip(personal.ids.tolist(), personal.accuracies.tolist(), strict=True):
             figures[k]["personal_accuracy"] = accuracy
     clients, names = federation.clients, federation.client_names
+    holds: dict[int, dict[str, int]] = {}
+    if isinstance(clients, ArrayClients) and names_of_classes(federation):
+        found = enumerate(federation.holdings()[0])
+        holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
     if isinstance(clients, ArrayClients):
         held_out = clients.offsets[1:] - clients.splits
         sizes = dict(enumerate(zip(federation.sizes.tolist(), held_out.tolist(), strict=True)))
@@ -130,6 +147,7 @@ def of_clients(federation: Federation, scores: ClientScores, personal: ClientSco
             **({"name": names[k]} if names else {}),
             "samples": samples,
             "held_out": held,
+            **({"holds": holds[k]} if k in holds else {}),
             **finite(figures.get(k, {})),
         }
         for k, (samples, held) in sizes.items()

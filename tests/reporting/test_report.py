@@ -1,0 +1,365 @@
+"""The report: its numbers are those of the run folders, its names are text, and it loads nothing."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.html_page import Page
+from support.named import CLASSES, CLIENTS, federation
+from support.running import TINY, call
+
+import unskew
+from unskew.comparison.intervals import interval95
+from unskew.errors import CheckpointError, ConfigError
+from unskew.measures.heterogeneity import label_figures
+from unskew.reporting.about import facts
+from unskew.reporting.holdings import heat_map, of_labels
+from unskew.reporting.page import allowed, as_script
+from unskew.reporting.parts import parts_of
+from unskew.reporting.reading import read_runs
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(scope="module")
+def page(compared, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("page", "report"):
+            patch.setattr(f"unskew.reporting.{module}.plotly_script", lambda: 'var drawn = "</script>";\r\n')
+        return Page(unskew.report(compared[1], tmp_path_factory.mktemp("page") / "a" / "report.html").read_text())
+
+
+def summaries(folder, method):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{method}/seed-*/summary.json"))]
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_run_is_there_with_the_figures_of_its_summary(compared, page):
+    folder, _ = compared
+    wanted = [s for method in ("fedprox-mu=0.5", "fedavg", "fedexp+ft") for s in summaries(folder, method)]
+    for title, key, factor in (
+        ("seed", "seed", 1),
+        ("last round, %", "accuracy", 100),
+        ("best round, %", "best_accuracy", 100),
+        ("loss", "loss", 1),
+        ("clients, mean %", "client_accuracy_mean", 100),
+        ("worst decile, %", "client_accuracy_worst_decile", 100),
+        ("MB up", "bytes_up", 1e-6),
+        ("seconds", "seconds", 1),
+    ):
+        assert page.column("runs", title) == pytest.approx([factor * s[key] for s in wanted], rel=1e-12), title
+
+
+def test_the_comparison_is_that_of_comparison_json(compared, page):
+    rows = json.loads((compared[0] / "comparison.json").read_text())
+    assert page.column("comparison", "method") == [row["method"] for row in rows]
+    assert page.column("comparison", "last round, %") == [100 * row["accuracy"] for row in rows]
+    assert page.column("comparison", "rounds to 50.0 %") == [
+        f"{row['seeds_reaching_target']} of 2 seeds" if row["rounds_to_target"] is None else row["rounds_to_target"]
+        for row in rows
+    ]
+    personal = [100 * row["personal_accuracy_mean"] if row["personal_accuracy_mean"] else "-" for row in rows]
+    assert page.column("comparison", "personal, mean %") == personal
+
+
+def test_differences_are_paired_by_seed(compared, page):
+    mine, base = (summaries(compared[0], name) for name in ("fedavg", "fedprox-mu=0.5"))
+    values = [100 * (a["accuracy"] - b["accuracy"]) for a, b in zip(mine, base, strict=True)]
+    pairs = list(zip(page.column("differences", "method"), page.column("differences", "minus"), strict=True))
+    assert len(pairs) == 6
+    at = pairs.index(("fedavg", "fedprox:mu=0.5"))
+    assert page.column("differences", "last: accuracy, points")[at] == pytest.approx(np.mean(values))
+    assert page.column("differences", "last: 95 % interval")[at] == pytest.approx(interval95(values)[0])
+
+
+def test_curves_are_means_over_seeds(compared, page):
+    (part,) = page.data["parts"]
+    histories = compared[1].histories["fedavg"]
+    line = part["curves"]["lines"]["fedavg"]["accuracy"]
+    values = 100 * np.array([[row["accuracy"] for row in history] for history in histories])
+    np.testing.assert_allclose(line["mean"], values.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(line["std"], values.std(0, ddof=1), rtol=1e-5, atol=1e-9)
+    assert line["round"] == [1, 2, 3]
+    assert line["mb"] == pytest.approx([(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in histories[0]], rel=1e-5)
+    assert part["curves"]["target"] == 50
+    assert part["measured"]["lines"]["fedexp_eta"]["fedexp+ft"]["mean"]
+
+
+def test_who_holds_what_is_what_the_federation_holds(page):
+    fed = federation()
+    (held,) = page.data["parts"][0]["holdings"]
+    counts = fed.class_counts()
+    assert held["map"]["rows"] == list(CLIENTS)
+    assert held["map"]["classes"] == list(CLASSES)
+    assert held["map"]["counts"] == counts.tolist()
+    wanted = label_figures(fed, range(4))
+    found = of_labels(counts.astype(float))
+    assert found["distance of a client's labels from all (total variation), mean"] == pytest.approx(
+        wanted["label_distance_mean"]
+    )
+    assert found["effective number of classes of a client, mean"] == pytest.approx(wanted["effective_classes"])
+    assert held["figures"]["effective number of clients"] == pytest.approx(wanted["effective_clients"], rel=1e-5)
+
+
+def test_many_clients_and_classes_become_few_rows_and_columns():
+    counts = np.zeros((2500, 200))
+    counts[np.arange(2500), np.arange(2500) % 200] = 4
+    shown = heat_map(counts, [str(k) for k in range(2500)], [])
+    assert np.shape(shown["counts"]) == (100, 100)
+    assert len(shown["rows"]) == 100
+    assert sum(map(sum, shown["counts"])) * 25 == pytest.approx(counts.sum(), rel=0.01)  # they are rounded
+    assert shown["rows"][0] == "mostly 0 (25 clients)"
+    assert "2500 clients in 100 rows" in shown["note"]
+
+
+def test_fairness_and_personal_models(compared, page):
+    found = dict(zip(page.column("fairness", "method"), page.column("fairness", "Gini"), strict=True))
+    rows = [json.loads(line) for line in (compared[0] / "fedavg/seed-0/clients.jsonl").read_text().splitlines()]
+    scores = [[row["accuracy"] for row in rows]]
+    scores += [
+        [json.loads(x)["accuracy"] for x in (compared[0] / "fedavg/seed-1/clients.jsonl").read_text().splitlines()]
+    ]
+    by_pairs = [np.abs(np.subtract.outer(v, v)).mean() / (2 * np.mean(v)) for v in scores]
+    assert found["fedavg"] == pytest.approx(np.mean(by_pairs))
+    assert page.column("fairness", "model").count("personal") == 1
+    assert set(page.data["parts"][0]["boxes"]) == {"global", "personal"}
+
+
+# ---- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_loads_nothing_and_runs_only_what_its_policy_names(page):
+    rules = dict(rule.strip().split(" ", 1) for rule in page.policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    running = [text for kind, text in page.scripts if kind != "application/json"]
+    assert len(running) == 2
+    for texts, rule in ((running, "script-src"), (page.styles, "style-src")):
+        for text in texts:
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert f"'sha256-{digest}'" in rules[rule].split()
+        assert "unsafe" not in rules[rule]
+    assert len(rules["script-src"].split()) == 2
+    for tag, attrs in page.tags:
+        assert tag not in ("link", "iframe", "object", "base")
+        assert not any(name == "style" or name.startswith("on") for name in attrs)
+        assert all(attrs[name].startswith(("#", "data:")) for name in ("src", "href") if name in attrs)
+
+
+def test_names_from_data_are_text(page):
+    assert [tag for tag, _ in page.tags].count("script") == 3
+    assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
+    raw = next(text for kind, text in page.scripts if kind == "application/json")
+    assert "<" not in raw
+    assert as_script("a</SCRIPT>\r\n") == "a\\x3c/SCRIPT>\n"
+    assert allowed("") == "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+
+
+def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, light, monkeypatch):
+    folder = tmp_path / "<b>run"
+    shutil.copytree(compared[0] / "fedavg" / "seed-0", folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (folder / "summary.json").write_text(json.dumps({**summary, "method": "evil.Method:x=<img src=y>\ud800"}))
+    page = Page(unskew.report(folder, tmp_path / "r.html").read_text())
+    assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
+    assert "evil.Method:x=<img src=y>?" in page.column("runs", "method")
+    assert "evil" not in sys.modules
+    assert [fact.name for fact in facts("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
+
+
+def test_it_says_how_it_was_made_and_how_to_repeat_it(compared, page):
+    told = "".join(page.texts)
+    assert f"unskew compare fedprox:mu=0.5 fedavg fedexp+ft --seeds 0,1 --config {compared[0]}" in told
+    assert "Each client" not in told or "theta" in told
+    assert "arXiv:1812.06127" in told
+    assert "theta" in told  # the formula of FedProx
+    assert unskew.__version__ in told
+    for text in ("lr: 0.1", "inline", "There were none."):
+        assert text in told
+
+
+def test_warnings_are_kept_and_shown(tmp_path, light):
+    options = {"model": "logistic", "clients": 4, "rounds": 2, "local_steps": 2, "engine": "inline"}
+    options |= {"eval_clients": 0, "method": "ft"}
+    with pytest.warns(UserWarning, match="there are no personal figures"):
+        result = unskew.run(**options, out=tmp_path / "run")
+    kept = (tmp_path / "run" / "warnings.txt").read_text().splitlines()
+    page = Page(unskew.report(result).read_text())
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert any(kept[0] in text for text in page.texts)
+
+
+@pytest.mark.skipif(find_spec("plotly") is None, reason="plotly is not installed")
+def test_twelve_long_runs_take_less_than_six_megabytes(compared, tmp_path):
+    source = compared[0] / "fedavg" / "seed-0"
+    rows = [json.loads(line) for line in (source / "metrics.jsonl").read_text().splitlines()]
+    long = "".join(json.dumps({**rows[0], "round": number + 1}) + "\n" for number in range(400))
+    client = json.loads((source / "clients.jsonl").read_text().splitlines()[0])
+    clients = "".join(json.dumps({**client, "client": k, "name": f"client {k}"}) + "\n" for k in range(200))
+    for number in range(12):
+        folder = tmp_path / "runs" / str(number)
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoints"))
+        (folder / "metrics.jsonl").write_text(long)
+        (folder / "clients.jsonl").write_text(clients)
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps({**summary, "method": f"fedprox:mu={number + 1}"}))
+    file = unskew.report(tmp_path / "runs")
+    assert file.stat().st_size < 6_000_000
+    assert b"Plotly" in file.read_bytes()
+
+
+# ---- folders ----------------------------------------------------------------------------------------------------------
+
+
+METRICS = (
+    '{"round": 1, "accuracy": 0.5, "loss": 1, "bytes_up": 8, "bytes_down": 8, "begin_seconds": 0, "train_seconds": 0, '
+    '"seconds": 1.5}\n'
+)
+
+
+@pytest.fixture
+def run(compared, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(compared[0] / "fedavg" / "seed-0", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "error", "sentence"),
+    [
+        ("summary.json", "{", CheckpointError, "summary.json is damaged"),
+        ("summary.json", "[]", CheckpointError, "no JSON object"),
+        ("summary.json", '{"method": "fedavg"}', CheckpointError, "not the summary of a run: data is missing"),
+        ("metrics.jsonl", "", CheckpointError, "lacks rounds"),
+        ("metrics.jsonl", METRICS.replace("1.5", "null"), CheckpointError, "their traffic or times"),
+        ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "their traffic or times"),
+        ("config.yaml", "1: 2", ConfigError, "not the configuration of a run"),
+        ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "remove it"),
+        ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is damaged"),
+        ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is damaged; remove it"),
+        ("clients.jsonl", '{"client": 0, "samples": 1, "holds": {"x": 1}}\n', CheckpointError, "remove it"),
+        ("about.json", '{"classes": [1]}', CheckpointError, "about.json is damaged"),
+        ("config.yaml", "a: [", ConfigError, "not a YAML file"),
+        ("summary.json", None, ConfigError, "is not finished; go on with: unskew resume"),
+        ("config.yaml", None, ConfigError, "holds no finished run"),
+    ],
+)
+def test_a_damaged_or_foreign_folder_is_a_sentence(run, light, file, content, error, sentence):
+    (run / file).unlink() if content is None else (run / file).write_text(content)
+    with pytest.raises(error, match=re.escape(sentence)):
+        unskew.report(run)
+    assert not (run / "report.html").exists()
+
+
+def test_what_cannot_be_reported_on_is_a_sentence(run, light, tmp_path):
+    memory = unskew.run(model="logistic", clients=2, rounds=1, local_steps=1, engine="inline")
+    (tmp_path / "other.html").write_text("<html>mine</html>")
+    for args, sentence in (
+        ((tmp_path / "nowhere",), "is not there"),
+        ((run / "config.yaml",), "is a file, not a folder"),
+        ((memory,), "run it with out="),
+        (([],), "Name at least one"),
+        ((3,), "not of 3"),
+        ((run, tmp_path / "other.html"), "is there and is no report"),
+        ((run, tmp_path / "report.pdf"), "must end with .html"),
+        ((run, tmp_path), "is a folder"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            unskew.report(*args)
+    assert (tmp_path / "other.html").read_text() == "<html>mine</html>"
+    assert unskew.report(run) == unskew.report(run) == run / "report.html"  # an older report is replaced
+
+
+def test_older_folders_have_a_report_that_says_what_is_missing(run, light):
+    (run / "about.json").unlink()
+    rows = [json.loads(line) for line in (run / "clients.jsonl").read_text().splitlines()]
+    without = [{key: value for key, value in row.items() if key != "holds"} for row in rows]
+    (run / "clients.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without))
+    assert "do not say how many samples of each class" in "".join(Page(unskew.report(run).read_text()).texts)
+    (run / "clients.jsonl").unlink()
+    told = "".join(Page(unskew.report(run).read_text()).texts)
+    assert "do not say what each client holds" in told
+    assert "an earlier version made them" in told
+
+
+def test_of_language_models_losses_count(run, light):
+    summary = json.loads((run / "summary.json").read_text())
+    told = {"perplexity": 3.5, "best_loss": 1.25, "best_perplexity": 3.0}
+    (run / "summary.json").write_text(json.dumps(summary | told))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**row, "perplexity": 4.0}) + "\n" for row in rows))
+    page = Page(unskew.report(run).read_text())
+    assert page.column("comparison", "perplexity") == [3.5]
+    assert page.column("comparison", "loss, best round") == [1.25]
+    assert list(page.data["parts"][0]["curves"]["figures"]) == ["loss", "perplexity", "accuracy"]
+    assert page.data["parts"][0]["curves"]["target"] is None
+    assert "target" not in page.tables
+
+
+def test_runs_are_sorted_into_what_may_be_compared(run, tmp_path):
+    folders = [run]
+
+    def another(name, **changes):
+        folders.append(tmp_path / name)
+        shutil.copytree(run, folders[-1])
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        summary = json.loads((run / "summary.json").read_text())
+        (folders[-1] / "config.yaml").write_text(yaml.safe_dump({**config, **changes}))
+        (folders[-1] / "summary.json").write_text(
+            json.dumps(summary | {k: changes[k] for k in changes if k in summary})
+        )
+
+    another("lr", lr=0.5)
+    another("seed", seed=1)
+    another("same")
+    another("data", data="digits", clients=7)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "config.yaml").touch()
+    runs, notes = read_runs([tmp_path, run])
+    assert len(runs) == 5
+    assert notes == [f"{tmp_path / 'open'} is not finished and is left out."]
+    parts, notes = parts_of(runs)
+    assert [len(part.series) for part in parts] == [1, 2]
+    two = parts[1].series
+    assert sorted(one.label for one in two) == ["fedavg (lr=0.1)", "fedavg (lr=0.5)"]
+    assert sorted(len(one.runs) for one in two) == [1, 2]
+    assert notes == [f"{tmp_path / 'same'} is left out: {run} is the same run."]
+
+
+# ---- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_compare_ends_with_a_report(capsys, tmp_path, monkeypatch, light):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("unskew.cli.report.find_spec", lambda name: name)
+    quick = (*TINY, "--rounds", "1", "--seeds", "0")
+    outcome = call(capsys, "compare", "fedavg", *quick, "--out", "both")
+    assert "The report is both/report.html" in outcome.out
+    assert Path("both/report.html").is_file()
+    outcome = call(capsys, "report", "both", "both/fedavg", "--out", "x.html")
+    assert (outcome.code, Path("x.html").is_file()) == (0, True)
+    assert "The report is x.html" in outcome.out
+    assert call(capsys, "report", "nowhere").code == 2
+
+    monkeypatch.setattr("unskew.cli.report.find_spec", lambda name: None)
+    outcome = call(capsys, "compare", "fedavg", *quick, "--out", "hint", "--json")
+    assert outcome.json()["folder"] == "hint"
+    assert "pip install 'unskew[report]'" in outcome.err
+    assert not Path("hint/report.html").exists()
+
+
+def test_without_plotly_a_sentence_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'unskew[report]'")):
+        unskew.report(run)

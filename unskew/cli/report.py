@@ -1,0 +1,55 @@
+"""``unskew report``: run folders in, one page out."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from unskew.cli.options import console_for
+from unskew.files import place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of comparisons, or folders that hold some.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            parser=place,
+            metavar="PATH",
+            help="The file; report.html in the folder, or here for several folders.",
+        ),
+    ] = None,
+) -> None:
+    """Write a report on finished runs: one HTML file that needs no network."""
+    from unskew.reporting.report import report as write
+
+    say(console_for(), write(runs, out))
+
+
+def say(console: Console, file: Path) -> None:
+    """Tell where the report is."""
+    text = f"The report is {file}: open it in a browser; it needs no network."
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
+    """What a command does when its runs are finished; without plotly, a hint. A report that fails spoils no result."""
+    from unskew.errors import UnskewError
+    from unskew.reporting.page import MISSING
+    from unskew.reporting.report import report as write
+
+    try:
+        if find_spec("plotly") is None:
+            console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(console, write(list(runs), out))
+    except (UnskewError, OSError) as error:
+        console.print(f"There is no report: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,136 @@
+"""What the methods of a report are, how it was run, and how to run it again."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unskew.errors import ConfigError
+from unskew.methods.catalogue import CATALOGUE, check_names, rule_class, slots_of
+from unskew.reporting.parts import Part, Series
+from unskew.reporting.reading import RunFiles
+
+PICTURES, LARGEST = 4, 200_000
+"""Pictures of a method that are shown at most, and bytes of one."""
+OWN = "This method is not of unskew's catalogue; its code is not read for a report."
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """One method of a sum: its name, what it fills and does, its paper, and the head of its file with its formula."""
+
+    name: str
+    slots: str
+    summary: str
+    paper: str
+    text: str
+
+
+def facts(spelling: str) -> list[MethodFacts]:
+    """The methods of a sum. Only those of the catalogue are looked up: another one's name would run its code."""
+    try:
+        pieces = check_names(spelling)
+    except ConfigError:  # a method that only Python knows
+        return [MethodFacts(spelling, "", OWN, "", "")]
+    found = []
+    for piece in pieces:
+        name = piece.partition(":")[0].strip()
+        known = name.lower() if "." not in name else name
+        if known not in CATALOGUE:
+            found.append(MethodFacts(name, "", OWN, "", ""))
+            continue
+        kind = rule_class(known)
+        text = inspect.getdoc(sys.modules[kind.__module__]) or ""
+        found.append(MethodFacts(known, ", ".join(slots_of(kind)), kind.summary, kind.paper, text))
+    return found
+
+
+def paragraphs(text: str) -> list[tuple[str, str]]:
+    r"""A docstring as ``("text", ...)`` and ``("formula", ...)``, where a paragraph that ends with ``::`` leads to a formula.
+
+    >>> paragraphs("With x::\n\n    a <- b\n\nMore.")
+    [('text', 'With x:'), ('formula', 'a <- b'), ('text', 'More.')]
+    """
+    found = []
+    for piece in re.split(r"\n\s*\n", text):
+        lines = piece.split("\n")
+        if lines[0].startswith("    "):
+            found.append(("formula", "\n".join(line.removeprefix("    ") for line in lines)))
+        else:
+            found.append(("text", " ".join(piece.split()).replace("::", ":")))
+    return found
+
+
+def warnings_of(part: Part) -> list[tuple[str, str]]:
+    """What users were told while the runs went on, once each: the runs, and the sentence."""
+    told: dict[str, list[str]] = {}
+    for one in part.series:
+        for run in one.runs:
+            for text in run.warnings:
+                told.setdefault(text, []).append(f"{one.label}, seed {run.summary['seed']}")
+    return [("; ".join(runs), text) for text, runs in told.items()]
+
+
+def made_with(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
+    """Versions and machines, each with the number of runs that were made with them."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for run in runs:
+        about = {**run.about.get("versions", {}), **run.about.get("machine", {}), "engine": run.summary["engine"]}
+        count, _ = found.get(str(about), (0, about))
+        found[str(about)] = count + 1, about
+    return list(found.values())
+
+
+def again(part: Part) -> list[str]:
+    """The commands that repeat the part: one comparison, or each of its runs where they are not of one."""
+    seeds = {tuple(run.summary["seed"] for run in one.runs) for one in part.series}
+    runs = [run for one in part.series for run in one.runs]
+    plain = all(one.label == one.method for one in part.series) and len(seeds) == 1
+    if not plain or len(runs) == 1 or any(run.config.get("start_from") for run in runs):
+        return [shlex.join(["unskew", "run", str(run.folder / "config.yaml")]) for run in runs]
+    words = ["unskew", "compare", *(one.method for one in part.series)]
+    words += ["--seeds", ",".join(map(str, seeds.pop()))] + ["--config", str(runs[0].folder / "config.yaml")]
+    return [shlex.join([*words, *([] if part.language else ["--target", f"{part.target:g}"])])]
+
+
+def pictures(one: Series) -> list[tuple[str, str]]:
+    """Pictures of what clients made with a method, of its first run that has some: a title and a data address."""
+    for run in one.runs:
+        made = "data" in {slot for fact in facts(one.method) for slot in fact.slots.split(", ")}
+        places = [
+            ("samples", run.folder / "samples"),
+            *([("synthetic", place) for place in _synthetic(run)] if made else []),
+        ]
+        found = [
+            (f"{what}, {path.stem}, seed {run.summary['seed']}", address)
+            for what, place in places
+            for path in sorted(place.glob("client-*.png"))[:PICTURES]
+            if (address := _png(path)) is not None
+        ]
+        if found:
+            return found[:PICTURES]
+    return []
+
+
+def _synthetic(run: RunFiles) -> list[Path]:
+    """Folders with what clients made before training; a comparison keeps them beside its runs."""
+    bases = [run.folder / "synthetic", run.folder.parent.parent / "synthetic"]
+    named = Path(str(run.summary.get("synthetic", ""))).name.strip(".")
+    return [place for base in bases for place in (base, *([base / named] if named else [])) if place.is_dir()]
+
+
+def _png(path: Path) -> str | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) > LARGEST or not data.startswith(b"\x89PNG"):
+        return None
+    return "data:image/png;base64," + base64.b64encode(data).decode()

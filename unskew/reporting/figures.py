@@ -1,0 +1,186 @@
+"""What the page's figures show, as plain numbers; the page's script draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.plots.figure import MARKERS, PALETTE
+from unskew.protocol.rules import ServerRule
+from unskew.reporting.parts import Part, Series
+from unskew.reporting.reading import number
+
+POINTS = 300
+"""Points of a curve at most."""
+DOTS = 200
+"""Clients of a method that are drawn as dots at most; the box is of all of them."""
+MARKS = 2000
+"""Numbers of a list that a method gives in every round, drawn at most."""
+EVALUATED = {
+    "accuracy": "test accuracy (%)",
+    "loss": "test loss",
+    "perplexity": "perplexity",
+    "c_f1": "F1, mean of the labels (%)",
+    "o_f1": "F1 of all decisions (%)",
+    "s_f1": "F1 per sample (%)",
+    "validation_accuracy": "accuracy on what clients hold out (%)",
+}
+"""Figures of the model, with what the page calls them; those in per cent end so."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""Of lines: the next one whenever the colours begin anew."""
+ALWAYS = {
+    *("round", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped"),
+    *("c_precision", "c_recall", "o_precision", "o_recall"),
+    *EVALUATED,
+}
+"""Figures of a round that are no method's own."""
+
+
+def style_of(place: int) -> dict[str, str]:
+    """Colour, dash and marker of the method at this place of the report's list; colours are those of every plot."""
+    turn = place // len(PALETTE)
+    return {
+        "color": PALETTE[place % len(PALETTE)],
+        "dash": DASHES[turn % len(DASHES)],
+        "marker": MARKERS[place % len(MARKERS)],
+    }
+
+
+def thinned(count: int, most: int = POINTS) -> list[int]:
+    """Evenly spaced places of ``count``, the first and the last among them.
+
+    >>> thinned(5, 3), thinned(2, 3)
+    ([0, 2, 4], [0, 1])
+    """
+    return list(range(count)) if count <= most else np.linspace(0, count - 1, most).round().astype(int).tolist()
+
+
+def curves(part: Part) -> dict[str, Any]:
+    """Accuracy, loss and their kin of every method against rounds, traffic and seconds: mean and band over seeds."""
+    there = [
+        name
+        for name in EVALUATED
+        if any(number(row.get(name)) for one in part.series for run in one.runs for row in run.history)
+    ]
+    if part.language:  # losses first
+        there.sort(key=lambda name: name in ("accuracy", "validation_accuracy"))
+    return {
+        "figures": {name: EVALUATED[name] for name in there},
+        "target": None if part.language else 100 * part.target,
+        "lines": {
+            one.label: {name: line(one, name, EVALUATED[name].endswith("(%)")) for name in there} for one in part.series
+        },
+    }
+
+
+def line(one: Series, name: str, share: bool = False) -> dict[str, list[float]] | None:
+    """Mean and standard deviation over seeds of a figure, at the rounds that all seeds have; None where there are none."""
+    rows = [[row for row in run.history if number(row.get(name))] for run in one.runs]
+    shortest = min(map(len, rows))
+    if not shortest:
+        return None
+    factor = 100 if share else 1
+    values = factor * np.array([[row[name] for row in of_seed[:shortest]] for of_seed in rows], float)
+    sent = np.array([[(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in of_seed[:shortest]] for of_seed in rows])
+    seconds = np.array([[row["seconds"] for row in of_seed[:shortest]] for of_seed in rows], float)
+    spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
+    kept = thinned(shortest)
+    mean = values.mean(0)
+    return {
+        "round": [rows[0][place]["round"] for place in kept],
+        "mb": sent.mean(0)[kept].tolist(),
+        "seconds": seconds.mean(0)[kept].tolist(),
+        "mean": mean[kept].tolist(),
+        "std": spread[kept].tolist() if len(values) > 1 else [],
+    }
+
+
+def titles() -> dict[str, str]:
+    """What methods of the catalogue call their own figures."""
+    kinds = [kind for kind in map(rule_class, CATALOGUE) if issubclass(kind, ServerRule)]
+    return {figure.name: figure.title for kind in kinds for figure in kind.figures}
+
+
+def measured(part: Part) -> dict[str, Any]:
+    """What methods, and diagnoses, say of every round: numbers as lines, lists of numbers as dots of the first seed."""
+    declared = titles()
+    lines: dict[str, dict[str, Any]] = {}
+    dots: dict[str, dict[str, Any]] = {}
+    names = dict.fromkeys(
+        name for one in part.series for run in one.runs for row in run.history for name in row if name not in ALWAYS
+    )
+    for name in names:
+        for one in part.series:
+            found = line(one, name)
+            if found is not None:
+                lines.setdefault(name, {})[one.label] = {key: found[key] for key in ("round", "mean", "std")}
+            marks = [
+                (row["round"], value)
+                for row in one.runs[0].history
+                if isinstance(row.get(name), list)
+                for value in row[name]
+                if number(value)
+            ]
+            if marks:
+                kept = [marks[place] for place in thinned(len(marks), MARKS)]
+                dots.setdefault(name, {})[one.label] = {"round": [r for r, _ in kept], "value": [v for _, v in kept]}
+    return {"titles": {name: declared.get(name, name) for name in names}, "lines": lines, "dots": dots}
+
+
+def boxes(part: Part) -> dict[str, Any]:
+    """Accuracy over clients, all seeds together, of the global model and of the clients' own: quartiles and some dots."""
+    found: dict[str, Any] = {}
+    for one in part.series:
+        for whose, name in (("global", "accuracy"), ("personal", "personal_accuracy")):
+            scored = sorted(
+                (100 * row[name], who(row), run.summary["seed"])
+                for run in one.runs
+                for row in run.clients
+                if number(row.get(name))
+            )
+            if scored:
+                values = np.array([value for value, _, _ in scored])
+                low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+                kept = [scored[place] for place in thinned(len(scored), DOTS)]
+                found.setdefault(whose, {})[one.label] = {
+                    "low": low,
+                    "median": median,
+                    "high": high,
+                    "mean": values.mean().item(),
+                    "least": values[0].item(),
+                    "most": values[-1].item(),
+                    "decile": worst_tenth(values),
+                    "dots": [value for value, _, _ in kept],
+                    "who": [f"{name}, seed {seed}" for _, name, seed in kept],
+                }
+    return found
+
+
+def who(row: dict[str, Any]) -> str:
+    """What the page calls a client: its name, or else its number."""
+    name = row.get("name")
+    return name if isinstance(name, str) else f"client {row['client']}"
+
+
+def worst_tenth(values: Sequence[float] | np.ndarray) -> float:
+    """The mean of the lowest tenth, at least one of them, as ``client_accuracy_worst_decile`` has it.
+
+    >>> worst_tenth([3.0, 1.0, 2.0])
+    1.0
+    """
+    ordered = np.sort(np.asarray(values, float))
+    return float(ordered[: max(1, len(ordered) // 10)].mean())
+
+
+def gini(values: Sequence[float] | np.ndarray) -> float:
+    """Gini coefficient: the mean difference of two of them, over twice their mean; 0 where all are equal.
+
+    >>> gini([1.0, 1.0]), gini([0.0, 1.0]), gini([0.0])
+    (0.0, 0.5, 0.0)
+    """
+    ordered = np.sort(np.asarray(values, float))
+    total, n = ordered.sum(), len(ordered)
+    return float((2 * np.arange(1, n + 1) - n - 1) @ ordered / (n * total)) if total > 0 else 0.0

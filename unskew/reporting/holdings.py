@@ -1,0 +1,127 @@
+"""Who holds what: a heat map of clients and classes, sizes, and how skewed that is in numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from unskew.reporting.figures import gini, thinned, who
+from unskew.reporting.parts import Part
+from unskew.reporting.reading import RunFiles
+
+ROWS, COLUMNS = 100, 100
+"""Rows and columns of a heat map at most."""
+MOST = 10_000_000
+"""Clients times classes that are looked at."""
+MAPS = 5
+"""Partitions (of several seeds) that a part shows at most."""
+
+
+def holdings(part: Part) -> list[dict[str, Any]]:
+    """One entry for each partition of the part, of the first seeds; none where run folders do not say who holds what."""
+    found: dict[str, RunFiles] = {}
+    for run in sorted((run for one in part.series for run in one.runs), key=lambda run: int(run.summary["seed"])):
+        if run.clients:
+            found.setdefault(run.summary["partition_hash"], run)
+    return [held(run) for run in list(found.values())[:MAPS]]
+
+
+def held(run: RunFiles) -> dict[str, Any]:
+    """The heat map, the sizes and the figures of one partition."""
+    sizes = np.array([row["samples"] for row in run.clients], float)
+    names = [who(row) for row in run.clients]
+    kept = thinned(len(sizes), 2 * ROWS)
+    ordered = np.argsort(-sizes, kind="stable")
+    entry: dict[str, Any] = {
+        "title": f"seed {run.summary['seed']}",
+        "hash": run.summary["partition_hash"],
+        "sizes": sizes[ordered][kept].tolist(),
+        "who": [names[place] for place in ordered[kept]],
+        "figures": of_sizes(sizes),
+    }
+    counts = class_counts(run)
+    if counts is not None:
+        entry["figures"] = {**entry["figures"], **of_labels(counts)}
+        entry["map"] = heat_map(counts, names, run.about.get("classes", []))
+    return entry
+
+
+def class_counts(run: RunFiles) -> np.ndarray | None:
+    """Samples of each class at each client ``[K, C]``; None where the folder does not say it of all clients."""
+    if not all("holds" in row for row in run.clients):
+        return None
+    highest = max((int(label) for row in run.clients for label in row["holds"]), default=-1)
+    classes = max(highest + 1, len(run.about.get("classes", [])))
+    if not 0 < classes * len(run.clients) <= MOST:
+        return None
+    counts = np.zeros((len(run.clients), classes))
+    for place, row in enumerate(run.clients):
+        for label, count in row["holds"].items():
+            counts[place, int(label)] = count
+    return counts
+
+
+def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[str, Any]:
+    """Rows for clients and columns for classes; of many clients, rows are the means of clients that hold alike.
+
+    Args:
+        counts: Samples ``[K, C]``.
+        names: What the clients are called.
+        classes: What the classes are called; the numbers of those without a name are shown.
+    """
+    labels = [*classes, *map(str, range(len(classes), counts.shape[1]))]
+    note = ""
+    if counts.shape[1] > COLUMNS:
+        most = np.sort(np.argsort(-counts.sum(0), kind="stable")[: COLUMNS - 1])
+        rest = np.delete(counts, most, axis=1).sum(1, keepdims=True)
+        note = f"The {COLUMNS - 1} classes with the most samples are shown, the other {counts.shape[1] - len(most)} as one."
+        counts, labels = np.hstack([counts[:, most], rest]), [*(labels[place] for place in most), "all others"]
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    rows = names
+    if len(counts) > ROWS:
+        # Clients with the same main class come together, so that the mean of a few of them keeps the skew visible.
+        order = np.lexsort((-shares.max(1), shares.argmax(1)))
+        bins = np.array_split(order, ROWS)
+        rows = [f"mostly {labels[int(shares[some].mean(0).argmax())]} ({len(some)} clients)" for some in bins]
+        counts, shares = (np.stack([values[some].mean(0) for some in bins]) for values in (counts, shares))
+        note = f"{len(names)} clients in {ROWS} rows: each row is the mean of clients with the same main class. {note}"
+    return {
+        "rows": rows,
+        "classes": labels,
+        "counts": counts.round(1).tolist(),
+        "shares": shares.round(3).tolist(),
+        "note": note.strip(),
+    }
+
+
+def of_sizes(sizes: np.ndarray) -> dict[str, float]:
+    """How much clients hold, in numbers."""
+    total = float(sizes.sum())
+    return {
+        "clients": len(sizes),
+        "samples they train on": total,
+        "samples of a client, smallest": float(sizes.min()),
+        "samples of a client, median": float(np.median(sizes)),
+        "samples of a client, largest": float(sizes.max()),
+        "Gini coefficient of the sizes": gini(sizes),
+        "effective number of clients": total**2 / float(np.square(sizes).sum()) if total else 0.0,
+    }
+
+
+def of_labels(counts: np.ndarray) -> dict[str, float]:
+    """How skewed the classes are, in the numbers of ``unskew diagnose``, of clients that hold something."""
+    counts = counts[counts.sum(1) > 0]
+    if not len(counts):
+        return {}
+    shares = counts / counts.sum(1, keepdims=True)
+    total = counts.sum(0) / counts.sum()
+    distances = 0.5 * np.abs(shares - total).sum(1)
+    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    return {
+        "classes that a client holds, median": float(np.median((counts > 0).sum(1))),
+        "effective number of classes of a client, mean": float(np.exp(-(shares * logs).sum(1)).mean()),
+        "share of a client's main class, mean": float(shares.max(1).mean()),
+        "distance of a client's labels from all (total variation), mean": float(distances.mean()),
+        "distance of a client's labels from all, largest": float(distances.max()),
+    }

@@ -1,0 +1,150 @@
+"""Runs sorted into what may be compared: parts with the same data and model, and in them methods over seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unskew.comparison.compare import Comparison, mean_std
+from unskew.reporting.reading import RunFiles, number
+
+PLACE = ("data", "partition", "clients", "server", "model")
+"""Fields that the title of a part tells."""
+SHARED = (*PLACE, "keep_classes", "keep_samples", "image_size", "holdout", "set_aside", "model_options")
+"""Runs with the same of these are of one part."""
+HOW = (
+    *("seed", "method", "engine", "workers", "patience", "device", "trackers", "checkpoint_every", "target"),
+    *("save_samples", "to_be_continued", "data_path", "server_path", "synthetic", "start_from"),
+)
+"""Fields in which the runs of one method may differ."""
+
+
+@dataclass
+class Series:
+    """One method with its options, over seeds.
+
+    Attributes:
+        label: What the report calls it.
+        method: As it was written.
+        runs: A run for each seed.
+    """
+
+    label: str
+    method: str
+    runs: list[RunFiles] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Methods on the same data and with the same model.
+
+    Attributes:
+        title: Which data, which partition, which model.
+        series: The methods.
+        target: The accuracy to which rounds are counted.
+    """
+
+    title: str
+    series: list[Series]
+    target: float
+
+    @property
+    def language(self) -> bool:
+        """Whether losses count, not accuracies."""
+        return all("perplexity" in run.summary for one in self.series for run in one.runs)
+
+    def comparison(self) -> Comparison:
+        """The same as ``unskew.compare`` gives it."""
+        return Comparison(
+            {one.label: [run.history for run in one.runs] for one in self.series},
+            {one.label: [run.summary for run in one.runs] for one in self.series},
+            self.target,
+            None,
+        )
+
+
+def parts_of(runs: Sequence[RunFiles]) -> tuple[list[Part], list[str]]:
+    """The parts of a report in the order in which their first runs come, and sentences on what was left out."""
+    notes: list[str] = []
+    groups: dict[str, dict[str, Series]] = {}
+    for run in runs:
+        part = _key({name: run.config.get(name) for name in SHARED})
+        rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW)}
+        method = run.summary["method"]
+        one = groups.setdefault(part, {}).setdefault(method + _key(rest), Series(method, method))
+        twin = next((other for other in one.runs if other.summary["seed"] == run.summary["seed"]), None)
+        if twin is None:
+            one.runs.append(run)
+        else:
+            notes.append(f"{run.folder} is left out: {twin.folder} is the same run.")
+    parts = []
+    for series in map(list, map(dict.values, groups.values())):
+        for one in series:
+            one.runs.sort(key=lambda run: run.summary["seed"])
+        name_apart(series)
+        parts.append(Part(_title(series[0].runs[0]), order(series), _target(series)))
+    return parts, notes
+
+
+def _key(value: object) -> str:
+    """A text that is the same for the same values, in whichever order a file has them."""
+    if isinstance(value, dict):
+        return repr(sorted((repr(name), _key(one)) for name, one in value.items()))
+    return repr(list(map(_key, value))) if isinstance(value, list) else repr(value)
+
+
+def name_apart(series: Sequence[Series]) -> None:
+    """Methods that are there with several configurations are called by what differs, too."""
+    for method in {one.method for one in series}:
+        same = [one for one in series if one.method == method]
+        configs = [one.runs[0].config for one in same]
+        names = sorted({name for config in configs for name in config} - {*SHARED, *HOW})
+        differ = [name for name in names if len({_key(config.get(name)) for config in configs}) > 1]
+        for one in same:
+            config = one.runs[0].config
+            told = ", ".join(f"{name}={plain(config.get(name))}" for name in differ)
+            one.label = f"{method} ({told})" if told else method
+
+
+def plain(value: object) -> str:
+    """A value of a configuration in a few words."""
+    return "none" if value is None else str(value)
+
+
+def order(series: list[Series]) -> list[Series]:
+    """As a comparison's table has them, where there is one; FedAvg is first else."""
+    table = _table(series)
+    listed = [row.get("method") for row in table]
+    if all(one.method in listed for one in series):
+        return sorted(series, key=lambda one: listed.index(one.method))
+    return sorted(series, key=lambda one: one.method != "fedavg")
+
+
+def _table(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """The rows of the comparison that all runs are of, if they are of one."""
+    folders = {run.folder.parent.parent for one in series for run in one.runs}
+    path = min(folders) / "comparison.json"
+    if len(folders) > 1 or not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []  # it repeats what the runs say
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _target(series: Sequence[Series]) -> float:
+    """The accuracy that was asked for, or that ``unskew compare`` counted rounds to, or would."""
+    asked = [run.config.get("target") for one in series for run in one.runs]
+    listed = [row.get("target") for row in _table(series)]
+    found: list[float] = [value for value in (*asked, *listed) if isinstance(value, int | float) and number(value)]
+    best = [mean_std([run.summary["best_accuracy"] for run in one.runs])[0] for one in series]
+    return float(found[0]) if found else round(0.9 * max(best), 3)
+
+
+def _title(run: RunFiles) -> str:
+    summary, server = run.summary, run.config.get("server")
+    title = f"{summary['data']}, {summary['partition']}, {summary['clients']} clients, {summary['model']}"
+    return title if server is None else f"{title}, server: {server}"

@@ -1,0 +1,205 @@
+"""Reading run folders for a report; they come from outside, so what they hold is checked here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unskew.comparison.compare import AVERAGED, FIGURES
+from unskew.config.reading import load_yaml
+from unskew.errors import CheckpointError, ConfigError
+from unskew.records.result import read_history
+
+MOST_RUNS = 500
+LARGEST = 1e300
+DEEPEST = 4
+"""Folders below the one that is named, in which runs are looked for."""
+WORDS = ("method", "data", "partition", "partition_hash", "model", "weights", "engine", "buffers")
+WHOLE = ("clients", "seed", "rounds", "parameters")
+PER_ROUND = ("round", "bytes_up", "bytes_down", "seconds")
+NUMBERS = ("accuracy", "best_accuracy", "bytes_up", "bytes_down", "seconds")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a finished run left in its folder.
+
+    Attributes:
+        folder: Where it is.
+        config: Every field of the run.
+        summary: Its ``summary.json``.
+        history: Its rounds.
+        clients: Its ``clients.jsonl``; empty in folders of earlier versions.
+        about: Versions, machine and names of the classes; empty in folders of earlier versions.
+        warnings: What the user was told while it ran.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    history: list[dict[str, Any]]
+    clients: list[dict[str, Any]]
+    about: dict[str, Any]
+    warnings: list[str]
+
+
+def number(value: object) -> bool:
+    """Whether a value of a file is a number that can be worked with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
+    """Every finished run in or below the folders, each once, and sentences on what was left out.
+
+    Raises:
+        ConfigError: A folder is not there, or there is no finished run in it, or there are very many.
+        CheckpointError: A file of a run is damaged.
+    """
+    places: dict[Path, Path] = {}
+    notes: list[str] = []
+    for folder in folders:
+        if not folder.is_dir():
+            what = "is a file, not a folder" if folder.exists() else "is not there"
+            raise ConfigError(f"{folder} {what}; name run folders, folders of comparisons, or folders that hold them.")
+        found = run_folders(folder)
+        finished = [path for path in found if (path / "summary.json").is_file()]
+        if not finished:
+            raise ConfigError(
+                f"{folder} holds no finished run: a run's folder has config.yaml, metrics.jsonl and summary.json."
+                + (f" {found[0]} is not finished; go on with: unskew resume {found[0]}" if found else "")
+            )
+        notes += [f"{path} is not finished and is left out." for path in found if path not in finished]
+        places |= {path.resolve(): path for path in finished}
+    if len(places) > MOST_RUNS:
+        raise ConfigError(f"These folders hold {len(places)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
+    return [read_run(path) for path in places.values()], notes
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The folders with a run, in order of their names: ``folder`` itself, or those below it."""
+    found = []
+    for place, inner, files in os.walk(folder):
+        inner.sort()
+        if "config.yaml" in files:
+            found.append(Path(place))
+        if "config.yaml" in files or len(Path(place).relative_to(folder).parts) >= DEEPEST:
+            inner.clear()
+    return found
+
+
+def read_run(folder: Path) -> RunFiles:
+    """What is in one run folder.
+
+    Raises:
+        ConfigError: Its configuration cannot be read.
+        CheckpointError: Another file is missing or damaged.
+    """
+    summary = read_json(folder / "summary.json")
+    check_summary(summary, folder / "summary.json")
+    history = read_history(folder)
+    path = folder / "metrics.jsonl"
+    if not history or not all(number(row.get(name)) for row in history for name in PER_ROUND):
+        raise CheckpointError(f"{path} is damaged: it lacks rounds, or their traffic or times.")
+    config = load_yaml(folder / "config.yaml")
+    if not all(isinstance(name, str) for name in config):
+        raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
+    about = read_json(folder / "about.json") if (folder / "about.json").is_file() else {}
+    check_about(about, folder / "about.json")
+    told = folder / "warnings.txt"
+    try:
+        warnings = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.is_file() else []
+    except OSError as error:
+        raise CheckpointError(f"{told} cannot be read: {error.strerror}.") from error
+    return RunFiles(
+        folder,
+        config,
+        summary,
+        history,
+        read_clients(folder / "clients.jsonl"),
+        about,
+        list(dict.fromkeys(filter(None, warnings))),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file with one JSON object.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is no JSON.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it is no JSON object.")
+    return value
+
+
+def check_summary(summary: dict[str, Any], path: Path) -> None:
+    """Refuse what no run has written.
+
+    Raises:
+        CheckpointError: A figure is missing, or is none.
+    """
+    figures = {name for name in summary if name in FIGURES or name.removeprefix("best_") in FIGURES}
+    optional = {*AVERAGED, *figures} - {"accuracy", "best_accuracy"}
+    checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
+        (WORDS, lambda value: isinstance(value, str)),
+        (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
+        (NUMBERS, number),
+        (sorted(optional), lambda value: value is None or number(value)),
+    ]
+    for names, fits in checks:
+        for name in names:
+            if not fits(summary.get(name)):
+                raise CheckpointError(
+                    f"{path} is not the summary of a run: {name} is missing, or is not what it must be."
+                )
+
+
+def check_about(about: dict[str, Any], path: Path) -> None:
+    """Refuse what no run has written.
+
+    Raises:
+        CheckpointError: A part is of another kind.
+    """
+    names = about.get("classes", [])
+    parts = [about.get(name, {}) for name in ("versions", "machine")]
+    if not (isinstance(names, list) and all(isinstance(one, str) for one in names)) or not all(
+        isinstance(part, dict) for part in parts
+    ):
+        raise CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+
+
+def read_clients(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``clients.jsonl``; none if it is not there.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    if not path.is_file():
+        return []
+    damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+    try:
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged from error
+    for row in rows:
+        if not isinstance(row, dict) or not all(number(row.get(name)) for name in ("client", "samples")):
+            raise damaged
+        holds = row.get("holds", {})
+        if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
+            raise damaged
+        shares = [row.get(name) for name in ("accuracy", "personal_accuracy")]
+        if not all(number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
+            value is None or number(value) for value in shares
+        ):
+            raise damaged
+    return rows

@@ -1,0 +1,113 @@
+"""``unskew.report``: run folders in, one page out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unskew.comparison.compare import Comparison
+from unskew.errors import ConfigError, shown
+from unskew.files import make_folder, place, write_atomic
+from unskew.records.result import Result
+from unskew.reporting import markup
+from unskew.reporting.figures import style_of
+from unskew.reporting.page import page, plotly_script
+from unskew.reporting.parts import Part, parts_of
+from unskew.reporting.reading import read_runs
+from unskew.reporting.sections import content, part_html, summary_line
+
+NAME = "report.html"
+MARK = b'<meta name="generator" content="unskew '
+"""What every report holds near its beginning: another file is not written over."""
+
+
+def report(
+    runs: str | Path | Result | Comparison | Sequence[str | Path | Result | Comparison], out: str | Path | None = None
+) -> Path:
+    """Write a report on runs: one HTML file that holds everything and needs no network.
+
+    Args:
+        runs: Run folders, folders of comparisons, folders that hold some, or what ``unskew.run`` and ``unskew.compare``
+            gave, one or several.
+        out: The file; if None, ``report.html`` in the folder, or where one works for several folders.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: A folder is not there or holds no finished run, plotly is not installed, or ``out`` is another file.
+        CheckpointError: A file of a run is damaged, or the disk is full.
+    """
+    plotly_script()  # what is missing is told before the work
+    folders = [_folder(one) for one in (runs if isinstance(runs, list | tuple) else [runs])]
+    if not folders:
+        raise ConfigError("Name at least one run folder, or a folder that holds some.")
+    file = place(out) if out is not None else Path(NAME) if len(folders) > 1 else folders[0] / NAME
+    check_file(file)
+    found, notes = read_runs(folders)
+    parts, more = parts_of(found)
+    make_folder(file.parent)
+    # A name may hold what no text file can, such as half a character.
+    write_atomic(file, whole(parts, [*notes, *more]).encode(errors="replace"))
+    return file
+
+
+def _folder(source: Any) -> Path:
+    if isinstance(source, Result | Comparison):
+        if source.folder is None:
+            raise ConfigError(
+                "A report reads the folder of a run, and this one was written to none: run it with out=..."
+            )
+        return source.folder
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"A report is made of folders, or of what run and compare gave, not of {shown(source)}.")
+    return place(source)
+
+
+def check_file(file: Path) -> None:
+    """Refuse to write over what is no report.
+
+    Raises:
+        ConfigError: The file is there and is something else, or is a folder.
+    """
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; name the file of the report, such as {file / NAME}.")
+    if file.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"A report is an HTML file: {file} must end with .html.")
+    if file.exists():
+        with file.open("rb") as there:
+            if MARK not in there.read(4000):
+                raise ConfigError(f"{file} is there and is no report; choose another file with --out.")
+
+
+def whole(parts: Sequence[Part], notes: Iterable[str]) -> str:
+    """The page on these parts; a method has one colour in all of them."""
+    labels = list(dict.fromkeys(one.label for part in parts for one in part.series))
+    styles = {label: style_of(number) for number, label in enumerate(labels)}
+    data = [content(part, styles) for part in parts]
+    runs = sum(len(one.runs) for part in parts for one in part.series)
+    title = f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs"
+    head = f'<header><h1>{markup.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
+    pieces = [head]
+    notes = list(notes)
+    if notes:
+        pieces.append(markup.listed(notes, "told"))
+    pieces.append(
+        '<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>'
+    )
+    if len(parts) > 1:
+        links = "".join(
+            f'<li><a href="#part-{number}">{markup.text(part.title)}</a></li>' for number, part in enumerate(parts)
+        )
+        pieces.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
+    for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
+        inside = part_html(part, shown_, f"part-{number}")
+        line = f'<p class="soft">{markup.text(summary_line(part))}</p>'
+        if len(parts) == 1:
+            pieces.append(f'<main class="part" id="part-0">{line}{inside}</main>')
+        else:
+            opened = " open" if number == 0 else ""
+            head = f"<summary><h2>{markup.text(part.title)}</h2></summary>"
+            pieces.append(f'<details class="part" id="part-{number}"{opened}>{head}{line}{inside}</details>')
+    return page(title, "\n".join(pieces), {"parts": data})

@@ -1,0 +1,213 @@
+"""The sections of a part of the report, as HTML, and what their figures show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from unskew.reporting import about, figures, markup, tables
+from unskew.reporting.holdings import holdings
+from unskew.reporting.parts import Part, Series
+from unskew.reporting.wording import percent
+
+LATER = (
+    *("train_loss", "begin_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
+    *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
+)
+"""Figures of a round that any method may have, or that begin so; a method's own come first."""
+Styles = Mapping[str, Mapping[str, str]]
+
+
+def content(part: Part, styles: Styles) -> dict[str, Any]:
+    """What the figures of a part show."""
+    return {
+        "methods": [{"label": one.label, **styles[one.label]} for one in part.series],
+        "curves": figures.curves(part),
+        "measured": figures.measured(part),
+        "holdings": holdings(part),
+        "boxes": figures.boxes(part),
+    }
+
+
+def part_html(part: Part, shown: Mapping[str, Any], group: str) -> str:
+    """A part of the page, from its content; ``group`` is its name there."""
+    pieces = [
+        markup.legend(shown["methods"]),
+        "<h3>Comparison</h3>",
+        markup.table(tables.comparison(part)),
+        _curves(part, shown["curves"], group),
+        _differences(part),
+        _holdings(shown["holdings"], group),
+        _clients(part, shown["boxes"], group),
+        "<h3>Cost</h3>",
+        markup.table(tables.costs(part)),
+        _server_cost(part),
+        _methods(part, shown["measured"]),
+        _warnings(part),
+        _again(part),
+    ]
+    return "\n".join(filter(None, pieces))
+
+
+def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
+    axes = {"round": "rounds", "mb": "traffic", "seconds": "seconds"}
+    titles = {name: title.removesuffix(" (%)") for name, title in shown["figures"].items()}
+    reached = tables.reaching_target(part)
+    band = (
+        "Lines are means over seeds, bands one standard deviation. "
+        if any(len(s.runs) > 1 for s in part.series)
+        else ""
+    )
+    return (
+        '<h3>Curves</h3><div class="controls">'
+        + markup.choice("figure", "show", titles, group)
+        + markup.choice("axis", "against", axes, group)
+        + '<label><input type="checkbox" data-role="log" autocomplete="off"> logarithmic</label></div>'
+        + markup.plot("curves")
+        + f'<p class="soft">{band}Draw a frame to zoom in. With the figure in focus, '
+        + "+ and - zoom, arrows move, 0 shows all.</p>"
+        + (markup.table(reached) if reached else "")
+    )
+
+
+def _differences(part: Part) -> str:
+    table = tables.differences(part)
+    if table is None:
+        return ""
+    note = "An interval with zero outside is evidence of a difference; one with few seeds is wide."
+    return f'<h3>Paired differences</h3>{markup.table(table)}<p class="soft">{note}</p>'
+
+
+def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
+    if not shown:
+        missing = "These run folders do not say what each client holds: they were made by an earlier version."
+        return f'<h3>Who holds what</h3><p class="soft">{missing}</p>'
+    maps = any("map" in one for one in shown)
+    chooser = (
+        markup.select("partition", "partition of", {str(k): one["title"] for k, one in enumerate(shown)})
+        if len(shown) > 1
+        else ""
+    )
+    cells = (
+        markup.choice("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group) if maps else ""
+    )
+    numbers = "".join(
+        f'<div data-partition="{k}"{" hidden" if k else ""}>'
+        + markup.facts(
+            {**{name: _short(value) for name, value in one["figures"].items()}, "partition hash": one["hash"]}
+        )
+        + "</div>"
+        for k, one in enumerate(shown)
+    )
+    missing = (
+        ""
+        if maps
+        else '<p class="soft">These run folders do not say how many samples of each class a client holds.</p>'
+    )
+    left = markup.plot("map") + '<p class="soft" data-role="map-note"></p>' if maps else ""
+    right = f"<div>{numbers}{markup.plot('sizes', low=True)}</div>"
+    both = f'<div class="pair"><div>{left}</div>{right}</div>' if maps else missing + right
+    return f'<h3>Who holds what</h3><div class="controls">{chooser}{cells}</div>{both}'
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+
+
+def _clients(part: Part, shown: Mapping[str, Any], group: str) -> str:
+    table = tables.fairness(part)
+    if table is None:
+        return '<h3>Accuracy of clients</h3><p class="soft">No client was evaluated in these runs.</p>'
+    head = "<h3>Accuracy of clients</h3>"
+    if shown:
+        models = {"global": "the global model", "personal": "the clients' own models"}
+        head += f'<div class="controls">{markup.choice("whose", "of", {k: models[k] for k in shown}, group)}</div>'
+        head += markup.plot("boxes") + (
+            '<p class="soft">A dot is a client of one seed, a box the quartiles of all, its whiskers the best and the worst '
+            "client, the diamond the mean of the worst tenth.</p>"
+        )
+    gini = "Gini is 0 where all clients are served alike and near 1 where few get everything."
+    where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
+    note = f"Measured on {markup.text(', '.join(where))}. {gini}"
+    return f'{head}{markup.table(table)}<p class="soft">{note}</p>'
+
+
+def _server_cost(part: Part) -> str:
+    if any("server/gflops" in run.summary for one in part.series for run in one.runs):
+        return ""
+    return '<p class="soft">Memory and arithmetic of the server are measured with <code>diagnose: [server]</code>.</p>'
+
+
+def _methods(part: Part, shown: Mapping[str, Any]) -> str:
+    pieces = ["<h3>What the methods did</h3>"]
+    names = {name: title if title == name else f"{title} ({name})" for name, title in shown["titles"].items()}
+    names = {name: title for name, title in names.items() if name in shown["lines"] or name in shown["dots"]}
+    if names:
+        own = {name: sum(name.startswith(late) for late in LATER) for name in names}
+        options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
+        pieces.append(
+            f'<div class="controls">{markup.select("measure", "figure", options)}</div>{markup.plot("measured")}'
+        )
+    seen: set[str] = set()
+    for one in part.series:
+        for fact in about.facts(one.method):
+            if fact.name not in seen:
+                seen.add(fact.name)
+                line = "; ".join(filter(None, (fact.summary, fact.paper, fact.slots and f"slot: {fact.slots}")))
+                pieces.append(f"<h4>{markup.text(fact.name)}</h4><p>{markup.text(line)}</p>")
+                if fact.text:
+                    pieces.append(markup.folded("Formula, and what the paper leaves open", markup.prose(fact.text)))
+        pieces.append(_pictures(one))
+    return "".join(pieces)
+
+
+def _pictures(one: Series) -> str:
+    found = about.pictures(one)
+    if not found:
+        return ""
+    images = "".join(
+        f'<figure><img src="{address}" alt="{markup.text(title)}"><figcaption>{markup.text(title)}</figcaption></figure>'
+        for title, address in found
+    )
+    return f'<h4>What clients made with {markup.text(one.label)}</h4><div class="pictures">{images}</div>'
+
+
+def _warnings(part: Part) -> str:
+    told = about.warnings_of(part)
+    lines = [f"{text} ({runs})" for runs, text in told]
+    lines += [
+        f"{run.summary['updates_skipped']} updates were not finite and left out ({one.label}, seed {run.summary['seed']})"
+        for one in part.series
+        for run in one.runs
+        if run.summary.get("updates_skipped")
+    ]
+    body = markup.listed(lines, "told") if lines else '<p class="soft">There were none.</p>'
+    return f"<h3>Warnings</h3>{body}"
+
+
+def _again(part: Part) -> str:
+    runs = [run for one in part.series for run in one.runs]
+    pieces = ["<h3>Run it again</h3>", *(markup.command(line) for line in about.again(part)[:20])]
+    pieces.append('<p class="soft">A single run is repeated by <code>unskew run FOLDER/config.yaml</code>.</p>')
+    pieces.append(markup.folded("Every run and its folder", markup.table(tables.runs(part))))
+    for one in part.series:
+        written = yaml.safe_dump(one.runs[0].config, sort_keys=False, allow_unicode=True)
+        seed = one.runs[0].summary["seed"]
+        inside = f"<pre><code>{markup.text(written)}</code></pre>"
+        pieces.append(markup.folded(f"Configuration of {one.label}, seed {seed}", inside))
+    for count, made in about.made_with(runs):
+        title = f"Versions and machine of {count} run{'s' if count > 1 else ''}"
+        note = "" if len(made) > 1 else '<p class="soft">The folders do not say more: an earlier version made them.</p>'
+        pieces.append(f"<h4>{title}</h4>{markup.facts(made)}{note}")
+    return "".join(pieces)
+
+
+def summary_line(part: Part) -> str:
+    """What a part is, in one line."""
+    seeds = sorted({run.summary["seed"] for one in part.series for run in one.runs})
+    rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})
+    said = f"{len(part.series)} method{'s' if len(part.series) > 1 else ''}, seeds {', '.join(map(str, seeds))}"
+    target = "" if part.language else f", target {percent(part.target)} %"
+    return f"{said}, {' or '.join(map(str, rounds))} rounds{target}"

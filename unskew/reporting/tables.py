@@ -1,0 +1,282 @@
+"""The report's tables: what is shown in a cell, and the number behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unskew.comparison.compare import mean_std
+from unskew.comparison.intervals import interval95
+from unskew.records.recorder import reaching
+from unskew.reporting.figures import gini
+from unskew.reporting.parts import Part, Series
+from unskew.reporting.reading import RunFiles, number
+from unskew.reporting.wording import F1, megabytes, percent
+from unskew.reporting.wording import number as loss_text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a reader sees, what a column is sorted by, and its standard deviation; None where there is nothing."""
+
+    text: str
+    value: float | None = None
+    std: float | None = None
+
+
+@dataclass
+class Table:
+    """A table of the page.
+
+    Attributes:
+        name: What its copies are called.
+        caption: What it shows.
+        columns: Their titles; the first ones are words.
+        rows: The cells of each line.
+        words: How many of the first columns hold words.
+        groups: For a table of which one group of rows is shown at a time: the group of each row.
+    """
+
+    name: str
+    caption: str
+    columns: list[str]
+    rows: list[list[Cell]]
+    words: int = 1
+    groups: list[str] = field(default_factory=list)
+
+
+def share(value: float | None, spread: float | None = None) -> Cell:
+    """A share in per cent."""
+    if value is None:
+        return Cell("-")
+    return Cell(percent(value, spread), 100 * value, None if spread is None else 100 * spread)
+
+
+def amount(value: float | None) -> Cell:
+    """Bytes in MB."""
+    return Cell("-") if value is None else Cell(megabytes(value), value / 1e6)
+
+
+def figure(value: float | None, digits: int = 1) -> Cell:
+    """A plain number."""
+    return Cell("-") if value is None else Cell(f"{value:,.{digits}f}", float(value))
+
+
+def loss(value: float | None, spread: float | None = None) -> Cell:
+    """A loss or a perplexity."""
+    return Cell(loss_text(value, spread), value, spread)
+
+
+def over_seeds(part: Part) -> str:
+    """What figures with a spread are."""
+    most = max(len(one.runs) for one in part.series)
+    return f"mean ± standard deviation over {most} seeds" if most > 1 else "1 seed"
+
+
+def comparison(part: Part) -> Table:
+    """A line per method, the figures of ``comparison.json``."""
+    rows = part.comparison().rows()
+    several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
+    personal = any(row["personal_accuracy_mean"] is not None for row in rows)
+    columns: dict[str, Any] = {}
+    if part.language:
+        losses = {"loss, last round": "loss", "loss, best round": "best_loss", "perplexity": "perplexity"}
+        columns |= {title: (loss, name) for title, name in losses.items()}
+        columns["next token, %"] = (share, "accuracy")
+    else:
+        columns |= {"last round, %": (share, "accuracy"), "best round, %": (share, "best_accuracy")}
+        columns |= {f"{title}, %": (share, name) for title, name in several.items()}
+        columns["loss"] = (loss, "loss")
+    columns["clients, mean %"] = (share, "client_accuracy_mean")
+    columns["worst decile, %"] = (share, "client_accuracy_worst_decile")
+    if personal:
+        columns["personal, mean %"] = (share, "personal_accuracy_mean")
+        columns["personal, worst decile %"] = (share, "personal_accuracy_worst_decile")
+    lines = []
+    for row in rows:
+        spread = row["seeds"] > 1
+        cells = [write(row.get(name), row.get(f"{name}_std") if spread else None) for write, name in columns.values()]
+        missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
+        reached = [] if part.language else [figure(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
+        costs = [amount(row["bytes_up"]), amount(row["bytes_down"]), figure(row["seconds"])]
+        lines.append([Cell(row["method"]), figure(row["seeds"], 0), *cells, *reached, *costs])
+    counted = [] if part.language else [f"rounds to {percent(part.target)} %"]
+    titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
+    what = "Test loss in nats per token" if part.language else "Test accuracy"
+    return Table("comparison", f"{what}, {over_seeds(part)}", titles, lines)
+
+
+def differences(part: Part) -> Table | None:
+    """Every method minus every other, seed by seed on the same partition; None of a single method."""
+    names = ("loss", "best_loss") if part.language else ("accuracy", "best_accuracy")
+    factor = 1 if part.language else 100
+    rows, groups = [], []
+    for base in part.series:
+        for one in part.series:
+            pairs = [(a, b) for a in one.runs for b in base.runs if _alike(a, b)]
+            if one is base or not pairs:
+                continue
+            cells = []
+            for name in names:
+                values = [
+                    factor * (a.summary[name] - b.summary[name])
+                    for a, b in pairs
+                    if number(a.summary.get(name)) and number(b.summary.get(name))
+                ]
+                cells += _difference(values, 4 if part.language else 1)
+            rows.append([Cell(one.label), Cell(base.label), figure(len(pairs), 0), *cells])
+            groups.append(base.label)
+    if not rows:
+        return None
+    unit = "loss" if part.language else "accuracy, points"
+    columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "zero is")]
+    caption = "Differences to another method, paired by seed, with 95 % intervals of Student's t"
+    return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
+
+
+def _alike(a: RunFiles, b: RunFiles) -> bool:
+    return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
+
+
+def _difference(values: Sequence[float], digits: int) -> list[Cell]:
+    if not values:
+        return [Cell("-")] * 3
+    mean, interval = mean_std(values)[0], interval95(values)
+    told = Cell(f"{mean:+.{digits}f}", mean)
+    if interval is None:
+        return [told, Cell("needs 2 seeds"), Cell("-")]
+    low, high = interval
+    return [
+        told,
+        Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
+        Cell("inside" if low <= 0 <= high else "outside"),
+    ]
+
+
+def reaching_target(part: Part) -> Table | None:
+    """What the target takes of each method; None for language models, which have no target."""
+    if part.language:
+        return None
+    rows = []
+    for one in part.series:
+        found = [row for run in one.runs if (row := reaching(run.history, part.target)) is not None]
+        cells = [Cell("-")] * 3
+        if len(found) == len(one.runs):
+            rounds, seconds = (mean_std([row[name] for row in found])[0] for name in ("round", "seconds"))
+            sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in found])[0]
+            cells = [figure(rounds), amount(sent), figure(seconds)]
+        rows.append([Cell(one.label), Cell(f"{len(found)} of {len(one.runs)}", len(found)), *cells])
+    caption = f"What {percent(part.target)} % test accuracy takes, mean over seeds; only where every seed reaches it"
+    return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
+
+
+def fairness(part: Part) -> Table | None:
+    """How accuracy is spread over clients, for the global model and for the clients' own."""
+    rows = []
+    for one in part.series:
+        for label, whose, name in (
+            ("global", "client", "accuracy"),
+            ("personal", "personal", "personal_accuracy"),
+        ):
+            keys = [f"{whose}_accuracy_{what}" for what in ("mean", "std", "worst_decile", "worst")]
+            means = [mean([run.summary.get(key) for run in one.runs]) for key in keys]
+            if means[0] is None:
+                continue
+            scored = [[row[name] for row in run.clients if number(row.get(name))] for run in one.runs]
+            better = mean([_better(run) for run in one.runs]) if label == "personal" else None
+            gap = mean([gini(values) for values in scored if values])
+            cells = [share(value) for value in means]
+            rows.append([Cell(one.label), Cell(label), *cells, figure(gap, 3), share(better)])
+    if not rows:
+        return None
+    columns = [
+        "mean, %",
+        "std over clients",
+        "worst decile, %",
+        "worst client, %",
+        "Gini",
+        "clients it serves better, %",
+    ]
+    if not any(row[-1].value is not None for row in rows):
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    caption = "Accuracy over clients after the last round, mean over seeds"
+    return Table("fairness", caption, ["method", "model", *columns], rows, 2)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are there; None if there are none."""
+    there = [value for value in values if value is not None]
+    return mean_std(there)[0] if there else None
+
+
+def _better(run: RunFiles) -> float | None:
+    """Share of the clients whose own model is better for them than the global one."""
+    pairs = [
+        (row["personal_accuracy"], row["accuracy"])
+        for row in run.clients
+        if number(row.get("personal_accuracy")) and number(row.get("accuracy"))
+    ]
+    return mean([float(mine > everyones) for mine, everyones in pairs])
+
+
+COSTS: dict[str, tuple[str, Any]] = {
+    "seconds": ("seconds of the run", figure),
+    "client_seconds": ("seconds of a client", lambda value: figure(value, 2)),
+    "bytes_up": ("MB up", amount),
+    "bytes_down": ("MB down", amount),
+    "buffer_bytes_up": ("of these statistics, MB up", amount),
+    "report_bytes_up": ("only to be measured, MB up", amount),
+    "server/gflops": ("server, GFLOP a round", lambda value: figure(value, 3)),
+    "server/bytes": ("server's memory, MB", amount),
+    "synthetic_seconds": ("making images, seconds", figure),
+    "updates_skipped": ("updates left out", figure),
+}
+"""Figures of the summary that are costs."""
+
+
+def costs(part: Part) -> Table:
+    """What each method takes, mean over seeds; columns are there where some run has the figure, and it is not zero."""
+    found = {
+        name: [mean([_cost(run, name) for run in one.runs]) for one in part.series]
+        for name in COSTS
+        if any(_cost(run, name) for one in part.series for run in one.runs)
+    }
+    rows = [
+        [Cell(one.label), *(COSTS[name][1](values[place]) for name, values in found.items())]
+        for place, one in enumerate(part.series)
+    ]
+    caption = "What each method takes, mean over seeds"
+    return Table("costs", caption, ["method", *(COSTS[name][0] for name in found)], rows)
+
+
+def _cost(run: RunFiles, name: str) -> float | None:
+    value = run.summary.get(name)
+    return value if number(value) else None
+
+
+def runs(part: Part) -> Table:
+    """Every run with the figures of its ``summary.json``."""
+    pairs: list[tuple[Series, RunFiles]] = [(one, run) for one in part.series for run in one.runs]
+    rows = [
+        [
+            Cell(one.label),
+            Cell(str(run.folder)),
+            figure(s["seed"], 0),
+            share(s["accuracy"]),
+            share(s["best_accuracy"]),
+            figure(_cost(run, "best_round"), 0),
+            loss(s.get("loss")),
+            share(s.get("client_accuracy_mean")),
+            share(s.get("client_accuracy_worst_decile")),
+            share(s.get("client_accuracy_worst")),
+            amount(s["bytes_up"]),
+            amount(s["bytes_down"]),
+            figure(s["seconds"]),
+        ]
+        for one, run in pairs
+        for s in (run.summary,)
+    ]
+    columns = ["last round, %", "best round, %", "best round", "loss", "clients, mean %", "worst decile, %"]
+    columns += ["worst client, %", "MB up", "MB down", "seconds"]
+    return Table("runs", "Every run, as its summary.json has it", ["method", "folder", "seed", *columns], rows, 2)

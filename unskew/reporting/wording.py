@@ -1,0 +1,40 @@
+"""How figures are written, in the terminal and on the page."""
+
+from __future__ import annotations
+
+F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
+"""Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
+
+
+def percent(value: float | None, spread: float | None = None) -> str:
+    """A share as per cent.
+
+    >>> percent(0.5, 0.012), percent(None)
+    ('50.0 ± 1.2', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
+
+
+def megabytes(value: float) -> str:
+    """Bytes as MB (10^6).
+
+    >>> megabytes(4_520), megabytes(88e6), megabytes(12e9)
+    ('0.0045', '88.0', '12,000')
+    """
+    if value >= 1e9:
+        return f"{value / 1e6:,.0f}"
+    return f"{value / 1e6:.1f}" if value >= 1e6 else f"{value / 1e6:.2g}"
+
+
+def number(value: float | None, spread: float | None = None) -> str:
+    """A loss or a perplexity.
+
+    >>> number(1.25, 0.0125), number(None), number(31.4)
+    ('1.2500 ± 0.0125', '-', '31.40')
+    """
+    if value is None:
+        return "-"
+    digits = 4 if abs(value) < 10 else 2
+    return f"{value:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
