@@ -5,7 +5,9 @@ import os
 import socket
 import ssl
 import stat
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,7 +170,12 @@ def test_check_tests_the_certificate_of_the_superlink(which, tmp_path, monkeypat
     assert bool(wrong) == (which != "good")
 
 
-def test_init_writes_a_folder_whose_scripts_work(tmp_path, capsys):
+def test_init_writes_a_folder_whose_scripts_work(capsys):
+    with tempfile.TemporaryDirectory(prefix="u") as short:  # the path of a socket is a short one
+        written_and_used(Path(short), capsys)
+
+
+def written_and_used(tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(experiment({**TINY, "method": "scaffold"}).to_yaml())
     folder = tmp_path / "deployment"
     assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 0
