@@ -51,7 +51,6 @@ def test_one_step_is_the_gradient_of_the_binary_cross_entropy():
     model = nn.Linear(4, 3)
     W, b = (p.detach().numpy().astype(np.float64) for p in (model.weight, model.bias))
     run = unskew.run(fed, model=model, rounds=1, local_steps=1, batch_size=7, lr=0.5, precision="fp64", engine="inline")
-    x = x.astype(np.float32).astype(np.float64)
     error = (sigmoid(x @ W.T + b) - y) / y.size  # mean over samples and labels
     expected = np.concatenate([(W - 0.5 * error.T @ x).ravel(), b - 0.5 * error.sum(0)])
     assert_close(run.vector.numpy(), expected, TRAINING)

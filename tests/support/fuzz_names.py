@@ -99,6 +99,8 @@ def of_field(name):
         "network": delays(),
         "data": near(*DATA),
         "diagnose": near(*DIAGNOSES),
+        # Neither local nor auto: a cluster would be started, or one that is there be used.
+        "address": near("nowhere", "nowhere:1", ":1", "127.0.0.1:1", "127.0.0.1:99999", "ray://127.0.0.1:1"),
         "engine": near("auto", "inline", "vectorized"),
         "device": near("auto", "cpu", "cpu:0", "cuda", "cuda:99", "mps"),
         "server": near("1", "5", *DATA),

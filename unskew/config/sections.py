@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -56,10 +57,13 @@ class TextConfig(Section):
         return tuple(piece.strip() for piece in value.split(",")) if isinstance(value, str) else value
 
 
+ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:[0-9]{1,5})"
+
+
 class RayConfig(Section):
     """A Ray cluster."""
 
-    address: Annotated[str, Field(min_length=1)] | None = None
+    address: str | None = None
     """``local``, ``auto``, or ``HOST:PORT`` of its head; None is ``local`` where ``engine`` is ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
     """Cores, and threads, of a task, which trains one client."""
@@ -69,3 +73,10 @@ class RayConfig(Section):
     """How often a client is trained again after its worker or its node died."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds without any answer of the cluster after which the run ends; None waits on."""
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _address_is_one(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(ADDRESS, value):
+            raise ValueError(f"{value!r} is no address of a cluster: local, auto, or HOST:PORT of its head")
+        return value

@@ -11,6 +11,7 @@ Moritz et al. 2018, "Ray: A Distributed Framework for Emerging AI Applications",
 from __future__ import annotations
 
 import os
+import socket
 import time
 import traceback
 import warnings
@@ -211,6 +212,8 @@ def connect(address: str, workers: int | None) -> None:
         host = address.rpartition(":")[0]
         if _is_loopback(host):
             options["_node_ip_address"] = host  # nodes of one machine, each with its address
+        if address not in ("local", "auto"):
+            check_reachable(address)
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
@@ -220,6 +223,21 @@ def connect(address: str, workers: int | None) -> None:
                 "ray.address=local."
             ) from error
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address where nothing listens: Ray would end this whole process a minute after it failed to connect.
+
+    Raises:
+        EngineError: Nothing answers there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(
+            f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
+        ) from error
 
 
 def _is_loopback(host: str) -> bool:
