@@ -32,10 +32,10 @@ test-all: .venv/installed  ## the whole test suite, before a release
 	$(TEST)
 
 test-slow: .venv/installed  ## what `make test` leaves out: full products, random kills, runs of tables and examples
-	$(TEST) -m slow
+	$(TEST) -m slow $(WITHOUT)
 
-test-kernels: .venv/installed  ## engines and methods with sums in another order, as on a CPU without vectors
-	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines tests/methods
+test-kernels: .venv/installed  ## all methods on the engines with sums in another order, as on a CPU without vectors
+	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_engines.py tests/methods/test_fedcog.py
 
 check: .venv/installed  ## format, lint, types, tests
 	$(BIN)/ruff format --check .

@@ -27,15 +27,20 @@ def train(engine, address=None, callbacks=()):
     )  # fmt: skip
 
 
-with tempfile.TemporaryDirectory(prefix="ray") as folder, cluster(folder) as (address, nodes):
+def main():
+    with tempfile.TemporaryDirectory(prefix="ray") as folder, cluster(folder) as (address, nodes):
 
-    class Kill(Callback):
-        """The second node, after the second round: its workers hold the trainer and tasks of the next are on their way."""
+        class Kill(Callback):
+            """The second node, after the second round: its workers hold the trainer, and tasks are on their way."""
 
-        def round(self, row):
-            if row["round"] == 2:
-                nodes[1].kill()
+            def round(self, row):
+                if row["round"] == 2:
+                    nodes[1].kill()
 
-    there = train("ray", address, [Kill()])
-    alone = train("inline")
-    print("equal after a node died" if torch.equal(alone.vector, there.vector) else "not equal")
+        there = train("ray", address, [Kill()])
+        alone = train("inline")
+        print("equal after a node died" if torch.equal(alone.vector, there.vector) else "not equal")
+
+
+if __name__ == "__main__":
+    main()
