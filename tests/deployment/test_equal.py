@@ -40,7 +40,7 @@ SUMS = {
     "fedrep+ft": {"participation": 0.7, "rounds": 3, "model": "mlp"},
 }
 SLOW_SUMS = {
-    "fedcog:start_round=1,g_steps=2+scaffold+fedals": {},
+    "fedcog:start_round=1,g_steps=2+scaffold+fedals": {"model": "mlp"},
     "vhl:per_class=4+fedssyn:generator=vae-small,epochs=1,n_syn=2": {
         "local_steps": None,
         "local_epochs": 1,
