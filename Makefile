@@ -25,7 +25,7 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
 
-test: .venv/installed  ## every method and every promise, in about three minutes on two cores
+test: .venv/installed  ## every method and every promise, in about four minutes on two cores
 	$(TEST) -m "not slow"
 
 test-all: .venv/installed  ## the whole test suite, before a release

@@ -150,8 +150,6 @@ def run(
 
     if (local is None) == (folder is None and superlink is None):
         raise ConfigError("Say where the sites are, one of: --local N, or --folder FOLDER --superlink HOST:PORT.")
-    if short not in ("wait", "go", "stop"):
-        raise ConfigError(f"--short {short!r} is none of wait, go and stop.")
     deployment = Deployment(
         local=local,
         folder=None if folder is None else str(folder.absolute()),

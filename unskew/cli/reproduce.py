@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError, unknown
 from unskew.files import place
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unskew.reproduction.preset import Preset
     from unskew.reproduction.study import Line, StudyPreset
 

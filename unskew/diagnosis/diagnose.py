@@ -170,6 +170,8 @@ def check_scope(scope: Scope) -> Scope:
 
 # ---- models -------------------------------------------------------------------------------------------------------------
 
+FINAL = "model.safetensors"
+
 
 def run_folder(path: Path) -> Path:
     """The run folder that a path names, itself or by one of its checkpoints.
@@ -201,14 +203,23 @@ def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, 
         if v.shape != (spec.size,) or b.shape != (sum(spec.buffer_sizes),):
             raise CheckpointError(f"The checkpoint {path} was written for another model.")
         yield f"after round {done}", v, b
-    final = folder / "model.safetensors"
-    if folder == run and final.is_file():
-        with reading(final):
-            tensors = load(final.read_bytes())
-        if not {*spec.names, *spec.buffer_names} <= set(tensors):
-            raise CheckpointError(f"{final} holds another model.")
-        statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
-        v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
-        if len(v) != spec.size or sum(map(len, statistics)) != sum(spec.buffer_sizes):
-            raise CheckpointError(f"{final} holds another model.")
-        yield "final model", v, torch.cat(statistics) if statistics else spec.flatten_buffers()
+    if folder == run and (folder / FINAL).is_file():
+        yield "final model", *final_model(folder, spec)
+
+
+def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """The model ``v [d]`` and the statistics ``b [m]`` of a finished run.
+
+    Raises:
+        CheckpointError: They are damaged, or of another model.
+    """
+    final = folder / FINAL
+    with reading(final):
+        tensors = load(final.read_bytes())
+    if not {*spec.names, *spec.buffer_names} <= set(tensors):
+        raise CheckpointError(f"{final} holds another model.")
+    statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
+    v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
+    if len(v) != spec.size or sum(map(len, statistics)) != sum(spec.buffer_sizes):
+        raise CheckpointError(f"{final} holds another model.")
+    return v, torch.cat(statistics) if statistics else spec.flatten_buffers()

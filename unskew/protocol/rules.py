@@ -116,12 +116,12 @@ class DataRule(Rule):
         return Contributions()
 
     def of_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
-        """The rule as one client carries out ``contribute`` alone with its data; None if it sends nothing.
+        """The rule as ``client`` carries out ``contribute`` with its data alone; None if it sends nothing.
 
         Args:
             client: Which.
             clients: How many there are.
-            mean_size: Samples per client over all of them, those held out included.
+            mean_size: Their mean number of samples, those held out included.
 
         Raises:
             ConfigError: Clients that are alone with their data cannot carry it out.

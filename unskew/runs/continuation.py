@@ -92,7 +92,7 @@ def check_never_saved(folder: Path) -> None:
     """Refuse to begin anew with a run whose checkpoints somebody removed.
 
     Raises:
-        CheckpointError: Rounds are finished, but the folder of its checkpoints, is gone or was emptied.
+        CheckpointError: Rounds are finished, but the folder of its checkpoints is gone or was emptied.
     """
     config = load_yaml(folder / "config.yaml")
     parent = config.get("start_from")

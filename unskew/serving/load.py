@@ -9,7 +9,7 @@ import torch
 
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
-from unskew.diagnosis.diagnose import models_of
+from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import place
 from unskew.methods.catalogue import method as method_of
@@ -35,7 +35,7 @@ def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = 
     folder = place(run)
     if folder is None or not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
-    if not (folder / "model.safetensors").is_file():
+    if not (folder / FINAL).is_file():
         raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
     stored, inputs = load_yaml(folder / "config.yaml"), read_inputs(folder)
     if inputs.task == "language":
@@ -48,7 +48,7 @@ def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = 
         config = experiment(stored)
         method = method_of(config.method)
         spec = initial_spec(config, empty_federation(inputs), model, method)
-        *_, (_, v, b) = models_of(folder, spec)
+        v, b = final_model(folder, spec)
     return Predictor(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
 
 
