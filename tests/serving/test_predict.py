@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -143,3 +144,12 @@ def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
         (tmp_path / name).write_bytes((digits.folder / name).read_bytes())
     with pytest.raises(ConfigError, match="trust"):
         unskew.load(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_no_matter_to_a_finished_model(digits, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(digits.folder, folder)
+    for manifest in folder.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    x = unskew.load_federation("digits", clients=3).test[0][:3]
+    assert unskew.load(folder).predict(x) == digits.predict(x)
