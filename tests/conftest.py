@@ -22,6 +22,14 @@ def undrawn(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
+def unsynced():
+    """What a test writes need not outlive a power cut; nothing else than one could tell the difference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def cache(tmp_path_factory):
     """Nothing is left in the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:

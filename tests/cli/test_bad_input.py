@@ -492,7 +492,7 @@ def train(rule=None, **options):
 
 POISONS = [("delta", math.nan), ("delta", math.inf), ("upload", -math.inf), ("state", math.nan)]
 POISONED = [(engine, *poison) for engine in ("inline", "processes", "vectorized") for poison in POISONS]
-QUICK = [*POISONED[:4], POISONED[6], POISONED[11]]
+QUICK = [POISONED[0], POISONED[6], POISONED[11]]
 
 
 @pytest.mark.parametrize(("engine", "where", "value"), slow_but(QUICK, POISONED))
@@ -522,7 +522,7 @@ def test_poisoned_client_is_left_out(tmp_path, monkeypatch, engine, where, value
     assert longer.summary["updates_skipped"] == 3
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedadam"])
+@pytest.mark.parametrize("method", slow_but(["scaffold"], ["fedavg", "scaffold", "fedadam"]))
 def test_training_that_diverges_leaves_the_model_as_it_was(capsys, method):
     args = ["--clients", 4, "--model", "mlp", "--local-steps", 6, "--lr", 1e6, "--rounds", 2, "--engine", "inline"]
     outcome = call(capsys, "run", *args, "--method", method, "--out", "a", "--json")

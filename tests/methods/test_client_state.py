@@ -7,6 +7,7 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import state_at
 from support.quadratic import Quadratics, problem
+from support.slow import slow_but
 from support.tolerance import assert_close
 
 import unskew
@@ -64,7 +65,7 @@ def test_the_state_is_there_in_the_next_round():
             assert (kept.model, kept.statistics) == (None, None)
 
 
-@pytest.mark.parametrize("engine", ["inline", "processes"])
+@pytest.mark.parametrize("engine", slow_but(["processes"], ["inline", "processes"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_is_the_same_whatever_its_rule_is_called(name, engine, under_another_name):
     """Beside models, momentum and statistics that the core keeps, and with local models measured."""

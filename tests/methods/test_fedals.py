@@ -293,7 +293,7 @@ def test_auto_periods_minimise_the_distance_within_the_budget():
         assert float((rates * found).sum()) <= 1.6 * best
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["vectorized"], ["inline", "vectorized"]))
 def test_auto_measures_the_drift_keeps_the_budget_and_resumes(tmp_path, engine):
     chosen = "fedals:auto,alpha=3,longest=6,budget=0.4"
     options = {"momentum": 0.9, "participation": 0.7, "batch_size": 7, "checkpoint_every": 1}

@@ -112,7 +112,7 @@ ALS = f"scaffold+fedals:alpha={ALPHA}"
 ALL = f"fedprox:mu={MU}+moon:mu={MU},projection=0+{ALS}"
 HOSTS = [("fedavg", 0.9), ("scaffold", 0.0), (ALS, 0.0), (ALS, 0.8), (ALL, 0.5)]
 CASES = [(*host, share, engine) for host in HOSTS for share in (1.0, 0.5) for engine in ("inline", "vectorized")]
-QUICK = [("fedavg", 0.9, 0.5, "vectorized"), ("scaffold", 0.0, 1.0, "inline"), (ALL, 0.5, 0.5, "inline")]
+QUICK = [("fedavg", 0.9, 0.5, "vectorized"), (ALL, 0.5, 0.5, "inline")]
 
 
 @pytest.mark.parametrize(("hosts", "momentum", "participation", "engine"), slow_but(QUICK, CASES))

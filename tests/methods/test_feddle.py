@@ -9,6 +9,7 @@ from support.delays import Arrivals
 from support.federations import SmallBatchNorm, blobs, with_server
 from support.protocol import an_update, some_updates
 from support.running import Stop, StopAfter
+from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 
 import unskew
@@ -78,7 +79,7 @@ class Server:
 # ---- the identities with FedBuff and FedAvg ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["logistic", "mlp"])
+@pytest.mark.parametrize("model", slow_but(["mlp"], ["logistic", "mlp"]))
 @pytest.mark.parametrize("options", ["epochs=0", "lam=inf,epochs=2", "epochs=0,normalise=false", "epochs=0,atlas=3"])
 def test_without_search_it_is_fedavg_over_the_arrivals(model, options):
     feddle, fedavg = train(f"feddle:{options}", model=model), train("fedavg", model=model, weights="uniform")
@@ -385,7 +386,7 @@ def test_a_run_goes_on_bit_for_bit_with_updates_on_their_way(tmp_path, fed, opti
         assert row["accuracy"] == mine["accuracy"]
 
 
-@pytest.mark.parametrize("engine", ["vectorized", "processes"])
+@pytest.mark.parametrize("engine", slow_but(["vectorized"], ["vectorized", "processes"]))
 @pytest.mark.parametrize("beside", ["fedprox:mu=0.1", "scaffold", "fedcog:start_round=1,n=6,g_steps=2"])
 def test_client_rules_and_engines_go_with_it(engine, beside):
     chosen = f"feddle:epochs=1,batch=8,lr=0.01+{beside}"

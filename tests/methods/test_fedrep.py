@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import state_at
 from support.quadratic import Quadratics, problem
+from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
 import unskew
@@ -168,9 +169,10 @@ def test_sums_that_mean_nothing_are_refused(other):
             method(spelling)
 
 
-@pytest.mark.parametrize(
-    "other", ["fedadam", "fedavgm", "moon:projection=0", "fedcog:start_round=1,n=6,g_steps=2", "fedsam"]
-)
+OTHERS = ["fedadam", "fedavgm", "moon:projection=0", "fedcog:start_round=1,n=6,g_steps=2", "fedsam"]
+
+
+@pytest.mark.parametrize("other", slow_but(["fedadam", "moon:projection=0"], OTHERS))
 def test_other_sums_train_and_leave_the_initial_head_at_the_server(other):
     result = train(f"fedrep+{other}")
     start = train("fedrep", rounds=1, lr=1e-300).vector

@@ -18,6 +18,7 @@ from support.colours import Colours
 from support.federations import SmallBatchNorm
 from support.protocol import prepared
 from support.running import call
+from support.slow import slow_but
 from support.tolerance import assert_engines_agree
 
 import unskew
@@ -260,7 +261,7 @@ HOSTS = [
 ]
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", slow_but(HOSTS[2:5], HOSTS))
 def test_a_sum_is_the_host_on_the_augmented_data(host):
     """What a host makes of data that were augmented beforehand, to the bit, with uniform weights and matched epochs."""
     rule = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, call
+from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree
 
 import unskew
@@ -109,9 +110,10 @@ def test_rounds_with_delays_are_those_of_numpy(monkeypatch, method):
     assert_close(result.vector.numpy(), v, TRAINING)
 
 
-@pytest.mark.parametrize(
-    "nothing", ["fedft:epochs=0", "fedft:steps=0", "hfcl:n_s=0", "feddf:steps=0", "feddf:epochs=0"]
-)
+NOTHING = ["fedft:epochs=0", "fedft:steps=0", "hfcl:n_s=0", "feddf:steps=0", "feddf:epochs=0"]
+
+
+@pytest.mark.parametrize("nothing", slow_but(["fedft:epochs=0", "hfcl:n_s=0", "feddf:steps=0"], NOTHING))
 def test_without_training_at_the_server_it_is_fedavg(nothing):
     for fed in [blobs(SIZES)] + [outside(blobs(SIZES))] * nothing.startswith("feddf"):
         plain, found = train("fedavg", fed=fed), train(nothing, fed=fed)
@@ -190,7 +192,7 @@ def test_center_is_a_plain_loop_of_torch_over_all_rounds(optimizer):
     assert result.history[0]["center_loss"] > result.history[-1]["center_loss"]
 
 
-@pytest.mark.parametrize("method", [*LEARNERS, "center:epochs=1,optimizer=adam"])
+@pytest.mark.parametrize("method", slow_but(LEARNERS[1:], [*LEARNERS, "center:epochs=1,optimizer=adam"]))
 def test_engines_agree_and_runs_go_on(tmp_path, method):
     options = {"rounds": 5, "network": {"delay": "half-normal:2", "drop": 0.2}}
     whole = train(method, **options)

@@ -8,6 +8,7 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import state_at
 from support.quadratic import STEPS, Quadratics, gradient, problem
+from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close, near
 
 import unskew
@@ -95,7 +96,7 @@ def scaffold(A, b, etas, cohort):
     return path, c
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["inline"], ["inline", "vectorized"]))
 @pytest.mark.parametrize("schedule", [("cosine", "round"), ("cosine:0.1", "step"), ("step:2,0.5", "step")])
 def test_scaffold_with_a_rate_that_changes_equals_numpy(schedule, engine):
     A, b = problem()

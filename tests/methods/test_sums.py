@@ -115,7 +115,7 @@ class Norms(ServerRule):
         return {"v": state["v"] + eta * mean}
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["inline"], ["inline", "vectorized"]))
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_fedexp_measures_the_updates_that_are_sent(participation, engine):
     """A body that stays at the client is no part of the update, and one that is sent has moved since it was received."""
@@ -184,7 +184,7 @@ def test_scaffold_doubles_the_traffic_of_fedals():
     assert up == 2 * 8 * (7 * HIDDEN + 2 * 3 * HIDDEN)  # two clients a round; the body after rounds 3 and 6
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["vectorized"], ["inline", "vectorized"]))
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_feddyn_keeps_h_the_mean_of_all_linear_terms_part_by_part(participation, engine):
     A, b, mine = run("fedals:alpha=3+feddyn:alpha=0.3", participation, engine)

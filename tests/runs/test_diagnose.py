@@ -11,6 +11,7 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.quadratic import HalfSquares, problem
 from support.running import TINY, call
+from support.slow import slow_but
 from support.tolerance import near, tolerance
 from torch import nn
 
@@ -49,7 +50,7 @@ def top(H):
     return np.abs(np.linalg.eigvalsh(H)).max()
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", slow_but([False], [True, False]))
 def test_all_quantities_of_least_squares_are_the_closed_forms(shared):
     A, b = problem(SIZES)
     made_A, made_b = problem((6, 6, 6, 6), seed=9)

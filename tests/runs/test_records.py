@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from support.evaluation import evaluator, held_out, one_hot, row, shown, summary_of
 from support.federations import SmallBatchNorm, blobs
 from support.running import metrics, summary
+from support.slow import slow_but
 from support.tolerance import FEW, assert_close, near
 
 import unskew
@@ -162,7 +163,7 @@ def stats(result):
     return torch.cat([result.model.norm.running_mean, result.model.norm.running_var])
 
 
-@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["inline", "vectorized"], ["inline", "processes", "vectorized"]))
 def test_statistics_averaged_local_or_reset(engine):
     """One round from the same start: all three train alike; they differ in what travels and what comes back."""
     fed, module = blobs([6, 9, 12]), SmallBatchNorm(dropout=0.0)

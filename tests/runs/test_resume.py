@@ -296,9 +296,10 @@ DAMAGE = {
     "an empty manifest": lambda folder: os.truncate(folder / "manifest.json", 0),
     "a missing manifest": lambda folder: (folder / "manifest.json").unlink(),
 }
+QUICK_DAMAGE = ["a flipped bit in the model", "a missing file", "a damaged manifest", "an empty manifest"]
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", slow_but(QUICK_DAMAGE, DAMAGE))
 def test_damaged_checkpoint_is_reported_and_the_one_before_used(stopped, straight, capsys, damage):
     run = stopped
     newest, before = checkpoints(run / "checkpoints")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
+from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError
@@ -201,7 +202,7 @@ def test_slices_that_stay_at_clients_are_resumed(tmp_path):
         assert_same_run(tmp_path / "whole", run)
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("links", slow_but([False], [True, False]))
 def test_run_with_states_on_disk(tmp_path, monkeypatch, links):
     """Same numbers as in memory, also when resumed from a checkpoint of states on disk, hard links or not."""
     fed = blobs([6, 9, 12, 7, 8, 10, 5, 11])

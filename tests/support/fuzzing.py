@@ -203,7 +203,8 @@ class Sandbox:
             written, _written = _written, None
             for path in sorted(set(self.files()) - set(before), reverse=True):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        own = (str(self.root), "/dev/", f"{tempfile.gettempdir()}/torchinductor")  # PyTorch makes that one
+        torch_cache = f"{tempfile.gettempdir()}/torchinductor"
+        own = (str(self.root), "/dev/", os.environ["XDG_CACHE_HOME"], torch_cache)
         elsewhere = [path for path in written if not path.startswith(own) and "__pycache__" not in path]
         assert not elsewhere, elsewhere
 

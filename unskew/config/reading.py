@@ -60,7 +60,7 @@ class Twice(yaml.YAMLError):
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values only, and each key once."""
+    """Plain values only, and each key once. PyYAML's part in C would crash on a text that is nested deeply."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As it is written, before anything is merged into it."""

@@ -212,7 +212,7 @@ class ClientRule(HasServerHalf):
 
 
 class Sync(HasServerHalf):
-    """``sync`` slot: which slices of the model travel. A slice that does not travel stays at the client.
+    """``sync`` slot: which slices of the model travel; the others stay at the client.
 
     Normalisation statistics travel with the layer before them.
     """

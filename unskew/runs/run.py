@@ -215,9 +215,11 @@ def resume(
 def moved(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A stored configuration with changes; a ``data_path`` takes the place of a path that the name of the data holds."""
     values, path = {**stored, **changes}, changes.get("data_path")
+    if not path or "data" in changes:
+        return values
     name = str(values.get("data"))
     prefix, colon, _ = name.partition(":")
-    if path and "data" not in changes and (colon or name.lower().endswith(TABLES)):
+    if colon or name.lower().endswith(TABLES):
         values |= {"data": f"{prefix if colon else 'table'}:{path}", "data_path": None}
     return values
 
