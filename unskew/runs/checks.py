@@ -33,6 +33,11 @@ def check_method(
         MethodConflict: It needs single updates, which secure aggregation forbids.
     """
     check_task(method, federation)
+    if config.metrics and federation.task != "classification":
+        raise ConfigError(
+            f"metrics={config.metrics[0]} is for one class per sample; the task of {federation.name} is {federation.task}, "
+            "which has figures of its own."
+        )
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)

@@ -1,0 +1,72 @@
+"""A model of tables with categories.
+
+References:
+    Guo and Berkhahn 2016, "Entity Embeddings of Categorical Variables", arXiv:1604.06737.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+from unskew.models.zoo.vision import Classifier, hidden_layers
+
+LARGEST = 50
+"""Of an embedding, however many values a category has."""
+
+
+class Embeddings(nn.Module):
+    """Numbers as they are, and behind them a learned vector for each category.
+
+    Args:
+        categories: Of each input, how many values its codes have; 0 of numbers.
+    """
+
+    def __init__(self, categories: Sequence[int]) -> None:
+        super().__init__()
+        self.numbers = [j for j, values in enumerate(categories) if not values]
+        self.coded = [j for j, values in enumerate(categories) if values]
+        self.embeddings = nn.ModuleList(nn.Embedding(n, size_of(n)) for n in categories if n)
+        self.features = len(self.numbers) + sum(size_of(n) for n in categories)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From inputs ``[batch, inputs]`` to ``[batch, features]``."""
+        parts = [x[:, self.numbers]] if self.numbers else []
+        parts += [embed(x[:, j].long()) for embed, j in zip(self.embeddings, self.coded, strict=True)]
+        return torch.cat(parts, 1)
+
+
+def size_of(values: int) -> int:
+    """Length of the vector of a category with so many values, 0 of a number.
+
+    >>> size_of(3), size_of(1000), size_of(0)
+    (2, 50, 0)
+    """
+    return min(LARGEST, (values + 1) // 2)
+
+
+class TableMLP(Classifier):
+    """A multilayer perceptron with ReLU on numbers and embeddings of categories.
+
+    Args:
+        shape: `(inputs,)`.
+        classes: Number of logits, or of the numbers that are predicted.
+        categories: Of each input, how many values its codes have; 0 of numbers. Empty if all are numbers.
+        hidden: Widths of the hidden layers.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        classes: int,
+        categories: Sequence[int] = (),
+        hidden: Sequence[int] = (64, 32),
+    ) -> None:
+        if len(shape) != 1 or (categories and len(categories) != shape[0]):
+            raise ConfigError(f"The table-mlp needs rows of a table as inputs, but got inputs of shape {tuple(shape)}.")
+        embeddings = Embeddings(categories or [0] * shape[0])
+        layers, features = hidden_layers(embeddings.features, hidden)
+        super().__init__(nn.Sequential(embeddings, *layers), features, classes)
