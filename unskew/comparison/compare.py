@@ -226,7 +226,7 @@ def compare(
                 unequal = unequal or len(set(data.sizes.tolist())) > 1
         if target is None:
             means = [mean_std([s[f"best_{score_of(s)}"] for s in group])[0] for group in result.summaries.values()]
-            target = round(0.9 * max(means), 3)
+            target = max(0.0, round(0.9 * max(means), 3))  # R² may be below 0
         result = replace(result, target=target, unequal=unequal)
         if folder is not None:
             result.plot(folder / "convergence.png")

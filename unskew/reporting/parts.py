@@ -147,7 +147,7 @@ def _target(series: Sequence[Series]) -> float:
     listed = [row.get("target") for row in _table(series)]
     found: list[float] = [value for value in (*asked, *listed) if isinstance(value, int | float) and number(value)]
     best = [mean_std([run.summary[f"best_{score_of(run.summary)}"] for run in one.runs])[0] for one in series]
-    return float(found[0]) if found else round(0.9 * max(best), 3)
+    return float(found[0]) if found else max(0.0, round(0.9 * max(best), 3))
 
 
 def _title(run: RunFiles) -> str:

@@ -41,6 +41,12 @@ def check_method(
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)
+        coded = [one.name for one in federation.encoders if one.kind == "category"]
+        if coded:
+            raise ConfigError(
+                f"The server learns which values of the category {coded[0]!r} each client has, but "
+                "secure_aggregation=required lets it see sums only. Exclude the column, or turn it off."
+            )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
     run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose, config.to_be_continued)

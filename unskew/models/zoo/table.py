@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.zoo.vision import Classifier, hidden_layers
+from unskew.models.zoo.vision import Classifier, flat_size, hidden_layers
 
 LARGEST = 50
 """Of an embedding, however many values a category has."""
@@ -52,7 +52,7 @@ class TableMLP(Classifier):
     """A multilayer perceptron with ReLU on numbers and embeddings of categories.
 
     Args:
-        shape: `(inputs,)`.
+        shape: Shape of a sample, `(inputs,)`.
         classes: Number of logits, or of the numbers that are predicted.
         categories: Of each input, how many values its codes have; 0 of numbers. Empty if all are numbers.
         hidden: Widths of the hidden layers.
@@ -65,8 +65,9 @@ class TableMLP(Classifier):
         categories: Sequence[int] = (),
         hidden: Sequence[int] = (64, 32),
     ) -> None:
-        if len(shape) != 1 or (categories and len(categories) != shape[0]):
-            raise ConfigError(f"The table-mlp needs rows of a table as inputs, but got inputs of shape {tuple(shape)}.")
-        embeddings = Embeddings(categories or [0] * shape[0])
+        inputs = flat_size("The table-mlp", shape)
+        if categories and len(categories) != inputs:
+            raise ConfigError(f"The table-mlp has {inputs} inputs, but is told of {len(categories)} columns.")
+        embeddings = Embeddings(categories or [0] * inputs)
         layers, features = hidden_layers(embeddings.features, hidden)
-        super().__init__(nn.Sequential(embeddings, *layers), features, classes)
+        super().__init__(nn.Sequential(nn.Flatten(), embeddings, *layers), features, classes)

@@ -86,7 +86,7 @@ class Logistic(Classifier):
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        super().__init__(nn.Flatten(), _flat_size("Logistic regression", shape), classes)
+        super().__init__(nn.Flatten(), flat_size("Logistic regression", shape), classes)
 
 
 class MLP(Classifier):
@@ -99,7 +99,7 @@ class MLP(Classifier):
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (200, 200)) -> None:
-        layers, features = hidden_layers(_flat_size("The MLP", shape), hidden)
+        layers, features = hidden_layers(flat_size("The MLP", shape), hidden)
         super().__init__(nn.Sequential(nn.Flatten(), *layers), features, classes)
 
 
@@ -127,7 +127,8 @@ def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
-def _flat_size(name: str, shape: Sequence[int]) -> int:
+def flat_size(name: str, shape: Sequence[int]) -> int:
+    """Numbers in a sample."""
     if not shape or min(shape) < 1:
         raise ConfigError(f"{name} needs the shape of a sample as positive numbers, but got {tuple(shape)}.")
     return math.prod(shape)
