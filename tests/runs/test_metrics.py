@@ -1,5 +1,7 @@
 """Figures of imbalanced classes, as scikit-learn has them, and weights of classes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -34,7 +36,7 @@ def test_figures_of_two_classes_are_scikit_learns(fed):
     said = p.argmax(1)
     true, sure = metrics.confusion_matrix(y, said, normalize="true").diagonal(), p.max(1)
     edges = np.linspace(0, 1, 16)
-    parts = [(sure > low) & (sure <= high) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [(sure > low) & (sure <= high) for low, high in pairwise(edges)]
     expected = {
         "auroc": metrics.roc_auc_score(y, p[:, 1]),
         "auprc": metrics.average_precision_score(y, p[:, 1]),

@@ -241,6 +241,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 METHODS: dict[str, Callable[..., Any]] = {
     "long": _pointwise(torch.Tensor.long),
+    "clamp": _pointwise(torch.clamp),
     "relu": _pointwise(torch.relu),
     "tanh": _pointwise(torch.tanh),
     "sigmoid": _pointwise(torch.sigmoid),

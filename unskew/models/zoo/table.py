@@ -29,13 +29,15 @@ class Embeddings(nn.Module):
         super().__init__()
         self.numbers = [j for j, values in enumerate(categories) if not values]
         self.coded = [j for j, values in enumerate(categories) if values]
+        self.last = [values - 1 for values in categories if values]  # no code is beyond, whoever gives it
         self.embeddings = nn.ModuleList(nn.Embedding(n, size_of(n)) for n in categories if n)
         self.features = len(self.numbers) + sum(size_of(n) for n in categories)
 
     def forward(self, x: Tensor) -> Tensor:
         """From inputs ``[batch, inputs]`` to ``[batch, features]``."""
         parts = [x[:, self.numbers]] if self.numbers else []
-        parts += [embed(x[:, j].long()) for embed, j in zip(self.embeddings, self.coded, strict=True)]
+        for embed, j, last in zip(self.embeddings, self.coded, self.last, strict=True):
+            parts.append(embed(x[:, j].long().clamp(0, last)))
         return torch.cat(parts, 1)
 
 
