@@ -12,6 +12,7 @@ from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, MethodConflict, unknown
 from unskew.methods.fedavg import FedAvg
+from unskew.models.catalogue import MODELS
 from unskew.models.vector import ModelSpec
 from unskew.options import options_of
 from unskew.protocol.facts import FederationFacts
@@ -39,9 +40,9 @@ def check_method(
             "which has figures of its own."
         )
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
+    coded = [one.name for one in federation.encoders if one.kind == "category"]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)
-        coded = [one.name for one in federation.encoders if one.kind == "category"]
         if coded:
             raise ConfigError(
                 f"The server learns which values of the category {coded[0]!r} each client has, but "
@@ -55,6 +56,11 @@ def check_method(
         told = rule.check(run) or ()
         warnings += [told] if isinstance(told, str) else told
         warnings += misspelt(rule)
+    if coded and model is None and config.model in MODELS and config.model != "table-mlp":
+        warnings.append(
+            f"{config.model} takes the codes of {', '.join(coded)} as numbers, which seldom mean anything; table-mlp learns a "
+            "vector for each category."
+        )
     spec = run.spec
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
     if delayed and of_one_round:
