@@ -58,8 +58,8 @@ def check_method(
         warnings += misspelt(rule)
     if coded and model is None and config.model in MODELS and config.model != "table-mlp":
         warnings.append(
-            f"{config.model} takes the codes of {', '.join(coded)} as numbers, which seldom mean anything; table-mlp learns a "
-            "vector for each category."
+            f"{config.model} takes the codes of {', '.join(coded)} as numbers, which seldom mean anything; table-mlp "
+            "learns a vector for each category."
         )
     spec = run.spec
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
