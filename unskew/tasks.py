@@ -3,101 +3,42 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Task:
-    """One kind of target. ``C`` is the number of classes or labels, ``B`` that of the samples of a batch.
-
-    A task says which choices a model makes for a sample (one among all classes; or yes or no for each label) and how likely
-    it holds each of them. Divergences between two models are then the same for every task.
-    """
-
-    name: ClassVar[str]
-
-    figures: ClassVar[tuple[str, ...]] = ()
-    """Names of the figures that ``measure`` gives beside accuracy and loss."""
-
-    lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Figures, the loss included, whose best value over the rounds is told and is the lowest one."""
-
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of a batch, a scalar."""
-        raise NotImplementedError
-
-    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The loss of each sample as a batch of its own, ``[B]``."""
-        raise NotImplementedError
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """What the model believes, ``[B, C]``."""
-        raise NotImplementedError
-
-    def beliefs(self, logits: Tensor) -> Tensor:
-        """Logarithms of the probabilities of each choice: ``[..., options]``, where the last axis sums to 1."""
-        raise NotImplementedError
-
-    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Share of each sample's predictions that are right, 0 to 1: ``[B]``."""
-        raise NotImplementedError
-
-    def counts(self, y: Tensor, classes: int) -> Tensor:
-        """Samples of each class or label, ``[C]``."""
-        raise NotImplementedError
-
-    def pairs(self, y: Tensor, classes: int) -> Tensor:
-        """Samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``."""
-        raise NotImplementedError
-
-    def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Targets of samples that have one label each, ``labels [B]``."""
-        raise NotImplementedError
-
-    def predictions(self, y: Tensor) -> Tensor:
-        """How many predictions a sample asks for, ``[B]``: the loss and the accuracy are means over them."""
-        return torch.ones(len(y), dtype=torch.float64, device=y.device)
-
-    def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """What ``measure`` needs of a batch; the tallies of several batches add up."""
-        return logits.new_zeros(0)
-
-    def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """The task's ``figures`` from a tally and the mean loss."""
-        return {}
-
-    def divergence(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
-        """Mean over samples (and labels) of ``KL(teacher || student)`` at temperature ``t``, from logits ``[B, C]``."""
-        log_p, log_q = self.beliefs(teacher / t), self.beliefs(student / t)
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-
-    def disagreement(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
-        """``1 - JS`` with the Jensen-Shannon divergence averaged over samples (and labels), from logits ``[B, C]``.
-
-        1 where the models agree, at least ``1 - ln 2``. With ``m`` the mean of ``p`` and ``q``,
-        ``log(p / m) = ln 2 - softplus(log q - log p)``, which no logit can make infinite or anything but 0 for ``p = q``.
-        """
-        log_p, log_q = self.beliefs(teacher / t), self.beliefs(student / t)
-        p_term = log_p.exp() * (math.log(2) - F.softplus(log_q - log_p))
-        q_term = log_q.exp() * (math.log(2) - F.softplus(log_p - log_q))
-        return 1 - 0.5 * (p_term + q_term).sum(-1).mean()
+from unskew.regression import Regression
+from unskew.task import Task as Task
 
 
+@dataclass(frozen=True)
 class Classification(Task):
-    """One class per sample, ``y [B]``: mean cross-entropy, softmax, accuracy."""
+    """One class per sample, ``y [B]``: mean cross-entropy, softmax, accuracy.
+
+    Attributes:
+        weights: Of the classes: each sample's loss is multiplied by that of its class. None if empty.
+    """
 
     name: ClassVar[str] = "classification"
 
+    weights: tuple[float, ...] = ()
+
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy of ``logits [B, C]`` and labels ``y [B]`` (or class probabilities ``[B, C]``)."""
-        return F.cross_entropy(logits, y)
+        return F.cross_entropy(logits, y) if not self.weights else self.losses(logits, y).mean()
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of each sample."""
-        return F.cross_entropy(logits, y, reduction="none")
+        weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device) if self.weights else None
+        return F.cross_entropy(logits, y, weights, reduction="none")
+
+    @property
+    def unweighted(self) -> Task:
+        """The same without weights: what is measured does not depend on them."""
+        return Classification()
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax over classes."""
@@ -201,6 +142,7 @@ class Language(Task):
     """
 
     name: ClassVar[str] = "language"
+    labelled: ClassVar[bool] = False
     figures: ClassVar[tuple[str, ...]] = ("perplexity",)
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
@@ -246,4 +188,4 @@ def precision_recall_f1(tally: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return right / predicted.clamp_min(1), right / there.clamp_min(1), 2 * right / (predicted + there).clamp_min(1)
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (Classification(), MultiLabel(), Language())}
+TASKS: dict[str, Task] = {task.name: task for task in (Classification(), MultiLabel(), Language(), Regression())}

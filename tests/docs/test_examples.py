@@ -3,6 +3,7 @@
 import ast
 import io
 import os
+import re
 import subprocess
 import sys
 import tokenize
@@ -59,6 +60,18 @@ def test_own_data_and_model_runs_and_prints_its_result(tmp_path):
     lines = run(EXAMPLES / "own_data_and_model.py", tmp_path)
     assert sum(line.startswith("hospital ") for line in lines) == 4
     assert all(float(line.rstrip("%").rsplit(" ", 1)[1]) > 90 for line in lines[4:])
+
+
+@pytest.mark.slow
+def test_the_hospitals_compare_two_outcomes_and_predict(tmp_path):
+    command = [sys.executable, EXAMPLES / "hospitals.py", "--out", tmp_path / "out", "--seeds", "1", "--rounds", "20"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"(auroc|r2) (-?\d+\.\d+)", done.stdout))
+    assert float(said["auroc"]) > 0.9
+    assert float(said["r2"]) > 0.2
+    assert re.search(r"Two new patients: \[\d+, \d+\]", done.stdout)
 
 
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])

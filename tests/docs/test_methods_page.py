@@ -35,7 +35,10 @@ def test_methods_that_weigh_clients_alike_are_named():
     assert set(re.findall("`(.*?)`", sentence)) == {name for name in CATALOGUE if rule_class(name).weights == "uniform"}
 
 
-@pytest.mark.parametrize(("title", "task"), [("Several labels a sample", "multilabel"), ("Texts", "language")])
+@pytest.mark.parametrize(
+    ("title", "task"),
+    [("Several labels a sample", "multilabel"), ("Texts", "language"), ("Numbers as labels", "regression")],
+)
 def test_methods_that_refuse_a_task_are_named(title, task):
     sentence = re.search(r"Refused are (.*?)[.;]", section((DOCS / "data.md").read_text(), title))[1]
     refusing = [name for name in CATALOGUE if task not in rule_class(name).tasks]
@@ -89,8 +92,9 @@ def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
     assert [line for line, _ in goes_with] == ["Sums", "Server reads", "Tasks", "Delays"]
     told = dict(goes_with)
     assert told["Server reads"].startswith({"sum": "sums", "individual": "single updates"}[entry["needs"]])
-    tasks = {"all": {"classification", "multilabel", "language"}, "classification": {"classification"}}
+    tasks = {"all": {"classification", "multilabel", "language", "regression"}, "classification": {"classification"}}
     tasks["classification, several labels"] = {"classification", "multilabel"}
+    tasks["classification, several labels, regression"] = {"classification", "multilabel", "regression"}
     assert tasks[re.split(r"\.", told["Tasks"])[0]] == set(rule_class(name).tasks)
 
 

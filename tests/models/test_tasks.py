@@ -10,6 +10,7 @@ DRAWS = torch.Generator().manual_seed(0)
 CASES = {
     "classification": (torch.randn(7, 4, generator=DRAWS), torch.randint(0, 4, (7,), generator=DRAWS)),
     "multilabel": (torch.randn(7, 4, generator=DRAWS), torch.randint(0, 2, (7, 4), generator=DRAWS)),
+    "regression": (torch.randn(7, 2, generator=DRAWS), torch.randn(7, 2, generator=DRAWS)),
     "language": (torch.randn(7, 5, 9, generator=DRAWS), torch.randint(-1, 9, (7, 5), generator=DRAWS)),
 }
 

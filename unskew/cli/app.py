@@ -121,10 +121,11 @@ def compare(
 
     for name in methods:  # a mistake is told before PyTorch is loaded
         check_names(name)
-    from unskew.cli.comparison_tables import clients_table, comparison_table, reaching_table
+    from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.target import target_costs
+    from unskew.score import score_of
 
     if again and out is None:
         raise ConfigError("--resume goes on in the folder that --out names; give both.")
@@ -167,10 +168,12 @@ def compare(
         print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         report_at_the_end(console, [folder])
         return
-    costs = reaching_table(target_costs(result.histories, target), target) if target is not None else None
+    costs = None
+    if target is not None:
+        costs = reaching_table(target_costs(result.histories, target), target, score_of(result.rows()[0]))
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
-    for table in filter(None, (comparison_table(rows), clients_table(rows), costs)):
+    for table in filter(None, (comparison_table(rows), metrics_table(rows), clients_table(rows), costs)):
         console.print(table)
     console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
     report_at_the_end(console, [folder])

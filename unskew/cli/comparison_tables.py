@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unskew.comparison.target import TargetCost
-from unskew.reporting.wording import F1, megabytes, number, percent
+from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
+from unskew.score import SCORES, score_of
 
 WORDS = ("model", "over")
 """Columns that hold words, not figures."""
@@ -92,17 +93,21 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     if "perplexity" in rows[0]:
         return language_table(rows)
     several = F1 if rows[0].get("o_f1") is not None else {}
+    errors = [name for name in ("mae", "rmse") if name in rows[0]]
     rounds = f"rounds to {percent(rows[0]['target'])}%"
-    figures = ("last round", "best round", "clients, mean", "worst client", rounds, *several)
-    table = ByMethod(f"Test accuracy in %, {over_seeds(rows[0])}", (row["method"] for row in rows), *figures, *COST)
+    figures = ("last round", "best round", "clients, mean", "worst client", rounds, *errors, *several)
+    scored = score_of(rows[0])
+    title = f"Test {SCORES[scored]} in %, {over_seeds(rows[0])}"
+    table = ByMethod(title, (row["method"] for row in rows), *figures, *COST)
     for row in rows:
         table.add_row(
             Spelling(row["method"]),
-            percent(row["accuracy"], row["accuracy_std"]),
-            percent(row["best_accuracy"], row["best_accuracy_std"]),
-            percent(row["client_accuracy_mean"], row["client_accuracy_mean_std"]),
-            percent(row["client_accuracy_worst"], row["client_accuracy_worst_std"]),
+            *(
+                percent(row[name], row[f"{name}_std"])
+                for name in (scored, f"best_{scored}", f"client_{scored}_mean", f"client_{scored}_worst")
+            ),
             rounds_cell(row),
+            *(number(row.get(name), row.get(f"{name}_std")) for name in errors),
             *(percent(row[name], row[f"{name}_std"]) for name in several.values()),
             megabytes(row["bytes_up"]),
             megabytes(row["bytes_down"]),
@@ -111,9 +116,9 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def reaching_table(rows: Sequence[TargetCost], target: float) -> Table:
+def reaching_table(rows: Sequence[TargetCost], target: float, scored: str = "accuracy") -> Table:
     """What a target accuracy costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
-    title = f"Rounds and traffic to {percent(target)}% test accuracy"
+    title = f"Rounds and traffic to {percent(target)}% test {SCORES[scored]}"
     figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")
     table = ByMethod(title, (row.method for row in rows), *figures)
     for row in rows:
@@ -130,16 +135,29 @@ def reaching_table(rows: Sequence[TargetCost], target: float) -> Table:
     return table
 
 
+def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
+    """The table of ``unskew compare`` for the ``metrics`` that were asked for; None without any."""
+    asked = metrics_in(rows[0])
+    if not asked:
+        return None
+    title = f"Test set in %, last round, {over_seeds(rows[0])}"
+    table = ByMethod(title, (row["method"] for row in rows), *asked.values())
+    for row in rows:
+        table.add_row(Spelling(row["method"]), *(percent(row.get(name), row.get(f"{name}_std")) for name in asked))
+    return table
+
+
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """The second table of ``unskew compare``: what clients get, if some method has personal models; else None."""
-    if all(row["personal_accuracy_mean"] is None for row in rows):
+    scored = score_of(rows[0])
+    if all(row[f"personal_{scored}_mean"] is None for row in rows):
         return None
-    title = "Accuracy in % on the clients' own data, last round"
+    title = f"{SCORES[scored].capitalize()} in % on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
     table = ByMethod(title, (row["method"] for row in rows), *figures)
     for row in rows:
         for label, whose in (("global", "client"), ("personal", "personal")):
-            keys = [f"{whose}_accuracy_{name}" for name in ("mean", "std", "worst_decile", "worst")]
+            keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row[keys[0]] is not None:
                 table.add_row(Spelling(row["method"]), label, *(percent(row[key], row[f"{key}_std"]) for key in keys))
     return table

@@ -31,7 +31,7 @@ def predict(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict labels and probabilities for new rows, images or texts with a trained model."""
+    """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
     from unskew.serving.load import load
@@ -39,10 +39,15 @@ def predict(
 
     predictor = load(run, trust_code=trust_code)
     inputs, names = read_rows(rows, predictor.inputs)
-    probabilities = predictor.predict_proba(inputs)
+    probabilities = predictor.outputs(inputs)
     labels = predictor.labels(probabilities)
+    columns, numbers = predictor.class_names, predictor.numbers
     lines: list[dict[str, Any]] = [
-        {"row": name, "label": label, **dict(zip(columns_of(predictor.class_names), map(float, row), strict=True))}
+        {
+            "row": name,
+            **({} if numbers else {"label": label}),
+            **dict(zip(columns if numbers else columns_of(columns), map(float, row), strict=True)),
+        }
         for name, label, row in zip(names, labels, probabilities, strict=True)
     ]
     if out is not None:
@@ -55,10 +60,13 @@ def predict(
     from rich.text import Text
 
     table = Table(header_style="bold")
-    for title in ("row", "label", "probability"):
+    for title in ("row", *(columns if numbers else ("label", "probability"))):
         table.add_column(title)
     several = predictor.inputs.task == "multilabel"
     for line, row in list(zip(lines, probabilities, strict=True))[:SHOWN]:
+        if numbers:
+            table.add_row(Text(line["row"]), *(f"{value:.6g}" for value in row))
+            continue
         shown = ", ".join(line["label"]) if several else str(line["label"])
         table.add_row(Text(line["row"]), Text(shown or "-"), "" if several else f"{row.max():.3f}")
     console.print(table)

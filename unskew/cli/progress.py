@@ -21,6 +21,7 @@ from unskew.cli.tables import columns_table
 from unskew.data.federation import Federation
 from unskew.records.recorder import Row
 from unskew.reporting.wording import percent
+from unskew.score import SCORES, score_of
 
 
 @contextmanager
@@ -92,10 +93,11 @@ class ProgressLine:
 
     def round(self, row: Row) -> None:
         """Advance it."""
+        scored = score_of(row)
         if row.get("perplexity") is not None:
             self.progress.update(self.line, accuracy=f"test loss {row['loss']:.4f}")
-        elif row["accuracy"] is not None and "perplexity" not in row:
-            self.progress.update(self.line, accuracy=f"test accuracy {percent(row['accuracy'])}%")
+        elif row[scored] is not None and "perplexity" not in row:
+            self.progress.update(self.line, accuracy=f"test {SCORES[scored]} {percent(row[scored])}%")
         self.progress.update(self.line, completed=row["round"])
 
     def warn(self, text: str) -> None:

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from unskew.data.reading.columns import described
-from unskew.reporting.wording import F1, megabytes, number, percent
+from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
+from unskew.score import SCORES, score_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 def over_clients(summary: dict[str, Any], whose: str) -> str:
     """The figures over clients as one line."""
+    scored = score_of(summary)
     mean, std, decile, worst = (
-        percent(summary[f"{whose}_accuracy_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
+        percent(summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
-    name = summary.get(f"{whose}_accuracy_worst_name")
+    name = summary.get(f"{whose}_{scored}_worst_name")
     named = "" if name is None else f" ({escape(name)})"
     return f"mean {mean}%, std {std}%, worst decile {decile}%, worst client {worst}%{named}"
 
@@ -33,13 +35,18 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column()
     together = f", {summary['together']} clients together" if summary.get("together", 1) > 1 else ""
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
+    scored = score_of(summary)
+    errors = "".join(f", {name.upper()} {number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     lines = [
-        ("test accuracy, last round", f"{percent(summary['accuracy'])}%  (loss {loss})"),
-        ("test accuracy, best round", f"{percent(summary['best_accuracy'])}%  (round {summary['best_round']})"),
+        (f"test {SCORES[scored]}, last round", f"{percent(summary[scored])}%  (loss {loss}{errors})"),
+        (
+            f"test {SCORES[scored]}, best round",
+            f"{percent(summary[f'best_{scored}'])}%  (round {summary['best_round']})",
+        ),
         *(
             (f"{label}, on {summary['clients_evaluated_on']}", over_clients(summary, whose))
             for label, whose in (("per client", "client"), ("personal models", "personal"))
-            if f"{whose}_accuracy_mean" in summary
+            if f"{whose}_{scored}_mean" in summary
         ),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
         ("partition hash", str(summary["partition_hash"])),
@@ -59,6 +66,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
             (when, ", ".join(f"{title} {percent(summary[best + name])}%" for title, name in F1.items()))
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
         ]
+    if asked := metrics_in(summary):
+        figures = ", ".join(f"{title} {percent(summary[name])}%" for name, title in asked.items())
+        lines.insert(2, ("test set, last round", escape(figures)))
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
         lines.insert(

@@ -19,6 +19,7 @@ from unskew.data.load import federation_of
 from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
+from unskew.metrics import METRICS, RECALL
 from unskew.options import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.protocol.rules import Method
@@ -30,20 +31,27 @@ from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
 from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
+from unskew.score import score_of
 from unskew.tasks import TASKS
 
 Spread = tuple[float, float]
 FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
     "best_loss"
 }
+
+
+def is_figure(name: str) -> bool:
+    """Whether a name in a summary is that of a figure of the task, or of one that was asked for."""
+    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS})
+
+
 OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
-AVERAGED = (
-    "accuracy",
-    "best_accuracy",
-    "loss",
-    *(f"{whose}_accuracy_{figure}" for whose in ("client", "personal") for figure in OVER_CLIENTS),
-)
-"""Figures of a run's summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
+
+
+def averaged(scored: str) -> tuple[str, ...]:
+    """Figures of a summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
+    over_clients = (f"{whose}_{scored}_{figure}" for whose in ("client", "personal") for figure in OVER_CLIENTS)
+    return scored, f"best_{scored}", "loss", *over_clients
 
 
 def mean_std(values: Sequence[float]) -> Spread:
@@ -62,7 +70,7 @@ class Comparison:
     Attributes:
         histories: For each method, the history of each seed.
         summaries: For each method, the summary of each seed.
-        target: Accuracy for which rounds are counted: the one asked for, or 90% of the best mean accuracy reached.
+        target: Accuracy (or R²) for which rounds are counted: the one asked for, or 90% of the best mean accuracy reached.
         folder: Where the runs, the figures and ``comparison.json`` are, or None.
         unequal: Whether clients train on different numbers of samples.
     """
@@ -97,8 +105,8 @@ class Comparison:
             histories = self.histories[name]
             rounds = [first["round"] for history in histories if (first := reaching(history, self.target)) is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
-            figures = [key for key in summaries[0] if key in FIGURES or key.removeprefix("best_") in FIGURES]
-            for key in (*AVERAGED, *figures):
+            figures = [key for key in summaries[0] if is_figure(key)]
+            for key in (*averaged(score_of(summaries[0])), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
@@ -217,8 +225,8 @@ def compare(
             if len({group[0]["weights"] for group in result.summaries.values()}) > 1:
                 unequal = unequal or len(set(data.sizes.tolist())) > 1
         if target is None:
-            means = [mean_std([s["best_accuracy"] for s in group])[0] for group in result.summaries.values()]
-            target = round(0.9 * max(means), 3)
+            means = [mean_std([s[f"best_{score_of(s)}"] for s in group])[0] for group in result.summaries.values()]
+            target = max(0.0, round(0.9 * max(means), 3))  # R² may be below 0
         result = replace(result, target=target, unequal=unequal)
         if folder is not None:
             result.plot(folder / "convergence.png")

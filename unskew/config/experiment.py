@@ -19,12 +19,14 @@ from unskew.config.sections import NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
+from unskew.metrics import METRICS
 from unskew.models.naming import HUB, named_model
 from unskew.options import finite
 from unskew.protocol.training import Training
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
+LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5
 LEAST_RATE = 1e-30
 """Of a schedule's end; smaller ones cannot be computed with in float32."""
@@ -53,6 +55,14 @@ class Experiment(Section):
     """Columns of a table that are inputs, in this order; if none is named, all that hold numbers."""
     exclude: tuple[str, ...] = ()
     """Columns of a table that are no inputs."""
+    task: Literal["auto", "regression"] = "auto"
+    """``regression`` predicts the numbers of the label column, or of several."""
+    categories: tuple[str, ...] = ()
+    """Columns of a table that hold categories; ``auto`` stands for every column of text."""
+    dates: tuple[str, ...] = ()
+    """Columns of a table that hold dates."""
+    missing: Literal["refuse", "mean", "indicator"] = "refuse"
+    """Missing numbers of a table: refused, replaced by the mean, or replaced and marked by a further input."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Side in pixels to which images are brought; None leaves them as they are."""
     keep_classes: Annotated[int, Field(ge=2)] | None = None
@@ -109,6 +119,10 @@ class Experiment(Section):
     """How it changes: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5`` or ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
     """Whether the numbers of ``lr_schedule`` count rounds or local steps."""
+    loss: Annotated[str, Field(pattern=LOSSES)] = "auto"
+    """Of regression: ``mse`` (which ``auto`` is), ``mae``, ``huber`` or ``huber:DELTA``."""
+    class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
+    """Weights of the classes in the clients' loss: one for each, or ``balanced`` by how many samples all clients have."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of the client's SGD."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
@@ -150,6 +164,8 @@ class Experiment(Section):
     """Evaluate on the test set every so many rounds (and after the last)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
+    metrics: tuple[str, ...] = ()
+    """Further figures of a classifier on the test set: auroc, auprc, f1, balanced_accuracy, ece, recall."""
     early_stopping: Annotated[int, Field(ge=1)] | None = None
     """End the run when so many evaluations in a row bring no higher accuracy on what the clients hold out."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
@@ -161,7 +177,7 @@ class Experiment(Section):
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Where figures are sent beside the run folder."""
 
-    @pydantic.field_validator("features", "exclude", mode="before")
+    @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         return names_in(value) if isinstance(value, str) else value
@@ -210,6 +226,9 @@ class Experiment(Section):
             raise ValueError("fp64 is not available on this device")
         if info.context is None or not info.context.get("method_given"):
             method(self.method)
+        for name in self.metrics:
+            if name not in METRICS:
+                raise ValueError(unknown("metric", name, METRICS).rstrip("."))
         for name in self.diagnose:
             if name not in DIAGNOSES and name not in own_diagnoses():
                 raise ValueError(unknown("diagnosis", name, [*DIAGNOSES, *own_diagnoses()]).rstrip("."))

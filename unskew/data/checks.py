@@ -139,12 +139,23 @@ def laid_out(x: Tensor) -> Tensor:
 
 
 def as_targets(values: object, who: str, task: str = "classification") -> Tensor:
-    """Class labels ``[n]`` as int64; ``multilabel``: ``[n, L]`` of 0 and 1 as uint8; ``language``: token ids ``[n, L]``.
+    """Class labels ``[n]`` as int64, or the targets of another task.
+
+    Of ``multilabel`` they are ``[n, L]`` of 0 and 1 as uint8, of ``language`` token ids ``[n, L]``, of ``regression`` numbers
+    ``[n, T]`` as float64.
 
     Raises:
         DataError: Not integers, not one label per sample, or (multi-label) not a matrix of 0 and 1.
     """
     y = as_tensor(values, f"The labels of {who} are not numeric")
+    if task == "regression":
+        y = y[:, None] if y.dim() == 1 else y
+        if y.dim() != 2 or not y.shape[1]:
+            raise DataError(f"The targets of {who} have shape {tuple(y.shape)}; regression needs [n] or [n, targets].")
+        y = y.to(torch.float64)
+        if not bool(torch.isfinite(y).all()):
+            raise DataError(f"The targets of {who} hold NaN or infinite values; leave out those samples.")
+        return y
     if task == "multilabel":
         if y.dim() != 2 or y.shape[1] < 1:
             raise DataError(f"The labels of {who} have shape {tuple(y.shape)}; multi-label data need [n, labels].")

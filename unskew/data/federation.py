@@ -28,8 +28,10 @@ from unskew.data.checks import as_names, check_differ, check_targets
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, cat_inputs, joined_clients, take
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import described
+from unskew.data.reading.encoders import Encoder
+from unskew.data.targets import standardised
 from unskew.errors import DataError, shown, unknown
-from unskew.tasks import TASKS
+from unskew.tasks import TASKS, Task
 
 __all__ = ["ArrayClients", "ClientData", "Federation", "ServerData", "cat_inputs", "joined_clients", "take"]
 
@@ -56,8 +58,8 @@ class Federation:
         clients: A sequence of ``ClientData``; it may load a client only when it is drawn.
         test: Inputs ``[n, ...]`` and targets ``[n]`` (multi-label, language: ``[n, L]``) to evaluate the global model on.
         server: Data at the server, or None.
-        task: ``"classification"``, ``"multilabel"`` or ``"language"``.
-        classes: Number of classes ``C``, of labels ``L``, or of tokens.
+        task: ``"classification"``, ``"multilabel"``, ``"language"`` or ``"regression"``.
+        classes: Number of classes ``C``, of labels ``L``, of tokens, or of targets.
         normalisation: Applied to every batch, on the device; None leaves inputs as they are.
         class_names: Names of the classes or labels, in order.
         name: The data set and partition, for tables.
@@ -65,6 +67,9 @@ class Federation:
         kinds: Rows of each kind at each client ``[K, G]`` and the kinds' names, where a column decided the partition.
         columns: Of a table, what is done to each column: ``"input"``, ``"label"``, ``"left out: text"``, ...
         client_names: The clients' names, distinct and in order; empty if they have none.
+        trained_for: The task with what the data decide of it, such as the scale of targets; ``objective`` has it.
+        encoders: Of a table of mixed columns, what became of each input.
+        told: Bytes that each client sent and received so that this was known, ``[K, 2]``; None if there were none.
     """
 
     clients: Sequence[ClientData]
@@ -80,6 +85,9 @@ class Federation:
     kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
     columns: Mapping[str, str] = field(default_factory=dict, compare=False)
     client_names: tuple[str, ...] = ()
+    trained_for: Task | None = None
+    encoders: tuple[Encoder, ...] = field(default=(), compare=False)
+    told: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         whole_number(self.classes, "classes", least=1)
@@ -99,6 +107,16 @@ class Federation:
             about["server"] = len(self.server.y)
         about |= {name: getattr(self, name) for name in ("classes", "shape", "partition", "task")}
         return f"Federation({', '.join(f'{name}={value!r}' for name, value in about.items())})"
+
+    @property
+    def objective(self) -> Task:
+        """What a model is trained for."""
+        return TASKS[self.task] if self.trained_for is None else self.trained_for
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the outputs of a model are called: classes, labels or targets, by number where they have no names."""
+        return self.class_names or tuple(str(c) for c in range(self.classes))
 
     def who(self, client: int) -> str:
         """What messages and figures call a client: its name, or else its number."""
@@ -126,13 +144,14 @@ class Federation:
 
     def holdings(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """What tables and plots show of each client: samples per class ``[K, C]``, or of texts without labels per kind."""
-        if self.task != "language":
-            return self.class_counts(), self.class_names or tuple(str(c) for c in range(self.classes))
-        return (self.sizes[:, None], ("texts",)) if self.kinds is None else self.kinds
+        if self.objective.labelled:
+            return self.class_counts(), self.names
+        what = "texts" if self.task == "language" else "samples"
+        return (self.sizes[:, None], (what,)) if self.kinds is None else self.kinds
 
     def class_counts(self) -> np.ndarray:
         """What each client holds to train on: counts ``[K, C]``. A sample counts once for each of its labels."""
-        task = TASKS[self.task]
+        task = self.objective
         return np.stack([task.counts(c.y.cpu(), self.classes).numpy() for c in self.clients])
 
     @staticmethod
@@ -163,8 +182,9 @@ class Federation:
             test: ``(x, y)`` of the global test set.
             server: ``(x, y)`` held by the server.
             task: ``"classification"``, where ``y`` is one class index per sample; ``"multilabel"``, where ``y`` is
-                ``[n, L]`` of 0 and 1; or ``"language"``, where ``x`` and ``y`` are token ids ``[n, L]`` with -1 for padding
-                and ``y`` holds the tokens that follow those of ``x``.
+                ``[n, L]`` of 0 and 1; ``"regression"``, where ``y`` is one number per sample or ``[n, T]``, in its own
+                units; the federation holds it standardised; or ``"language"``, where ``x`` and ``y`` are token ids
+                ``[n, L]`` with -1 for padding and ``y`` holds the tokens that follow those of ``x``.
             classes: Number of classes; found from the labels if None.
             holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
             seed: Decides which samples are held out.
@@ -205,7 +225,9 @@ class Federation:
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
-            classes = ys[0].shape[1] if task == "multilabel" else max(int(y.max()) for y in in_domain) + 1
+            classes = (
+                ys[0].shape[1] if task in ("multilabel", "regression") else max(int(y.max()) for y in in_domain) + 1
+            )
             check_differ(in_domain, task)
         else:
             whole_number(classes, "classes", least=2 if task == "classification" else 1)
@@ -213,9 +235,16 @@ class Federation:
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
-        y_all = torch.cat(ys)
+        y_all, begins = torch.cat(ys), offsets[:-1] + np.array(splits)
+        fingerprint, trained_for, told = fingerprint_of(y_all.numpy(), offsets), None, None
+        if task == "regression":
+            trained_for, told = standardised(y_all, offsets, begins, class_names)
+            y_all, pairs = (
+                trained_for.standardise(y_all),
+                {w: (x, trained_for.standardise(y)) for w, (x, y) in pairs.items()},
+            )
         return Federation(
-            clients=DrawnClients(given, given.like, y_all, offsets, offsets[:-1] + np.array(splits), given.mapped),
+            clients=DrawnClients(given, given.like, y_all, offsets, begins, given.mapped),
             test=pairs["the test set"],
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
@@ -224,7 +253,9 @@ class Federation:
             class_names=checked_names(class_names, 0 if task == "language" else classes),
             client_names=names,
             name=name,
-            fingerprint=fingerprint_of(y_all.numpy(), offsets),
+            fingerprint=fingerprint,
+            trained_for=trained_for,
+            told=told,
         )
 
 

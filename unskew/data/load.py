@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,16 +15,23 @@ from torch import Tensor
 
 from unskew.data.arrays import training_size, whole_number
 from unskew.data.clients import DrawnClients, take
-from unskew.data.federation import Federation, ServerData
+from unskew.data.federation import Federation
+from unskew.data.normalisation import Normalisation
 from unskew.data.partition.make import Partition, make_partition
 from unskew.data.partition.spelling import column_of, parse
 from unskew.data.reading.columns import Choice
-from unskew.data.reading.images import with_channels, with_size
+from unskew.data.reading.encoders import fit
 from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
+from unskew.data.server_samples import generator, in_channels, server_data
 from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec, TextSpec, names_in
-from unskew.errors import ConfigError, DataError, shown
+from unskew.data.targets import standardised
+from unskew.errors import ConfigError, shown, unknown
+from unskew.tasks import TASKS, Task
+
+MISSING = ("refuse", "mean", "indicator")
+"""What may be done to missing numbers of a table."""
 
 
 def load_federation(
@@ -51,6 +57,10 @@ def load_federation(
     set_aside: int = 0,
     features: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    task: str = "auto",
+    categories: Sequence[str] = (),
+    dates: Sequence[str] = (),
+    missing: str = "refuse",
 ) -> Federation:
     """Load a data set and divide it among clients.
 
@@ -80,6 +90,11 @@ def load_federation(
         features: Columns of a table that are inputs, in this order; without them, all that hold numbers and neither are the
             label nor decide the partition.
         exclude: Columns of a table that are no inputs.
+        task: ``regression`` predicts the numbers of the label column, or of several: ``"systolic,diastolic"``.
+        categories: Columns of a table that hold categories; ``auto`` stands for every column of text.
+        dates: Columns of a table that hold dates; the days since 1970 are the input.
+        missing: ``mean`` replaces missing numbers of a table by the column's mean; ``indicator`` also adds an input that says
+            where they were.
 
     Raises:
         ConfigError: Arguments do not fit together.
@@ -127,6 +142,10 @@ def load_federation(
         set_aside=set_aside,
         features=names_in(features),
         exclude=names_in(exclude),
+        task=task,
+        categories=names_in(categories),
+        dates=names_in(dates),
+        missing=missing,
     )
     return federation_of(spec, seed)
 
@@ -149,7 +168,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
                 f"keep_samples={spec.keep_samples} must be from 1 to the {len(train)} training samples of {spec.data}."
             )
         train = train.rows(np.sort(generator(seed, "keep_samples").permutation(len(train))[: spec.keep_samples]))
-    labels = None if source.task == "language" else train.y.numpy()
+    labels = train.y.numpy() if TASKS[source.task].labelled else None
     parts = make_partition(
         spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )
@@ -158,20 +177,31 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
     rows = torch.from_numpy(shuffled)
     offsets, y = parts.offsets, train.y[rows]
-    trained_on = np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    splits = offsets[:-1] + np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    told: np.ndarray | None = None
+    normalisation: Normalisation | None
+    trained_for: Task | None = None
+    if source.encoders:
+        fitted = fit(train.x, rows, offsets, splits, source.encoders, source.indicate)
+        train, test = (replace(part, x=fitted.apply(part.x)) for part in (train, test))
+        at_server = None if at_server is None else replace(at_server, x=fitted.apply(at_server.x))
+        normalisation, told = fitted.normalisation, fitted.told
+    elif len(y) == len(train):
+        normalisation = source.normalisation
+    else:
+        normalisation = normalisation_of(take(train.x, rows))
+    if source.task == "regression":
+        trained_for, sent = standardised(y, offsets, splits, source.class_names)
+        told = sent if told is None else told + sent
+        y, test = trained_for.standardise(y), replace(test, y=trained_for.standardise(test.y))
+        at_server = None if at_server is None else replace(at_server, y=trained_for.standardise(at_server.y))
     return Federation(
-        clients=DrawnClients(
-            partial(ranged, train.x, rows, offsets),
-            train.x[:1],
-            y,
-            offsets,
-            offsets[:-1] + trained_on,
-        ),
+        clients=DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, splits),
         test=(test.x, test.y),
         server=at_server,
         task=source.task,
         classes=source.classes,
-        normalisation=source.normalisation if len(y) == len(train) else normalisation_of(take(train.x, rows)),
+        normalisation=normalisation,
         class_names=source.class_names,
         name=source.name,
         partition=parts.name,
@@ -179,6 +209,9 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         client_names=parts.names,
         kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
         columns=source.columns,
+        encoders=fitted.encoders if source.encoders else (),
+        trained_for=trained_for,
+        told=told,
     )
 
 
@@ -190,8 +223,25 @@ def ranged(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, sto
 def source_of(spec: DataSpec) -> Source:
     """The samples, before anybody holds them."""
     path, label, text = spec.data_path, spec.label, spec.text
-    choice = Choice(spec.features, spec.exclude, column_of(spec.partition))
+    for field, allowed in (("task", ("auto", "regression")), ("missing", MISSING)):
+        if getattr(spec, field) not in allowed:
+            raise ConfigError(unknown(field, str(getattr(spec, field)), allowed))
+    regression = spec.task == "regression"
+    divides = column_of(spec.partition)
+    choice = Choice(
+        spec.features,
+        spec.exclude,
+        divides,
+        spec.categories,
+        spec.dates,
+        spec.missing,
+        regression,
+    )
     if is_text(spec.data):
+        if choice.mixed:
+            raise ConfigError(
+                f"task=regression, categories, dates and missing are for tables; {spec.data} holds texts."
+            )
         if spec.features or spec.exclude:
             raise ConfigError(f"features and exclude choose among the columns of a table; {spec.data} holds texts.")
         for_images = (spec.image, spec.label_separator, spec.image_size, spec.keep_classes)
@@ -229,62 +279,3 @@ def kinds_of(parts: Partition, train: Table, partition: object) -> tuple[np.ndar
         return None
     held = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
     return np.stack(held), tuple(names.tolist())
-
-
-def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple[ServerData | None, Table]:
-    """The server's samples, and the test rows that are left."""
-    order, set_aside = generator(seed, "server").permutation(len(test)), spec.set_aside
-    if set_aside >= len(test):
-        raise DataError(f"set_aside={set_aside} leaves none of the {len(test)} test samples to evaluate on.")
-    server = spec.server
-    if isinstance(server, str) and server.lstrip("-").isdigit():
-        server = int(server)
-    if server is None or isinstance(server, str):
-        test = test.rows(np.sort(order[set_aside:])) if set_aside else test
-    if isinstance(server, str):
-        return other_data(server, spec.server_path, source, test), test
-    if spec.server_path is not None:
-        raise ConfigError(
-            "server_path is given, but server does not name a data set to load from it."
-            if server is None
-            else f"server={server} takes samples of the test set; leave out server_path."
-        )
-    if server is None:
-        return None, test
-    if not 1 <= server < len(test):
-        raise DataError(
-            f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
-            f"use a number from 1 to {len(test) - 1}."
-        )
-    taken, left = torch.from_numpy(np.sort(order[:server])), np.sort(order[max(server, set_aside) :])
-    return ServerData(take(test.x, taken), test.y[taken]), test.rows(left)
-
-
-def other_data(name: str, path: str | Path | None, source: Source, test: Table) -> ServerData:
-    """The training images of another data set, brought to the clients' size; grey ones to their channels, too."""
-    # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
-    size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
-    images = load_source(name, path=path, size=size).train
-    if images.x.dim() != 4 or test.x.dim() != 4:
-        raise DataError(f"The server's data set {name!r} and {source.name!r} must both hold images.")
-    if images.x.dtype != test.x.dtype:
-        raise DataError(
-            f"The images of the server's data set {name!r} are {images.x.dtype}, those of {source.name!r} "
-            f"{test.x.dtype}; bring them to one range and type first."
-        )
-    channels, height, width = test.x.shape[1:]
-    channels = max(channels, images.x.shape[1])
-    return ServerData(with_channels(with_size(images.x, height, width), channels), images.y, in_domain=False)
-
-
-def in_channels(source: Source, test: Table, channels: int) -> tuple[Source, Table]:
-    """The clients' grey images repeated, so that one model takes them and the server's in colour (Zhu et al. 2025)."""
-    if source.train.x.shape[1] == channels:
-        return source, test
-    train, test = (replace(part, x=with_channels(part.x, channels)) for part in (source.train, test))
-    return replace(source, train=train), test
-
-
-def generator(seed: int, purpose: str) -> np.random.Generator:
-    """A generator of its own for each purpose."""
-    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(f"unskew/{purpose}".encode())]))

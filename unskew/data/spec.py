@@ -48,6 +48,10 @@ class DataSpec:
     set_aside: int = 0
     features: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    task: str = "auto"
+    categories: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
+    missing: str = "refuse"
 
 
 def names_in(value: object) -> tuple[str, ...]:

@@ -99,6 +99,10 @@ def check_deployable(config: Experiment) -> None:
             "network.delay and network.drop simulate what happens to messages; on real machines it happens by itself. "
             "Leave them out of the experiment."
         )
+    plain = {"task": "auto", "missing": "refuse", "categories": (), "dates": (), "class_weights": None, "metrics": ()}
+    asked = [name for name, default in plain.items() if getattr(config, name) != default]
+    if asked:
+        raise ConfigError(f"{asked[0]} is not there for real sites yet: what clients sum up for it is simulated only.")
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(

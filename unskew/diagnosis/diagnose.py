@@ -30,7 +30,6 @@ from unskew.options import untrusted
 from unskew.runs.given import check_federation, unnamed, values_of
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in, reading
-from unskew.tasks import TASKS
 
 
 def diagnose(
@@ -125,7 +124,7 @@ def diagnose(
     ids = ids_of(fed, scope)
     sets, source = synthetic_of(synthetic, fed, scope, ids)
     places = [
-        measure(Probe(spec, TASKS[fed.task], fed, v.to(device), b.to(device)), fed, scope, sets, place)
+        measure(Probe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place)
         for place, v, b in models_of(None if run is None else Path(run), spec)
     ]
     facts = {

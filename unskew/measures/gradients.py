@@ -9,7 +9,6 @@ from unskew.measures.base import Diagnosis
 from unskew.measures.heterogeneity import Scope, measure
 from unskew.measures.probe import Probe
 from unskew.simulation.server import Server
-from unskew.tasks import TASKS
 
 
 class Gradients(Diagnosis):
@@ -33,7 +32,7 @@ class Gradients(Diagnosis):
     def figures(self) -> dict[str, float]:
         """The four figures."""
         server = self.server
-        probe = Probe(server.spec, TASKS[self.federation.task], self.federation, server.v, server.b)
+        probe = Probe(server.spec, self.federation.objective, self.federation, server.v, server.b)
         figures = measure(probe, self.federation, self.scope).figures
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
         return {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}

@@ -27,7 +27,6 @@ from unskew.data.federation import ClientData, Federation, take
 from unskew.measures import lemma
 from unskew.measures.probe import Moments, Probe, Products, largest
 from unskew.seeding import derive, generator, normal, numpy_generator
-from unskew.tasks import TASKS
 
 Pair = tuple[Tensor, Tensor]
 SyntheticOf = Callable[[int], Pair]
@@ -251,13 +250,18 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
     ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
     frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
     other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
-    as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy.
+    as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy. Without
+    labels, as of texts and numbers, only clients are counted, and the others are None.
 
     Args:
         federation: The data.
         ids: The clients whose labels are compared; sizes are those of all.
     """
-    task = TASKS[federation.task]
+    task, sizes = federation.objective, federation.sizes.astype(float)
+    effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
+    if not task.labelled:
+        nothing = dict.fromkeys(("label_distance_mean", "label_distance_max", "label_entropy_gap"))
+        return {**nothing, "effective_clients": effective, "effective_classes": None}
     counts = np.stack([task.counts(federation.clients[k].y.cpu(), federation.classes).numpy() for k in ids]).astype(
         float
     )
@@ -267,11 +271,10 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
     with np.errstate(divide="ignore", invalid="ignore"):
         gaps = np.where(shares > 0, shares * np.log(shares / total), 0.0).sum(1)
         entropies = -np.where(shares > 0, shares * np.log(shares), 0.0).sum(1)
-    sizes = federation.sizes.astype(float)
     return {
         "label_distance_mean": float(distances.mean()),
         "label_distance_max": float(distances.max()),
         "label_entropy_gap": float(gaps.mean()),
-        "effective_clients": float(sizes.sum() ** 2 / np.square(sizes).sum()),
+        "effective_clients": effective,
         "effective_classes": float(np.exp(entropies).mean()),
     }

@@ -39,9 +39,9 @@ class LocalModels(Diagnosis):
             # Several labels cannot be weighted by classes: nothing can be said of a client that holds nothing out.
             has_score = self.federation.task == "classification" or len(client.y_test) > 0
             personal += self.evaluator.one(local, update.buffers, client)[0] if has_score else math.nan
-        count = len(self.updates)
+        count, scored = len(self.updates), self.federation.objective.scored
         return {
             "local_distance": distance / count,
-            "local_accuracy": accuracy / count,
-            "local_personal_accuracy": personal / count,
+            f"local_{scored}": accuracy / count,
+            f"local_personal_{scored}": personal / count,
         }

@@ -41,7 +41,7 @@ class FedDecorr(ClientRule):
     name: ClassVar[str] = "feddecorr"
     summary: ClassVar[str] = "decorrelated features against dimensional collapse"
     paper: ClassVar[str] = "Shi et al. 2022, arXiv:2210.00226"
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
     tasks_reason: ClassVar[str] = "it correlates one feature vector a sample"
 
     beta: Annotated[float, Field(ge=0)] = 0.1

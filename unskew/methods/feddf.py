@@ -35,7 +35,7 @@ class FedDF(TrainsAtServer):
     summary: ClassVar[str] = "distils the clients' ensemble into their average at the server"
     paper: ClassVar[str] = "Lin et al. 2020, arXiv:2006.07242"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
-    tasks_reason: ClassVar[str] = "its teacher predicts once per sample, not once per token"
+    tasks_reason: ClassVar[str] = "its teacher is a mean of probabilities, one prediction a sample"
     needs = ("individual", "sent_model")
 
     def check(self, run: Proposed) -> Sequence[str]:

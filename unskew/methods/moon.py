@@ -47,7 +47,7 @@ class Moon(ClientRule):
     name: ClassVar[str] = "moon"
     summary: ClassVar[str] = "contrast to the global and the previous local model"
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2103.16257"
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
     tasks_reason: ClassVar[str] = "it compares one feature vector a sample"
 
     mu: Annotated[float, Field(ge=0)] = 1.0

@@ -19,6 +19,7 @@ from unskew.models.naming import HUB
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
 from unskew.models.zoo.resnet import ResNet20
+from unskew.models.zoo.table import TableMLP
 from unskew.models.zoo.vision import MLP, VGG11, Logistic
 from unskew.options import imported
 
@@ -94,6 +95,12 @@ MODELS: dict[str, ModelEntry] = {
             "the 2NN of FedAvg, McMahan et al. 2016, arXiv:1602.05629",
         ),
         ModelEntry(
+            "table-mlp",
+            TableMLP,
+            "Multilayer perceptron on the numbers of a table and embeddings of its categories",
+            "Guo and Berkhahn 2016, arXiv:1604.06737",
+        ),
+        ModelEntry(
             "resnet-18",
             resnet18,
             "ResNet-18 trained on ImageNet, images brought to 224 x 224",
@@ -142,6 +149,7 @@ def resolve_model(
     classes: int,
     options: Mapping[str, object] | None = None,
     task: str = "classification",
+    categories: tuple[int, ...] = (),
 ) -> nn.Module:
     """Turn whatever the user calls a model into a module.
 
@@ -149,13 +157,15 @@ def resolve_model(
         model: One of
             a registered name;
             a module, which is returned as it is;
-            a factory, called with those of `shape`, `classes` and `task` that its signature names, and with `options`;
+            a factory, called with those of `shape`, `classes`, `task` and `categories` that its signature names, and with
+                `options`;
             a string `"package.module:factory"`, which is imported and then treated like the factory;
             `"hf:NAME"`, a model of the hub or of a folder (see `unskew.models.zoo.pretrained.hugging_face`).
         shape: Shape of a sample.
         classes: Number of logits.
         options: Keywords for the model or the factory.
         task: What it is trained for.
+        categories: Of each input, how many values its codes have, and 0 of numbers; empty if all are numbers.
 
     Returns:
         The module.
@@ -168,12 +178,14 @@ def resolve_model(
     """
     options = options or {}
     if isinstance(model, str) and ":" not in model:
-        return build_model(model, shape, classes, **options)
+        if model not in MODELS:
+            return build_model(model, shape, classes, **options)  # which refuses it
+        return _call(f"The model {model!r}", MODELS[model].constructor, shape, classes, options, task, categories)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:
             raise ConfigError(f"The model {model!r} has no option 'weights'; its name says which they are.")
         named = functools.partial(hugging_face, weights=model.removeprefix(HUB))
-        return _call(f"The model {model!r}", named, shape, classes, options, task)
+        return _call(f"The model {model!r}", named, shape, classes, options, task, categories)
     label = f"The factory {model!r}" if isinstance(model, str) else f"The factory {_name(model)!r}"
     target = imported(model, f"the model {model!r}") if isinstance(model, str) else model
     if isinstance(target, nn.Module):
@@ -190,7 +202,7 @@ def resolve_model(
         )
     if not callable(target):
         raise ConfigError(f"A model is a name, a module, or a function that returns a module, but got {shown(target)}.")
-    return _call(label, target, shape, classes, options, task)
+    return _call(label, target, shape, classes, options, task, categories)
 
 
 def may_be_model(target: object) -> bool:
@@ -208,12 +220,14 @@ def _call(
     classes: int,
     options: Mapping[str, object],
     task: str = "classification",
+    categories: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Call a factory with the part of shape, classes and task that it names, after checking that the call can work."""
+    """Call a factory with those of shape, classes, task and categories that it names, if the call can work."""
     parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind in _KEYWORD_KINDS]
-    facts = {"shape": shape, "classes": classes, **({"task": task} if "task" in keywords else {})}
+    more = {"task": task, "categories": categories}
+    facts = {"shape": shape, "classes": classes, **{name: more[name] for name in more if name in keywords}}
     # A keyword that the user has fixed with functools.partial is an answer, not a question.
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
 

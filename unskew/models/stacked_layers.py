@@ -170,6 +170,11 @@ def _item(run: Pass, x: Any, index: Any) -> Any:
     return Stacked(run.rows(x)[(slice(None), *index)], False)
 
 
+def _joined(run: Pass, parts: list[Stacked], dim: int = 0) -> Stacked:
+    rows = [run.rows(part) for part in parts]
+    return Stacked(torch.cat(rows, dim % (rows[0].dim() - 1) + 1), False)
+
+
 def _attribute(run: Pass, x: Stacked, name: str) -> Any:
     return _size(run, x)
 
@@ -230,10 +235,13 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{f: _by_channel(f) for f in (F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)},
     F.pad: _by_sample(F.pad),
     torch.flatten: _flatten,
+    torch.cat: _joined,
     operator.getitem: _item,
     getattr: _attribute,
 }
 METHODS: dict[str, Callable[..., Any]] = {
+    "long": _pointwise(torch.Tensor.long),
+    "clamp": _pointwise(torch.clamp),
     "relu": _pointwise(torch.relu),
     "tanh": _pointwise(torch.tanh),
     "sigmoid": _pointwise(torch.sigmoid),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from unskew.plots.figure import MARKERS, PALETTE, literal, new_figure, over_rounds, save_figure
+from unskew.score import SCORES, score_of
 
 NAME = 24
 """Characters of a client's name that a figure shows at most."""
@@ -27,7 +28,10 @@ def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) 
     """
     figure, ((left, right),) = new_figure(10, 4, columns=2)
     language = any("perplexity" in row for histories in runs.values() for h in histories for row in h[:1])
-    name_of, factor, title = ("loss", 1, "test loss per token") if language else ("accuracy", 100, "test accuracy (%)")
+    figure_of = score_of({name for histories in runs.values() for h in histories for row in h[:1] for name in row})
+    name_of, factor, title = (
+        ("loss", 1, "test loss per token") if language else (figure_of, 100, f"test {SCORES[figure_of]} (%)")
+    )
     for number, (name, histories) in enumerate(runs.items()):
         scored = [[row for row in h if row[name_of] is not None] for h in histories]
         shortest = min(len(h) for h in scored)

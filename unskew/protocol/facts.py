@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation, take
 from unskew.data.normalisation import Normalisation
 from unskew.seeding import generator
-from unskew.tasks import TASKS, Task
+from unskew.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Holdings:
         federation: Federation, client: int, inputs: Callable[[Tensor], Tensor], like: Tensor, seed: int
     ) -> Holdings:
         """Those of one client."""
-        task, classes = TASKS[federation.task], federation.classes
+        task, classes = federation.objective, federation.classes
         return Holdings(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
 
     def class_counts(self) -> Tensor:

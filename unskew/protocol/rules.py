@@ -68,7 +68,7 @@ class Rule:
     paper: ClassVar[str]
     weights: ClassVar[Weights | None] = None
 
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language")
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language", "regression")
     """The tasks it can be trained for."""
 
     tasks_reason: ClassVar[str] = ""

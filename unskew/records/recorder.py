@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic, writing
+from unskew.score import score_of
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +138,7 @@ class Recorder:
         return sign * value, -negative
 
 
-MEASURED = ("accuracy", "loss", "bytes_up", "bytes_down", "begin_seconds", "train_seconds")
+MEASURED = ("loss", "bytes_up", "bytes_down", "begin_seconds", "train_seconds")
 """Figures that the summary reads of every round."""
 
 
@@ -154,8 +155,8 @@ def parsed(lines: Iterable[bytes], path: Path) -> list[Row]:
             f"{path} is damaged; without its history the run can neither go on nor be shown."
         ) from error
     for row in rows:
-        known = isinstance(row, dict) and set(MEASURED) <= set(row)
-        figures = [row.get(name) for name in MEASURED] if known else [""]
+        known = isinstance(row, dict) and {*MEASURED, score_of(row)} <= set(row)
+        figures = [row.get(name) for name in (*MEASURED, score_of(row))] if known else [""]
         if not all(figure is None or isinstance(figure, int | float) for figure in figures):
             raise CheckpointError(f"{path} is damaged: a line is not that of a round.")
     return rows
@@ -173,12 +174,13 @@ def rounds_of(rows: list[Row], path: Path, rounds: int) -> list[Row]:
 
 
 def reaching(history: Iterable[Row], target: float) -> Row | None:
-    """The first round whose accuracy is at least ``target``; None if there is none.
+    """The first round whose accuracy (or other scored figure) is at least ``target``; None if there is none.
 
     >>> reaching([{"round": 1, "accuracy": None}, {"round": 2, "accuracy": 0.4}], 0.4)
     {'round': 2, 'accuracy': 0.4}
     """
-    return next((row for row in history if row["accuracy"] is not None and row["accuracy"] >= target), None)
+    scored = ((row, row[score_of(row)]) for row in history)
+    return next((row for row, score in scored if score is not None and score >= target), None)
 
 
 def finite(row: Row) -> Row:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import parsed
+from unskew.score import score_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +70,8 @@ class Result:
         return convergence({self.summary["method"]: [self.history]}, Path(path))
 
     def __repr__(self) -> str:
-        figures = ("loss", "best_loss") if "best_loss" in self.summary else ("accuracy", "best_accuracy")
+        scored = score_of(self.summary)
+        figures = ("loss", "best_loss") if "best_perplexity" in self.summary else (scored, f"best_{scored}")
         shown = {name: self.summary[name] for name in ("method", "rounds", *figures)}
         return f"Result({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 

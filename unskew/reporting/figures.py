@@ -12,6 +12,7 @@ from unskew.plots.figure import MARKERS, PALETTE
 from unskew.protocol.rules import ServerRule
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import number
+from unskew.score import SCORES
 
 POINTS = 300
 """Points of a curve at most."""
@@ -21,12 +22,21 @@ MARKS = 2000
 """Numbers of a list that a method gives in every round, drawn at most."""
 EVALUATED = {
     "accuracy": "test accuracy (%)",
+    "r2": "test R² (%)",
     "loss": "test loss",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
     "perplexity": "perplexity",
     "c_f1": "F1, mean of the labels (%)",
     "o_f1": "F1 of all decisions (%)",
     "s_f1": "F1 per sample (%)",
+    "auroc": "AUROC (%)",
+    "auprc": "AUPRC (%)",
+    "f1": "F1 (%)",
+    "balanced_accuracy": "balanced accuracy (%)",
+    "ece": "calibration error, ECE (%)",
     "validation_accuracy": "accuracy on what clients hold out (%)",
+    "validation_r2": "R² on what clients hold out (%)",
 }
 """Figures of the model, with what the page calls them; those in per cent end so."""
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -69,6 +79,8 @@ def curves(part: Part) -> dict[str, Any]:
         there.sort(key=lambda name: name in ("accuracy", "validation_accuracy"))
     return {
         "figures": {name: EVALUATED[name] for name in there},
+        "scored": part.scored,
+        "title": SCORES[part.scored],
         "target": None if part.language else 100 * part.target,
         "lines": {
             one.label: {name: line(one, name, EVALUATED[name].endswith("(%)")) for name in there} for one in part.series
@@ -134,7 +146,7 @@ def boxes(part: Part) -> dict[str, Any]:
     """Accuracy over clients, all seeds together, of the global model and of the clients' own: quartiles and some dots."""
     found: dict[str, Any] = {}
     for one in part.series:
-        for whose, name in (("global", "accuracy"), ("personal", "personal_accuracy")):
+        for whose, name in (("global", part.scored), ("personal", f"personal_{part.scored}")):
             scored = sorted(
                 (100 * row[name], who(row), run.summary["seed"])
                 for run in one.runs

@@ -9,6 +9,7 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, mean_std
 from unskew.reporting.reading import RunFiles, number
+from unskew.score import score_of
 
 PLACE = ("data", "partition", "clients", "server", "model")
 """Fields that the title of a part tells."""
@@ -55,6 +56,11 @@ class Part:
         """Whether losses count, not accuracies."""
         return all("perplexity" in run.summary for one in self.series for run in one.runs)
 
+    @property
+    def scored(self) -> str:
+        """The figure that methods are judged by, but for language models."""
+        return score_of(self.series[0].runs[0].summary)
+
     def comparison(self) -> Comparison:
         """The same as ``unskew.compare`` gives it."""
         return Comparison(
@@ -70,7 +76,7 @@ def parts_of(runs: Sequence[RunFiles]) -> tuple[list[Part], list[str]]:
     notes: list[str] = []
     groups: dict[str, dict[str, Series]] = {}
     for run in runs:
-        part = _key({name: run.config.get(name) for name in SHARED})
+        part = _key({name: run.config.get(name) for name in SHARED}) + score_of(run.summary)
         rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW)}
         method = run.summary["method"]
         one = groups.setdefault(part, {}).setdefault(method + _key(rest), Series(method, method))
@@ -140,8 +146,8 @@ def _target(series: Sequence[Series]) -> float:
     asked = [run.config.get("target") for one in series for run in one.runs]
     listed = [row.get("target") for row in _table(series)]
     found: list[float] = [value for value in (*asked, *listed) if isinstance(value, int | float) and number(value)]
-    best = [mean_std([run.summary["best_accuracy"] for run in one.runs])[0] for one in series]
-    return float(found[0]) if found else round(0.9 * max(best), 3)
+    best = [mean_std([run.summary[f"best_{score_of(run.summary)}"] for run in one.runs])[0] for one in series]
+    return float(found[0]) if found else max(0.0, round(0.9 * max(best), 3))
 
 
 def _title(run: RunFiles) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import AVERAGED, FIGURES
+from unskew.comparison.compare import averaged, is_figure
 from unskew.config.reading import load_yaml
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.result import read_history
+from unskew.score import SCORES, score_of
 
 MOST_RUNS = 500
 LARGEST = 1e300
@@ -21,7 +22,7 @@ DEEPEST = 4
 WORDS = ("method", "data", "partition", "partition_hash", "model", "weights", "engine", "buffers")
 WHOLE = ("clients", "seed", "rounds", "parameters")
 PER_ROUND = ("round", "bytes_up", "bytes_down", "seconds")
-NUMBERS = ("accuracy", "best_accuracy", "bytes_up", "bytes_down", "seconds")
+NUMBERS = ("bytes_up", "bytes_down", "seconds")
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,14 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: A figure is missing, or is none.
     """
-    figures = {name for name in summary if name in FIGURES or name.removeprefix("best_") in FIGURES}
-    optional = {*AVERAGED, *figures} - {"accuracy", "best_accuracy"}
+    figures = set(filter(is_figure, summary))
+    scored = score_of(summary)
+    needed = (scored, f"best_{scored}")
+    optional = {*averaged(scored), *figures} - set(needed)
     checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
         (WORDS, lambda value: isinstance(value, str)),
         (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
-        (NUMBERS, number),
+        ((*needed, *NUMBERS), number),
         (sorted(optional), lambda value: value is None or number(value)),
     ]
     for names, fits in checks:
@@ -197,7 +200,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
         holds = row.get("holds", {})
         if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
             raise damaged
-        shares = [row.get(name) for name in ("accuracy", "personal_accuracy")]
+        shares = [row.get(name) for one in SCORES for name in (one, f"personal_{one}")]
         if not all(number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
             value is None or number(value) for value in shares
         ):

@@ -12,8 +12,9 @@ from unskew.records.recorder import reaching
 from unskew.reporting.figures import gini
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import RunFiles, number
-from unskew.reporting.wording import F1, megabytes, percent
+from unskew.reporting.wording import F1, megabytes, metrics_in, percent
 from unskew.reporting.wording import number as loss_text
+from unskew.score import SCORES, score_of
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,25 @@ def over_seeds(part: Part) -> str:
 
 def comparison(part: Part) -> Table:
     """A line per method, the figures of ``comparison.json``."""
-    rows = part.comparison().rows()
+    rows, scored = part.comparison().rows(), part.scored
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
-    personal = any(row["personal_accuracy_mean"] is not None for row in rows)
+    personal = any(row[f"personal_{scored}_mean"] is not None for row in rows)
     columns: dict[str, Any] = {}
     if part.language:
         losses = {"loss, last round": "loss", "loss, best round": "best_loss", "perplexity": "perplexity"}
         columns |= {title: (loss, name) for title, name in losses.items()}
         columns["next token, %"] = (share, "accuracy")
     else:
-        columns |= {"last round, %": (share, "accuracy"), "best round, %": (share, "best_accuracy")}
+        columns |= {"last round, %": (share, scored), "best round, %": (share, f"best_{scored}")}
         columns |= {f"{title}, %": (share, name) for title, name in several.items()}
+        columns |= {f"{title}, %": (share, name) for name, title in metrics_in(rows[0]).items()}
         columns["loss"] = (loss, "loss")
-    columns["clients, mean %"] = (share, "client_accuracy_mean")
-    columns["worst decile, %"] = (share, "client_accuracy_worst_decile")
+        columns |= {name.upper(): (loss, name) for name in ("mae", "rmse") if name in rows[0]}
+    columns["clients, mean %"] = (share, f"client_{scored}_mean")
+    columns["worst decile, %"] = (share, f"client_{scored}_worst_decile")
     if personal:
-        columns["personal, mean %"] = (share, "personal_accuracy_mean")
-        columns["personal, worst decile %"] = (share, "personal_accuracy_worst_decile")
+        columns["personal, mean %"] = (share, f"personal_{scored}_mean")
+        columns["personal, worst decile %"] = (share, f"personal_{scored}_worst_decile")
     lines = []
     for row in rows:
         spread = row["seeds"] > 1
@@ -103,13 +106,13 @@ def comparison(part: Part) -> Table:
         lines.append([Cell(row["method"]), figure(row["seeds"], 0), *cells, *reached, *costs])
     counted = [] if part.language else [f"rounds to {percent(part.target)} %"]
     titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
-    what = "Test loss in nats per token" if part.language else "Test accuracy"
+    what = "Test loss in nats per token" if part.language else f"Test {SCORES[scored]}"
     return Table("comparison", f"{what}, {over_seeds(part)}", titles, lines)
 
 
 def differences(part: Part) -> Table | None:
     """Every method minus every other, seed by seed on the same partition; None of a single method."""
-    names = ("loss", "best_loss") if part.language else ("accuracy", "best_accuracy")
+    names = ("loss", "best_loss") if part.language else (part.scored, f"best_{part.scored}")
     factor = 1 if part.language else 100
     rows, groups = [], []
     for base in part.series:
@@ -129,7 +132,7 @@ def differences(part: Part) -> Table | None:
             groups.append(base.label)
     if not rows:
         return None
-    unit = "loss" if part.language else "accuracy, points"
+    unit = "loss" if part.language else f"{SCORES[part.scored]}, points"
     columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "zero is")]
     caption = "Differences to another method, paired by seed, with 95 % intervals of Student's t"
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
@@ -167,7 +170,8 @@ def reaching_target(part: Part) -> Table | None:
             sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in found])[0]
             cells = [figure(rounds), amount(sent), figure(seconds)]
         rows.append([Cell(one.label), Cell(f"{len(found)} of {len(one.runs)}", len(found)), *cells])
-    caption = f"What {percent(part.target)} % test accuracy takes, mean over seeds; only where every seed reaches it"
+    what = f"{percent(part.target)} % test {SCORES[part.scored]}"
+    caption = f"What {what} takes, mean over seeds; only where every seed reaches it"
     return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
 
 
@@ -176,10 +180,10 @@ def fairness(part: Part) -> Table | None:
     rows = []
     for one in part.series:
         for label, whose, name in (
-            ("global", "client", "accuracy"),
-            ("personal", "personal", "personal_accuracy"),
+            ("global", "client", part.scored),
+            ("personal", "personal", f"personal_{part.scored}"),
         ):
-            keys = [f"{whose}_accuracy_{what}" for what in ("mean", "std", "worst_decile", "worst")]
+            keys = [f"{whose}_{part.scored}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
             means = [mean([run.summary.get(key) for run in one.runs]) for key in keys]
             if means[0] is None:
                 continue
@@ -200,7 +204,7 @@ def fairness(part: Part) -> Table | None:
     ]
     if not any(row[-1].value is not None for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
-    caption = "Accuracy over clients after the last round, mean over seeds"
+    caption = f"{SCORES[part.scored].capitalize()} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 
 
@@ -212,10 +216,11 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 def _better(run: RunFiles) -> float | None:
     """Share of the clients whose own model is better for them than the global one."""
+    scored = score_of(run.summary)
     pairs = [
-        (row["personal_accuracy"], row["accuracy"])
+        (row[f"personal_{scored}"], row[scored])
         for row in run.clients
-        if number(row.get("personal_accuracy")) and number(row.get("accuracy"))
+        if number(row.get(f"personal_{scored}")) and number(row.get(scored))
     ]
     return mean([float(mine > everyones) for mine, everyones in pairs])
 
@@ -263,13 +268,13 @@ def runs(part: Part) -> Table:
             Cell(one.label),
             Cell(str(run.folder)),
             figure(s["seed"], 0),
-            share(s["accuracy"]),
-            share(s["best_accuracy"]),
+            share(s[part.scored]),
+            share(s[f"best_{part.scored}"]),
             figure(_cost(run, "best_round"), 0),
             loss(s.get("loss")),
-            share(s.get("client_accuracy_mean")),
-            share(s.get("client_accuracy_worst_decile")),
-            share(s.get("client_accuracy_worst")),
+            share(s.get(f"client_{part.scored}_mean")),
+            share(s.get(f"client_{part.scored}_worst_decile")),
+            share(s.get(f"client_{part.scored}_worst")),
             amount(s["bytes_up"]),
             amount(s["bytes_down"]),
             figure(s["seconds"]),

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
+
+
+METRICS = {
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "f1": "F1",
+    "balanced_accuracy": "balanced accuracy",
+    "ece": "ECE",
+}
+"""Columns of the figures of a classifier that may be asked for; recalls are called by their class."""
+
+
+def metrics_in(row: Iterable[str]) -> dict[str, str]:
+    """Those figures among a row's, with their titles."""
+    titles = {name: METRICS.get(name, name.replace("recall/", "recall of ", 1)) for name in row}
+    return {
+        name: title
+        for name, title in titles.items()
+        if name in METRICS or (name.startswith("recall/") and not name.endswith("_std"))
+    }
 
 
 def percent(value: float | None, spread: float | None = None) -> str:

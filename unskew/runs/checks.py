@@ -12,6 +12,7 @@ from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, MethodConflict, unknown
 from unskew.methods.fedavg import FedAvg
+from unskew.models.catalogue import MODELS
 from unskew.models.vector import ModelSpec
 from unskew.options import options_of
 from unskew.protocol.facts import FederationFacts
@@ -33,9 +34,20 @@ def check_method(
         MethodConflict: It needs single updates, which secure aggregation forbids.
     """
     check_task(method, federation)
+    if config.metrics and federation.task != "classification":
+        raise ConfigError(
+            f"metrics={config.metrics[0]} is for one class per sample; the task of {federation.name} is {federation.task}, "
+            "which has figures of its own."
+        )
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
+    coded = [one.name for one in federation.encoders if one.kind == "category"]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)
+        if coded:
+            raise ConfigError(
+                f"The server learns which values of the category {coded[0]!r} each client has, but "
+                "secure_aggregation=required lets it see sums only. Exclude the column, or turn it off."
+            )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
     run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose, config.to_be_continued)
@@ -44,6 +56,11 @@ def check_method(
         told = rule.check(run) or ()
         warnings += [told] if isinstance(told, str) else told
         warnings += misspelt(rule)
+    if coded and model is None and config.model in MODELS and config.model != "table-mlp":
+        warnings.append(
+            f"{config.model} takes the codes of {', '.join(coded)} as numbers, which seldom mean anything; table-mlp "
+            "learns a vector for each category."
+        )
     spec = run.spec
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
     if delayed and of_one_round:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 import torch
@@ -14,9 +15,12 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import INPUT
+from unskew.data.reading.encoders import Encoder
 from unskew.data.reading.text import is_text
 from unskew.errors import CheckpointError, DataError
 from unskew.files import write_atomic
+from unskew.regression import Regression
+from unskew.tasks import TASKS, Task
 
 NAME = "inputs.json"
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -32,6 +36,20 @@ class Standardised(BaseModel):
     scale: Finite = 1.0
 
 
+class Column(BaseModel):
+    """A column of a table; see ``unskew.data.reading.encoders.Encoder``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    kind: Literal["number", "category", "date"]
+    values: tuple[str, ...] = ()
+    mean: Finite = 0.0
+    std: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    fills: bool = False
+    marks: bool = False
+
+
 class Inputs(BaseModel):
     """What goes into a trained model and what its outputs are called.
 
@@ -41,6 +59,8 @@ class Inputs(BaseModel):
         kind: ``uint8`` images from 0 to 255, ``float`` values, or ``tokens``.
         classes: Number of outputs; ``class_names``: their names, or none.
         normalisation: What is done to inputs first.
+        targets: Of regression: the mean and the deviation of each number that is predicted.
+        columns: What becomes of each column of a table of mixed columns.
         features: Columns of a table that are the inputs, in order; ``image``: its column of images; ``text``: of texts.
         tokenizer: Of texts, which are cut after ``block`` tokens.
     """
@@ -53,6 +73,8 @@ class Inputs(BaseModel):
     classes: Annotated[int, Field(ge=1, le=1 << 30)]
     class_names: tuple[str, ...] = ()
     normalisation: Standardised | None = None
+    targets: Standardised | None = None
+    columns: tuple[Column, ...] = ()
     features: tuple[str, ...] = ()
     image: str | None = None
     text: tuple[str, ...] = ()
@@ -63,6 +85,18 @@ class Inputs(BaseModel):
     def names(self) -> list[str]:
         """A name for every output."""
         return list(self.class_names) or [str(number) for number in range(self.classes)]
+
+    @property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """The columns as the rest of the package has them."""
+        return tuple(Encoder(**column.model_dump()) for column in self.columns)
+
+    @property
+    def objective(self) -> Task:
+        """What the model was trained for."""
+        if self.task == "regression" and self.targets is not None:
+            return Regression(mean=self.targets.mean, std=self.targets.std)
+        return TASKS[self.task]
 
     @property
     def known(self) -> Normalisation | None:
@@ -76,7 +110,8 @@ def inputs_of(federation: Federation, config: Experiment) -> Inputs:
     x, known, spec = federation.test[0], federation.normalisation, config.data_spec
     kinds = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
-    texts = is_text(config.data)
+    texts, objective = is_text(config.data), federation.objective
+    targets = Standardised(mean=objective.mean, std=objective.std) if isinstance(objective, Regression) else None
     return Inputs(
         task=federation.task,
         shape=federation.shape,
@@ -84,6 +119,8 @@ def inputs_of(federation: Federation, config: Experiment) -> Inputs:
         classes=federation.classes,
         class_names=federation.class_names,
         normalisation=None if known is None else Standardised(mean=known.mean, std=known.std, scale=known.scale),
+        targets=targets,
+        columns=tuple(Column(**asdict(one)) for one in federation.encoders),
         features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),
         image=config.image if x.dim() == 4 else None,
         text=(spec.text.columns or ("text",)) if texts else (),
@@ -109,6 +146,8 @@ def read_inputs(folder: Path) -> Inputs:
         if inputs.class_names and len(inputs.class_names) != inputs.classes:
             raise ValueError("another number of names than of classes")
         inputs.known  # noqa: B018  refused if it is none
+        if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):
+            raise ValueError("no task of this version")
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder} has no {NAME}: it is no run folder, or was made before models could be used from it; run it again."

@@ -11,6 +11,7 @@ from torch import nn
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.normalisation import Normalisation
+from unskew.data.reading.encoders import categories_of
 from unskew.errors import ConfigError
 from unskew.models.catalogue import resolve_model
 from unskew.models.vector import ModelSpec
@@ -46,6 +47,7 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
                 federation.classes,
                 config.model_options,
                 federation.task,
+                categories_of(federation.encoders),
             )
         except RuntimeError as error:  # such as a layer larger than the memory
             raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error

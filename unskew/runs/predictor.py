@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from unskew.data.checks import as_inputs
 from unskew.data.reading.images import with_channels, with_size
 from unskew.engines.batches import Normaliser
-from unskew.errors import DataError
+from unskew.errors import ConfigError, DataError
+from unskew.regression import Regression
 from unskew.runs.inputs import Inputs
-from unskew.tasks import TASKS
 
 BATCH = 256
 PADDING = -1
@@ -47,21 +47,42 @@ class Predictor:
         Raises:
             DataError: They have another shape or type, or hold what is no number.
         """
+        if self.numbers:
+            raise ConfigError("The model predicts numbers, which have no probabilities; use predict.")
+        return self.outputs(x)
+
+    @property
+    def numbers(self) -> bool:
+        """Whether numbers are predicted, not classes."""
+        return self.inputs.task == "regression"
+
+    def outputs(self, x: object) -> np.ndarray:
+        """Probabilities ``[n, C]``; of regression the numbers ``[n, T]`` in their own units.
+
+        Raises:
+            DataError: The inputs have another shape or type, or hold what is no number.
+        """
         if not len(x):  # type: ignore[arg-type]
             return np.zeros((0, self.inputs.classes))
-        ready = self.prepared(x)
-        task = TASKS[self.inputs.task]
+        ready, task = self.prepared(x), self.inputs.objective
+        said = task.restored if isinstance(task, Regression) else task.probabilities
         with torch.no_grad():
-            parts = [task.probabilities(self.module(self.normalise(part))) for part in torch.split(ready, BATCH)]
+            parts = [said(self.module(self.normalise(part))) for part in torch.split(ready, BATCH)]
         return torch.cat(parts).double().numpy()
 
     def predict(self, x: object) -> list[Any]:
-        """The most probable class of each input by its name; with several labels a sample, the list of those above 0.5."""
-        return self.labels(self.predict_proba(x))
+        """The most probable class of each input by its name; with several labels a sample, the list of those above 0.5.
+
+        Of regression, the number in its own unit; the list of them where there are several.
+        """
+        return self.labels(self.outputs(x))
 
     def labels(self, probabilities: np.ndarray) -> list[Any]:
-        """Names from probabilities ``[n, C]``."""
+        """Names from probabilities ``[n, C]``; of regression the numbers ``[n, T]`` themselves."""
         names = self.class_names
+        if self.numbers:
+            numbers: list[Any] = (probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities).tolist()
+            return numbers
         if self.inputs.task == "multilabel":
             return [[names[k] for k in np.flatnonzero(row > 0.5)] for row in probabilities]
         return [names[k] for k in probabilities.argmax(1)] if len(probabilities) else []

@@ -14,6 +14,7 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
+from unskew.data.objective import trained_for
 from unskew.data.reading.files import TABLES
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
@@ -143,13 +144,15 @@ def _carried_out(
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
     original = federation_of(config.data_spec, config.seed) if federation is None else federation
     tell_data(callbacks, original)
+    original = trained_for(original, config.loss, config.class_weights)
     spec, warnings = check_method(config, original, model, method)
     check_given_set(config, method)
     original = as_wanted(original, spec)
     prepared = prepare(method, original, config, device, folder, shared, callbacks)
     everyone = [*callbacks, *trackers]
     session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
-    for client, (up, down) in prepared.traffic:
+    told = [] if original.told is None else enumerate(original.told.tolist())
+    for client, (up, down) in (*told, *prepared.traffic):
         session.server.traffic.count(client, "up", up, 0)
         session.server.traffic.count(client, "down", down, 0)
     return session.go(resume)

@@ -18,6 +18,7 @@ from unskew.errors import CheckpointError
 from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
 from unskew.methods.fedavg import FedAvg
+from unskew.metrics import metric_names
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
@@ -48,7 +49,6 @@ from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 from unskew.simulation.server_training import ServerTrainer
 from unskew.simulation.store import ClientStore
-from unskew.tasks import TASKS
 
 
 class Session:
@@ -85,7 +85,8 @@ class Session:
         self.config, self.prepared, self.spec, self.method = config, prepared, spec, method
         self.folder, self.callbacks, self.warnings = folder, callbacks, list(warnings)
         federation = prepared.federation
-        self.task = task = TASKS[federation.task]
+        self.task = task = federation.objective.unweighted
+        self.figures = (*task.figures, *metric_names(config.metrics, federation.names))
         rule = method.server or FedAvg()
         auto = method.weights or rule.weights or "samples"
         weights = auto if config.weights == "auto" else config.weights
@@ -107,7 +108,7 @@ class Session:
             spec,
             federation,
             method.client,
-            task,
+            federation.objective,
             prepared.training,
             config.seed,
             device,
@@ -198,7 +199,7 @@ class Session:
         done = t + 1
         score = None
         if self._evaluates(t):
-            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
+            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b, self.config.metrics)
             figures |= self.stopping.figures(self.server)
             for diagnosis in self.diagnoses:
                 figures |= diagnosis.figures() if diagnosis.updates or not diagnosis.of_clients else {}
@@ -210,9 +211,9 @@ class Session:
         self.recorder.round(
             {
                 "round": done,
-                "accuracy": score and score.accuracy,
+                self.task.scored: score and score.accuracy,
                 "loss": score and score.loss,
-                **(score.figures if score else dict.fromkeys(self.task.figures)),
+                **(score.figures if score else dict.fromkeys(self.figures)),
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,
                 "seconds": round(self.recorder.seconds, 4),
@@ -290,8 +291,8 @@ class Session:
             own = score(partial(personal.kept, server))
         federation = self.evaluator.federation
         figures = {
-            **scores.figures("client_accuracy", federation.client_names),
-            **({} if own is None else own.figures("personal_accuracy", federation.client_names)),
+            **scores.figures(f"client_{self.task.scored}", federation.client_names),
+            **({} if own is None else own.figures(f"personal_{self.task.scored}", federation.client_names)),
             "clients_evaluated": len(scores.accuracies),
             "clients_evaluated_on": scores.measured_on,
         }

@@ -29,6 +29,7 @@ class EarlyStopping:
 
     def __init__(self, config: Experiment, evaluator: Evaluator, history: Sequence[dict[str, Any]]):
         self.config, self.evaluator, self.history = config, evaluator, history
+        self.score = f"validation_{evaluator.task.scored}"
         if config.early_stopping is None:
             return
         if config.save_samples:
@@ -44,21 +45,21 @@ class EarlyStopping:
             raise ConfigError("early_stopping looks at eval_clients clients; with eval_clients=0 there are none.")
 
     def figures(self, server: Server) -> dict[str, float]:
-        """``validation_accuracy`` and ``validation_loss`` over all samples that the evaluated clients hold out."""
+        """``validation_accuracy`` (or ``_r2``) and ``validation_loss`` over all that the evaluated clients hold out."""
         if self.config.early_stopping is None:
             return {}
         v, b = server.evaluated, server.evaluated_b
         scores = self.evaluator.clients(v, b, self.config.eval_clients, self.config.seed)
         sizes = [len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids]
         return {
-            "validation_accuracy": float(np.average(scores.accuracies, weights=sizes)),
+            self.score: float(np.average(scores.accuracies, weights=sizes)),
             "validation_loss": float(np.average(scores.losses, weights=sizes)),
         }
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The first row with the highest accuracy."""
-        return max(self._rows, key=lambda row: float(row["validation_accuracy"]), default=None)
+        return max(self._rows, key=lambda row: float(row[self.score]), default=None)
 
     @property
     def due(self) -> bool:
@@ -70,16 +71,17 @@ class EarlyStopping:
 
     @property
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for row in self.history if row.get("validation_accuracy") is not None]
+        return [row for row in self.history if row.get(self.score) is not None]
 
     def summary(self) -> dict[str, Any]:
         """The round that was best on what clients hold out, its test accuracy, and how many rounds there could have been."""
         best = self.best
         if self.config.early_stopping is None or best is None:
             return {}
+        scored = self.evaluator.task.scored
         return {
             "validation_round": best["round"],
-            "validation_accuracy": best["validation_accuracy"],
-            "accuracy_at_validation_round": best["accuracy"],
+            self.score: best[self.score],
+            f"{scored}_at_validation_round": best[scored],
             "rounds_at_most": self.config.rounds,
         }

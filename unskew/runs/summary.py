@@ -7,11 +7,11 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.choice import Choice
+from unskew.metrics import metric_names
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder, finite, reaching
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
-from unskew.tasks import TASKS
 
 MEASURED = (
     "begin_seconds",
@@ -49,11 +49,11 @@ def summarise(
         choice: How its clients were trained.
     """
     federation, spec = prepared.federation, server.spec
-    task, own = TASKS[federation.task], {figure.name for figure in server.rule.figures}
+    task, own = federation.objective, {figure.name for figure in server.rule.figures}
     traffic, history = server.traffic, recorder.history
-    best, best_round = recorder.best()
+    best, best_round = recorder.best(task.scored)
     final = history[-1]
-    scored = [row["accuracy"] for row in history if row["accuracy"] is not None]
+    scored = [row[task.scored] for row in history if row[task.scored] is not None]
     summary: dict[str, Any] = {
         "method": server.method.spelling or server.method.name,
         "data": federation.name,
@@ -68,12 +68,12 @@ def summarise(
         "weights": server.weights,
         "engine": choice.engine,
         "together": choice.together,
-        "accuracy": final["accuracy"],
-        "best_accuracy": best,
+        task.scored: final[task.scored],
+        f"best_{task.scored}": best,
         "best_round": best_round,
         "best_of_last_five": max(scored[-5:]),
         "loss": final["loss"],
-        **{name: final[name] for name in task.figures},
+        **{name: final[name] for name in (*task.figures, *metric_names(config.metrics, federation.names))},
         **{f"best_{name}": recorder.best(name)[0] for name in task.figures if name.endswith("f1")},
         **{f"best_{name}": recorder.best(name, lowest=True)[0] for name in task.lower_is_better},
         **client_scores,
@@ -109,7 +109,7 @@ def passes(prepared: Prepared) -> float:
 
 def names_of_classes(federation: Federation) -> tuple[str, ...]:
     """The classes whose samples ``clients.jsonl`` counts; none if there are too many of them, or of clients."""
-    if federation.task == "language":
+    if not federation.objective.labelled:
         names = () if federation.kinds is None else federation.kinds[1]
     else:
         names = federation.class_names or tuple(map(str, range(federation.classes)))
@@ -124,13 +124,14 @@ def of_clients(federation: Federation, scores: ClientScores, personal: ClientSco
         scores: What the final model is worth to those that were evaluated.
         personal: What their own models are, where they have any.
     """
+    scored = federation.objective.scored
     figures = {
-        k: {"accuracy": accuracy, "loss": loss}
+        k: {scored: accuracy, "loss": loss}
         for k, accuracy, loss in zip(*(a.tolist() for a in (scores.ids, scores.accuracies, scores.losses)), strict=True)
     }
     if personal is not None:
         for k, accuracy in zip(personal.ids.tolist(), personal.accuracies.tolist(), strict=True):
-            figures[k]["personal_accuracy"] = accuracy
+            figures[k][f"personal_{scored}"] = accuracy
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and names_of_classes(federation):

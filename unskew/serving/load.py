@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,9 +18,22 @@ from unskew.options import untrusted
 from unskew.runs.inputs import Inputs, read_inputs
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.runs.predictor import Predictor
+from unskew.serving.rows import read_rows
 
 
-def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = False) -> Predictor:
+class Served(Predictor):
+    """A model that also takes files."""
+
+    def predict_file(self, path: str | Path) -> list[Any]:
+        """What ``predict`` gives, for the rows of a table, an image, or a folder of images.
+
+        Raises:
+            DataError: It cannot be read, lacks columns, or is nothing that this model takes.
+        """
+        return self.predict(read_rows(Path(path), self.inputs)[0])
+
+
+def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = False) -> Served:
     """The trained model of a run folder, ready for new inputs.
 
     Args:
@@ -49,15 +63,15 @@ def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = 
         method = method_of(config.method)
         spec = initial_spec(config, empty_federation(inputs), model, method)
         v, b = final_model(folder, spec)
-    return Predictor(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
+    return Served(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
 
 
 def empty_federation(inputs: Inputs) -> Federation:
     """Data of the right shape and number of classes, without a sample that anybody holds."""
     kinds = {"uint8": torch.uint8, "tokens": torch.int64}
     x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
-    several = (1, inputs.classes) if inputs.task == "multilabel" else (1,)
+    several = (1, inputs.classes) if inputs.task in ("multilabel", "regression") else (1,)
     return Federation(
         clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
-        normalisation=inputs.known, class_names=inputs.class_names,
+        normalisation=inputs.known, class_names=inputs.class_names, encoders=inputs.encoders,
     )  # fmt: skip

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from unskew.data.reading.encoders import Encoder, filled, read_columns
 from unskew.data.reading.files import TABLES
 from unskew.data.reading.images import decode_column
-from unskew.data.reading.tables import features, read_file
+from unskew.data.reading.tables import read_file
 from unskew.data.reading.text import encoded, padded, strings
 from unskew.data.reading.tokens import make_tokenizer
 from unskew.errors import DataError, unknown
@@ -66,4 +68,5 @@ def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
     if inputs.image:
         size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
         return decode_column(table.column(inputs.image), str(path), path.parent, size)
-    return features(table, inputs.features, str(path))
+    encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
+    return torch.from_numpy(filled(read_columns(table, encoders, str(path)), encoders))

@@ -13,6 +13,7 @@ from unskew.data.clients import batched
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import Normaliser
 from unskew.engines.machine import threads
+from unskew.metrics import metric_figures
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
 from unskew.seeding import numpy_generator
@@ -29,7 +30,7 @@ Models = Callable[[Sequence[int]], Iterable[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy, mean loss and the task's own figures over a set of samples."""
+    """Accuracy (or what else the task scores), mean loss and the task's own figures over a set of samples."""
 
     accuracy: float
     loss: float
@@ -109,11 +110,18 @@ class Evaluator:
         self.threads = torch.get_num_threads()  # an engine may take threads away for training
 
     def _samples(
-        self, v: Tensor, b: Tensor, xs: Iterable[Tensor], ys: Iterable[Tensor], single: bool = False
+        self,
+        v: Tensor,
+        b: Tensor,
+        xs: Iterable[Tensor],
+        ys: Iterable[Tensor],
+        single: bool = False,
+        kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of samples in pieces: how right each is, how many predictions it asks for, summed losses, the sum of the tallies.
 
-        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample.
+        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Probabilities
+        are added to ``kept``, if there is such a list.
         """
         right, asked, losses, tallies = [], [], [], []
         with threads(self.threads):
@@ -121,6 +129,8 @@ class Evaluator:
             for x, y in zip(batched(xs, self.batch), batched(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
                 logits = predict(self.normalise(x)).logits
+                if kept is not None:
+                    kept.append(self.task.probabilities(logits))
                 right.append(self.task.correct(logits, target))
                 asked.append(self.task.predictions(target))
                 if single:
@@ -143,11 +153,16 @@ class Evaluator:
                 found.append(self.task.losses(logits, target).to(torch.float64))
         return torch.cat(found)
 
-    def score(self, v: Tensor, b: Tensor) -> Score:
-        """The model ``v [d], b [m]`` on the test set."""
-        right, asked, losses, tally = self._samples(v, b, *self._test)
+    def score(self, v: Tensor, b: Tensor, metrics: Sequence[str] = ()) -> Score:
+        """The model ``v [d], b [m]`` on the test set, with further figures that are asked for."""
+        kept: list[Tensor] | None = [] if metrics else None
+        right, asked, losses, tally = self._samples(v, b, *self._test, kept=kept)
         loss = float(losses.sum() / asked.sum())
-        return Score(mean(right, asked), loss, self.task.measure(tally, loss))
+        figures = self.task.measure(tally, loss)
+        if kept is not None:
+            sure, true = torch.cat(kept).cpu().numpy(), self.test[1].cpu().numpy()
+            figures |= metric_figures(metrics, sure, true, self.federation.names)
+        return Score(figures.pop(self.task.scored, mean(right, asked)), loss, figures)
 
     def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Models | None = None) -> ClientScores:
         """The model on each client's own data.

@@ -31,7 +31,7 @@ TAKEN = {
         "discarded",
         "train_loss",
     ),
-    *("in_flight", "lr", *FIGURES, *(figure for task in TASKS.values() for figure in task.figures)),
+    *("in_flight", "lr", *FIGURES, *(figure for task in TASKS.values() for figure in (task.scored, *task.figures))),
 }
 """Names of the core's own figures of a round."""
 

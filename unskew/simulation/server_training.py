@@ -50,9 +50,9 @@ class ServerTrainer:
     ):
         self.spec, self.training, self.device, self.cohort = spec, training, device, cohort
         self.weights, self.round = weights, 0
-        self.witness = Witness(*federation.test, TASKS[federation.task]) if observed else None
+        self.witness = Witness(*federation.test, federation.objective) if observed else None
         self.data, self.pixels = federation.server, Pixels.of(federation)
-        self.task = self.own = TASKS[federation.task]
+        self.task = self.own = federation.objective
         if self.data is not None and not self.data.in_domain:
             self.task = TASKS["multilabel" if self.data.y.dim() > 1 else "classification"]
         self.inputs = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from unskew.errors import ConfigError, DataError, unknown
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
+CATEGORY, DATE = f"{INPUT}, a category", f"{INPUT}, days since 1970"
+AUTO = ("auto",)
 FEWEST = 20  # in fewer rows all values of a measurement may well differ
 COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 SHOWN = 40
@@ -21,19 +23,37 @@ class Choice(NamedTuple):
         features: Only these are inputs, in this order; if empty, every numeric column.
         exclude: These are no inputs.
         divides: Decides the partition; it is an input only where ``features`` names it.
+        categories: These hold categories; ``auto`` stands for every column of text.
+        dates: These hold dates.
+        missing: What is done to missing numbers: ``refuse``, ``mean``, or ``indicator``, which also says where they were.
+        regression: Whether the label is a number.
     """
 
     features: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     divides: str | None = None
+    categories: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
+    missing: str = "refuse"
+    regression: bool = False
+
+    @property
+    def mixed(self) -> bool:
+        """Whether columns are encoded one by one, by what all clients know of them."""
+        return bool(self.categories or self.dates) or self.missing != "refuse" or self.regression
+
+    def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
+        """The columns that are predicted: several only where they are numbers."""
+        several = self.regression and label not in columns
+        return tuple(piece.strip() for piece in label.split(",")) if several else (label,)
 
 
-def choose(table: Any, label: str, choice: Choice, name: str) -> tuple[list[str], dict[str, str]]:
+def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tuple[list[str], dict[str, str]]:
     """The columns that are inputs, in order, and what is done to every column of the table.
 
     Args:
         table: The training rows, a pyarrow table.
-        label: Name of the label column.
+        label: Names of the columns that are predicted.
         choice: What the user says.
         name: What the table is called, for errors.
 
@@ -44,9 +64,11 @@ def choose(table: Any, label: str, choice: Choice, name: str) -> tuple[list[str]
     check_named(table, label, choice, name)
     done = {field.name: role(table.column(field.name), field.name, label, choice) for field in table.schema}
     for column in choice.features:
-        if not is_numeric(table.column(column).type):
+        if done[column].removesuffix(f", and {DIVIDES}") == INPUT and not is_numeric(table.column(column).type):
             reason = left_out(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
+    if choice.mixed:
+        check_dates(table, done, name)
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
@@ -58,35 +80,36 @@ def choose(table: Any, label: str, choice: Choice, name: str) -> tuple[list[str]
         )
     if "" in numbered and "" not in choice.features:  # it has no name that could be excluded
         done[""] = "left out: numbers of rows"
-    inputs = list(choice.features) or [column for column, what in done.items() if what == INPUT]
+    inputs = list(choice.features) or [column for column, what in done.items() if what in (INPUT, CATEGORY, DATE)]
     if not inputs:
         listed = ", ".join(f"{column} ({what})" for column, what in described(done))
         raise DataError(
-            f"{name} has no numeric columns besides the label {label!r} that could be inputs: {listed}. "
+            f"{name} has no numeric columns besides the label {', '.join(map(repr, label))} that could be inputs: {listed}. "
             "For images, name their column (image=)."
         )
     return inputs, done
 
 
-def beside_images(table: Any, label: str, image: str, choice: Choice, name: str) -> dict[str, str]:
+def beside_images(table: Any, label: tuple[str, ...], image: str, choice: Choice, name: str) -> dict[str, str]:
     """What is done to every column of a table whose inputs are images.
 
     Raises:
         ConfigError: Features are chosen or excluded.
     """
-    if choice.features or choice.exclude:
+    if choice.features or choice.exclude or choice.categories or choice.dates or choice.missing != "refuse":
         raise ConfigError(
-            f"The inputs of {name} are the images of its column {image!r}; it takes no features or exclude."
+            f"The inputs of {name} are the images of its column {image!r}; it takes no features, exclude, categories, dates "
+            "or missing."
         )
-    known = {choice.divides: DIVIDES, label: LABEL, image: INPUT}
+    known: dict[str | None, str] = {choice.divides: DIVIDES, **dict.fromkeys(label, LABEL), image: INPUT}
     return {column: known.get(column, "left out: the inputs are images") for column in table.column_names}
 
 
-def check_named(table: Any, label: str, choice: Choice, name: str) -> None:
+def check_named(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> None:
     """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label."""
-    for field in ("features", "exclude"):
+    for field in ("features", "exclude", "categories", "dates"):
         for column in getattr(choice, field):
-            if column not in table.column_names:
+            if column not in table.column_names and not (field == "categories" and choice.categories == AUTO):
                 raise DataError(f"{name}, {field}: {unknown('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
         twice = next(column for column in choice.features if choice.features.count(column) > 1)
@@ -94,16 +117,18 @@ def check_named(table: Any, label: str, choice: Choice, name: str) -> None:
     both = [column for column in choice.features if column in choice.exclude]
     if both:
         raise ConfigError(f"The column {both[0]!r} is both in features and in exclude; name it in one of them.")
-    if label in choice.features:
-        raise ConfigError(f"The column {label!r} is the label, which is predicted; take it out of features.")
+    for column in (column for column in label if column in choice.features):
+        raise ConfigError(f"The column {column!r} is the label, which is predicted; take it out of features.")
 
 
-def role(column: Any, name: str, label: str, choice: Choice) -> str:
+def role(column: Any, name: str, label: tuple[str, ...], choice: Choice) -> str:
     """What is done to one column."""
-    if name == label:
+    if name in label:
         return LABEL
     if name in choice.features:
-        return f"{INPUT}, and {DIVIDES}" if name == choice.divides else INPUT
+        kind = kind_of(column, name, choice) or INPUT
+        kind = CATEGORY if kind.startswith("left out") else kind
+        return f"{kind}, and {DIVIDES}" if name == choice.divides else kind
     if name == choice.divides:
         return DIVIDES
     if name in choice.exclude:
@@ -112,7 +137,48 @@ def role(column: Any, name: str, label: str, choice: Choice) -> str:
         return "left out: not among the features"
     if name.startswith("__index_level_"):
         return "left out: numbers of rows"
-    return INPUT if is_numeric(column.type) else left_out(column)
+    return kind_of(column, name, choice) or (INPUT if is_numeric(column.type) else left_out(column))
+
+
+def kind_of(column: Any, name: str, choice: Choice) -> str | None:
+    """Whether a column is said to hold categories or dates.
+
+    Raises:
+        DataError: It holds something else.
+    """
+    if name in choice.dates:
+        if not is_date(column.type):
+            raise DataError(f"The column {name!r} of dates holds {column.type}; write dates as 2024-01-31.")
+        return DATE
+    if name in choice.categories and choice.categories != AUTO:
+        if not is_category(column.type):
+            raise DataError(
+                f"The column {name!r} of categories holds {column.type}; categories are text, whole numbers, true or false."
+            )
+        return CATEGORY
+    if choice.categories != AUTO or not is_string(column.type) or has_decimal_commas(column):
+        return None
+    differ = len(column.drop_null().unique())
+    many = len(column) >= FEWEST and differ > len(column) / 2
+    return f"left out: text, {differ} values in {len(column)} rows" if many else CATEGORY
+
+
+def check_dates(table: Any, done: Mapping[str, str], name: str) -> None:
+    """Refuse columns of dates of which nothing is said.
+
+    Raises:
+        DataError: There is one.
+    """
+    for column, what in done.items():
+        if (
+            what.startswith("left out")
+            and is_date(table.column(column).type)
+            and what == left_out(table.column(column))
+        ):
+            raise DataError(
+                f"{name}: the column {column!r} holds dates. Name it in dates, and the days since 1970 are an input, or "
+                "leave it out with exclude (--exclude)."
+            )
 
 
 def left_out(column: Any) -> str:
@@ -132,6 +198,20 @@ def is_numeric(kind: Any) -> bool:
 
     t = pa.types
     return bool(t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind))
+
+
+def is_date(kind: Any) -> bool:
+    """Whether a pyarrow type is a date, with or without a time of day."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
+
+
+def is_category(kind: Any) -> bool:
+    """Whether the values of a pyarrow type may be categories."""
+    import pyarrow as pa
+
+    return is_string(kind) or bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
 
 
 def is_string(kind: Any) -> bool:

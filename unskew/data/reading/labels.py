@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unskew.data.reading.columns import is_numeric
 from unskew.data.reading.images import is_binary
 from unskew.errors import ConfigError, DataError
 
@@ -18,7 +19,7 @@ class Labels(NamedTuple):
     Attributes:
         names: Names of the classes or labels, in order.
         ys: For each part, class indices ``[n]``; or, with several labels a row, ``[n, L]`` of 0 and 1 as uint8.
-        task: ``"classification"`` or ``"multilabel"``.
+        task: ``"classification"``, ``"multilabel"`` or ``"regression"``.
     """
 
     names: tuple[str, ...]
@@ -67,6 +68,38 @@ def read_labels(
         y[rows, index] = 1
         ys.append(y)
     return Labels(names, ys, "multilabel")
+
+
+def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> Labels:
+    """Columns of numbers that are predicted, ``[n, T]`` in float64.
+
+    Args:
+        parts: pyarrow tables by where they are from, for errors.
+        columns: Their names.
+
+    Raises:
+        DataError: A value is missing, infinite or no number.
+    """
+    import pyarrow as pa
+
+    ys = []
+    for where, part in parts.items():
+        for column in columns:
+            kind = part.column(column).type
+            if not is_numeric(kind):
+                raise DataError(
+                    f"{where}: the column {column!r}, which is predicted, holds {kind}; regression needs numbers."
+                )
+        found = [part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in columns]
+        for column, values in zip(columns, found, strict=True):
+            bad = int((~np.isfinite(values)).sum())
+            if bad:
+                raise DataError(
+                    f"{where}: the column {column!r}, which is predicted, has {bad} missing or infinite values; leave out "
+                    "those rows."
+                )
+        ys.append(np.column_stack(found))
+    return Labels(tuple(columns), ys, "regression")
 
 
 def is_list(kind: Any) -> bool:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets, check_classes, check_targets
+from unskew.data.checks import as_targets, check_classes, check_targets
 from unskew.data.federation import take
 from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import Choice, beside_images, choose, is_numeric
+from unskew.data.reading.columns import CATEGORY, DATE, DIVIDES, Choice, beside_images, choose
+from unskew.data.reading.encoders import Encoder, distinct, read_columns
 from unskew.data.reading.images import decode_column, is_binary, with_channels, with_size
-from unskew.data.reading.labels import class_names_of, read_labels
+from unskew.data.reading.labels import class_names_of, read_labels, read_targets
 from unskew.errors import ConfigError, DataError, unknown
 
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
@@ -50,7 +51,8 @@ class Table:
 class Source:
     """A data set with a training and a test part. Its arrays are shared: do not change them in place.
 
-    ``columns`` says of a table what is done to each of its columns.
+    ``columns`` says of a table what is done to each of its columns, and ``encoders`` how those that are inputs were read,
+    where the clients' sums are yet to say what becomes of them; ``indicate`` marks missing numbers.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Source:
     classes: int
     task: str = "classification"
     columns: Mapping[str, str] = field(default_factory=dict)
+    encoders: tuple[Encoder, ...] = ()
+    indicate: bool = False
 
     def sized(self, size: int | None) -> Source:
         """The same with images of this side; inputs that are no images stay as they are."""
@@ -78,7 +82,7 @@ class Source:
         if classes is None or classes == self.classes:
             return self
         if self.task != "classification":
-            raise ConfigError(f"keep_classes={classes} needs one class per sample; {self.name} has several labels.")
+            raise ConfigError(f"keep_classes={classes} needs one class per sample; {self.name} has others.")
         if not 2 <= classes < self.classes:
             raise ConfigError(f"keep_classes={classes} must be from 2 to the {self.classes} classes of {self.name}.")
         train, test = (p.rows(torch.nonzero(p.y < classes)[:, 0].numpy()) for p in (self.train, self.test))
@@ -117,7 +121,7 @@ def source_from_tables(
         name: Name of the source.
         train: Training rows.
         test: Test rows; None splits ``test_share`` off the training rows, stratified by class where there is one each.
-        label: Name of the label column; where it holds lists, the task is multi-label.
+        label: Name of the label column; where it holds lists, the task is multi-label. Of numbers, also several names.
         image: Name of the column of encoded images; None takes numeric columns as features.
         label_separator: What stands between the labels of a row, in a column of text; then the task is multi-label.
         choice: Which columns are features; None where the columns are known and nothing is to be told of them.
@@ -129,23 +133,31 @@ def source_from_tables(
         ConfigError: What is said of the columns does not fit together.
         DataError: A column is missing, empty, not numeric or holds missing values, or the rows have one class only.
     """
+    choice, told = choice or Choice(), choice is not None
+    labels = () if label is None else choice.labels(label, train.column_names)
     parts = {"the training rows": train} | ({} if test is None else {"the test rows": test})
     for where, part in parts.items():
-        for column in (label, image):
+        for column in (*labels, image):
             if column is not None and column not in part.column_names:
                 raise DataError(f"{name}, {where}: {unknown('column', column, part.column_names)}")
         if part.num_rows == 0:
             raise DataError(f"{name}: {where} are empty.")
     if label is None:
         raise DataError(f"Say which column of {name} holds the labels (label=): {', '.join(train.column_names)}.")
-    columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
-    names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
-    check_classes(names, name, task)
-    if image is None:
-        numeric, done = choose(train, label, choice or Choice(), name)
-        xs = [features(part, numeric, f"{name}, {where}") for where, part in parts.items()]
+    if choice.regression:
+        names, ys, task = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
     else:
-        done = {} if choice is None else beside_images(train, label, image, choice, name)
+        columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
+        names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
+    check_classes(names, name, task)
+    encoders: tuple[Encoder, ...] = ()
+    if image is None:
+        inputs, done = choose(train, labels, choice, name)
+        encoders = tuple(encoder_of(train, column, done[column], choice) for column in inputs)
+        read = {f"{name}, {where}": part for where, part in parts.items()}
+        xs = [torch.from_numpy(read_columns(part, encoders, where)) for where, part in read.items()]
+    else:
+        done = beside_images(train, labels, image, choice, name) if told else {}
         xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
         channels = max(x.shape[1] for x in xs)
         xs = [with_channels(x, channels) for x in xs]
@@ -157,8 +169,18 @@ def source_from_tables(
     for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
-        tables.append(Table(x, y, further_columns(part, {label, image})))
-    return Source(name, *with_test(tables, test_share), names, len(names), task, done)
+        tables.append(Table(x, y, further_columns(part, {*labels, image})))
+    fitted = encoders if choice.mixed else ()
+    indicate = choice.missing == "indicator"
+    return Source(name, *with_test(tables, test_share), names, len(names), task, done, fitted, indicate)
+
+
+def encoder_of(train: Any, column: str, done: str, choice: Choice) -> Encoder:
+    """How a column is read, before anything is known of what clients hold."""
+    kind = done.removesuffix(f", and {DIVIDES}")
+    if kind == CATEGORY:
+        return Encoder(column, "category", distinct([train.column(column)]))
+    return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "refuse")
 
 
 def with_test(tables: Sequence[Table], share: float) -> tuple[Table, Table]:
@@ -192,29 +214,6 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
     taken = np.diff(np.arange(len(spare) + 1) * count // len(spare)) == 1
     held = np.sort(spare[taken])
     return np.setdiff1d(np.arange(len(labels)), held), held
-
-
-def features(table: Any, names: Sequence[str], where: str) -> Tensor:
-    """The named columns as float32 ``[n, f]``."""
-    import pyarrow as pa
-
-    out = np.empty((table.num_rows, len(names)), np.float32)
-    for j, column in enumerate(names):
-        if column not in table.column_names:
-            raise DataError(f"{where}: column {column!r} of the training rows is missing.")
-        if not is_numeric(table.column(column).type):
-            raise DataError(
-                f"{where}: column {column!r} holds {table.column(column).type}, not numbers as in the training rows."
-            )
-        with np.errstate(over="ignore"):
-            out[:, j] = table.column(column).cast(pa.float64(), safe=False).to_numpy()
-        bad = int((~np.isfinite(out[:, j])).sum())
-        if bad:
-            raise DataError(
-                f"{where}: column {column!r} has {bad} missing or infinite values; fill them, or leave it out "
-                "with exclude (--exclude)."
-            )
-    return as_inputs(out, where)
 
 
 def further_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:

@@ -140,6 +140,8 @@ def load_source(
     if kind != "table":
         if choice.features or choice.exclude:
             raise ConfigError(f"features and exclude choose among the columns of a table; {name!r} is none.")
+        if choice.mixed:
+            raise ConfigError(f"task=regression, categories, dates and missing are for tables; {name!r} is none.")
         choice = ALL
     where = existing(path)
     if kind in LAYOUTS and where is not None:

@@ -86,7 +86,7 @@ class Logistic(Classifier):
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        super().__init__(nn.Flatten(), _flat_size("Logistic regression", shape), classes)
+        super().__init__(nn.Flatten(), flat_size("Logistic regression", shape), classes)
 
 
 class MLP(Classifier):
@@ -99,11 +99,17 @@ class MLP(Classifier):
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (200, 200)) -> None:
-        widths = [_flat_size("The MLP", shape), *_hidden_widths(hidden)]
-        layers: list[nn.Module] = [nn.Flatten()]
-        for inputs, outputs in pairwise(widths):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=True)]
-        super().__init__(nn.Sequential(*layers), widths[-1], classes)
+        layers, features = hidden_layers(flat_size("The MLP", shape), hidden)
+        super().__init__(nn.Sequential(nn.Flatten(), *layers), features, classes)
+
+
+def hidden_layers(inputs: int, hidden: Sequence[int]) -> tuple[list[nn.Module], int]:
+    """Linear layers of these widths with ReLU, and how many features the last one gives."""
+    widths = [inputs, *_hidden_widths(hidden)]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU(inplace=True)]
+    return layers, widths[-1]
 
 
 def _vgg_conv(inputs: int, outputs: int, init: str) -> nn.Conv2d:
@@ -121,7 +127,8 @@ def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
-def _flat_size(name: str, shape: Sequence[int]) -> int:
+def flat_size(name: str, shape: Sequence[int]) -> int:
+    """Numbers in a sample."""
     if not shape or min(shape) < 1:
         raise ConfigError(f"{name} needs the shape of a sample as positive numbers, but got {tuple(shape)}.")
     return math.prod(shape)

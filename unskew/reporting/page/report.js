@@ -105,7 +105,7 @@
       const figure = this.chosen("figure"), axis = this.chosen("axis"), log = this.find("log")?.checked;
       if (!figure) return;
       const chosen = Object.fromEntries(Object.entries(lines).map(([label, line]) => [label, line[figure]]));
-      const goal = figure === "accuracy" && target !== null;
+      const goal = figure === this.content.curves.scored && target !== null;
       this.show("curves", this.lines(chosen, axis), {
         uirevision: `${figure} ${axis} ${log}`, hovermode: axis === "round" ? "x" : "closest",
         xaxis: { title: { text: AXES[axis] }, type: log ? "log" : "linear", ...(log ? { dtick: 1 } : {}), exponentformat: "none" },
@@ -200,7 +200,7 @@
       const place = this.find("boxes");
       place.style.setProperty("height", `${110 + 62 * Math.max(1, there.length)}px`);
       this.show("boxes", traces, {
-        xaxis: { title: { text: "accuracy on a client's own data (%)" } },
+        xaxis: { title: { text: `${this.content.curves.title} on a client's own data (%)` } },
         yaxis: { tickvals: there.map((_, i) => there.length - 1 - i), ticktext: there.map((one) => plain(short(one.label))),
           showgrid: false, zeroline: false, range: [-0.6, Math.max(1, there.length) - 0.4] },
       }, "Accuracy of clients, a box per method; the table of fairness gives the same in numbers.");

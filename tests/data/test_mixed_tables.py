@@ -1,0 +1,188 @@
+"""Tables of numbers, categories, dates and gaps: fitted by sums of the clients, and used again for new rows."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from support.tolerance import assert_engines_agree, near
+
+import unskew
+from unskew.config.reading import experiment
+from unskew.data.reading.encoders import Encoder, categories_of
+from unskew.data.statistics import bytes_of, moments
+from unskew.deployment.session import check_deployable
+from unskew.errors import ConfigError, DataError
+from unskew.models.zoo.table import TableMLP
+
+pytest.importorskip("pyarrow")
+TINY = {"rounds": 2, "local_steps": 3, "batch_size": 8, "lr": 0.1, "engine": "inline"}
+COLUMNS = {"label": "sick", "partition": "natural:ward", "clients": None}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """Three wards; the column drug has values that only one of them knows, dose and since have gaps."""
+    draws = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("mixed") / "t.csv"
+    with path.open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["ward", "age", "dose", "drug", "smoker", "since", "grade", "sick"])
+        for n in range(90):
+            ward = "abc"[n % 3]
+            dose = "" if n % 7 == 0 else f"{draws.normal(1e4, 2):.3f}"
+            drug = "" if n % 11 == 0 else f"{ward}{n % 2}"
+            since = "" if n == 40 else f"2024-{1 + n % 12:02}-{1 + n % 28:02}"
+            age, smoker = 20 + n % 37, ["no", "yes"][n % 2]
+            out.writerow([ward, age, dose, drug, smoker, since, 1 + n % 4, "yes" if age > 35 else "no"])
+    return path
+
+
+def load(table, **options):
+    said = {"categories": "auto", "dates": "since", "missing": "indicator", **options}
+    return unskew.load_federation(f"table:{table}", **COLUMNS, **said)
+
+
+def column(table, name):
+    return [row[name] for row in csv.DictReader(table.open())]
+
+
+def test_means_and_deviations_from_sums_are_those_of_all_rows():
+    draws = np.random.default_rng(0)
+    parts = [draws.normal(1e6, 3, size=(n, 2)) for n in (1, 50, 7)]
+    parts[1][3, 0] = np.nan
+    pooled = np.concatenate(parts)
+    found = moments(lambda: parts, ["a", "b"])
+    assert found.counts.tolist() == [57, 58]
+    assert found.mean.tolist() == near(np.nanmean(pooled, 0).tolist())
+    assert found.std.tolist() == near(np.nanstd(pooled, 0).tolist(), size=1e6)
+    with pytest.raises(DataError, match="any value in the column 'b'"):
+        moments(lambda: [np.array([[1.0, np.nan]])], ["a", "b"])
+
+
+def test_what_the_server_learns_is_what_all_training_rows_say(table):
+    fed = load(table)
+    by_name = {one.name: one for one in fed.encoders}
+    assert fed.columns["drug"] == "input, a category"
+    assert fed.columns["since"] == "input, days since 1970"
+    assert fed.columns["ward"] == "decides the partition"
+    x = torch.cat([client.x for client in fed.clients]).double().numpy()
+    place = {name: list(by_name).index(name) for name in by_name}
+    marks = [name for name, one in by_name.items() if one.marks]
+    assert marks[0] == "dose"
+    for j, name in enumerate(marks, len(by_name)):
+        gone = x[:, j] == 1
+        assert (x[gone, place[name]] == np.float32(by_name[name].mean)).all()
+        x[gone, place[name]] = np.nan
+    for name in ("age", "dose", "since", "grade"):
+        assert by_name[name].mean == near(np.nanmean(x[:, place[name]]))
+        assert by_name[name].std == near(np.nanstd(x[:, place[name]]), size=2e4)
+    assert by_name["smoker"].values == ("no", "yes")
+    assert categories_of(fed.encoders)[place["drug"]] == 1 + len(by_name["drug"].values)
+    held = [{by_name["drug"].values[int(c) - 1] for c in client.x[:, place["drug"]] if c} for client in fed.clients]
+    assert set.union(*held) == set(by_name["drug"].values)
+    assert [{name[0] for name in names} for names in held] == [{"a"}, {"b"}, {"c"}]
+    for (up, down), drugs in zip(fed.told.tolist(), held, strict=True):
+        assert up == 4 * 24 + bytes_of(sorted(drugs)) + bytes_of(["no", "yes"])
+        assert down == 4 * 24 + bytes_of(by_name["drug"].values) + bytes_of(["no", "yes"])
+    days = [(np.datetime64(day) - np.datetime64("1970-01-01")).astype(int) for day in column(table, "since") if day]
+    found = x[:, place["since"]]
+    assert set(found[~np.isnan(found)]) <= set(days)
+    result = unskew.run(fed, model="table-mlp", **TINY)
+    sent = 4 * result.summary["parameters"] * 2 * 3
+    assert result.summary["bytes_up"] == sent + fed.told[:, 0].sum()
+
+
+def test_gaps_become_the_mean_without_a_mark_or_are_refused(table):
+    assert not any(one.marks for one in load(table, missing="mean").encoders)
+    with pytest.raises(DataError, match="missing to mean or indicator"):
+        load(table, missing="refuse")
+
+
+def test_a_plain_table_is_read_as_before(table):
+    fed = unskew.load_federation(f"table:{table}", **COLUMNS, features="age,grade")
+    assert fed.encoders == ()
+    assert fed.told is None
+    values = np.array([[float(a), float(g)] for a, g in zip(column(table, "age"), column(table, "grade"), strict=True)])
+    assert all(any((row == value).all() for value in values) for row in fed.test[0].numpy())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dates": ()}, "'since' holds dates. Name it in dates"),
+        ({"dates": "age"}, "'age' of dates holds int64"),
+        ({"categories": "dose"}, "'dose' of categories holds double"),
+        ({"categories": "drugs"}, "Did you mean 'drug'"),
+        ({"missing": "median"}, "median"),
+    ],
+)
+def test_columns_that_are_not_what_they_are_called_are_refused(table, options, words):
+    with pytest.raises((DataError, ConfigError), match=words):
+        load(table, **options)
+
+
+def test_tables_alone_have_categories():
+    with pytest.raises(ConfigError, match="for tables"):
+        unskew.load_federation("digits", categories="auto")
+
+
+def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path):
+    options = {"data": f"table:{table}", **COLUMNS, "categories": "auto", "dates": "since", "missing": "indicator"}
+    result = unskew.run(model="table-mlp", out=tmp_path / "run", **options, **TINY)
+    loaded, fed = unskew.load(tmp_path / "run"), load(table)
+    assert loaded.inputs.encoders == fed.encoders
+    new = tmp_path / "new.csv"
+    new.write_text(
+        "since,smoker,drug,dose,age,grade,city\n2024-03-05,yes,b1,10001.5,33,2,x\n2024-03-05,yes,zzz,,33,2,y\n"
+    )
+    known, gap = fed.encoders, [one.name for one in fed.encoders if one.marks]
+    rows = []
+    for drug, dose in (("b1", 10001.5), ("zzz", None)):
+        said = {"age": 33, "dose": dose, "grade": 2, "since": 19787, "drug": drug, "smoker": "yes"}
+        row = [
+            one.mean if said[one.name] is None
+            else said[one.name] if one.kind != "category"
+            else one.values.index(said[one.name]) + 1 if said[one.name] in one.values else 0
+            for one in known
+        ]  # fmt: skip
+        rows.append([*row, *(float(said[name] is None) for name in gap)])
+    assert loaded.predict_file(new) == loaded.predict(rows) == result.predict(rows)
+    for text, words in (
+        ("since,smoker,drug,dose,age\n2024-03-05,yes,b1,1,2\n", "'grade'"),
+        ("since,smoker,drug,dose,age,grade\nsoon,yes,b1,1,2,3\n", "not dates"),
+        ("since,smoker,drug,dose,age,grade\n2024-03-05,yes,b1,1,old,3\n", "not numbers"),
+    ):
+        new.write_text(text)
+        with pytest.raises(DataError, match=words):
+            loaded.predict_file(new)
+
+
+def test_embeddings_are_vectors_of_the_codes():
+    model = TableMLP((3,), 2, categories=(0, 4, 0), hidden=[5])
+    assert sum(p.numel() for p in model.parameters()) == 4 * 2 + (2 + 2) * 5 + 5 + 5 * 2 + 2
+    x = torch.tensor([[0.5, 3.0, -1.0]])
+    vector = model.body[1](x)
+    table = model.body[1].embeddings[0].weight
+    assert torch.equal(vector, torch.cat([torch.tensor([[0.5, -1.0]]), table[3:4]], 1))
+    assert categories_of((Encoder("a"), Encoder("b", "category", ("x", "y"), marks=False))) == (0, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"engine": "vectorized"}, {"together": 3}])
+def test_every_engine_trains_embeddings_alike(table, options):
+    fed, same = load(table), {"model": "table-mlp", "precision": "fp64", "method": "fedprox:mu=0.1+scaffold"}
+    reference = unskew.run(fed, **same, **TINY | {"together": 1}).vector
+    assert_engines_agree(unskew.run(fed, **same, **TINY | options).vector, reference)
+
+
+def test_values_of_a_category_are_no_sum_and_real_sites_form_none_yet(table):
+    with pytest.raises(ConfigError, match="values of the category 'drug'"):
+        unskew.run(load(table), model="table-mlp", secure_aggregation="required", **TINY)
+    numbers = load(table, categories=(), features="age,dose")
+    assert unskew.run(numbers, model="logistic", secure_aggregation="required", **TINY).summary["bytes_up"] > 0
+    with pytest.warns(UserWarning, match="logistic takes the codes of drug, smoker as numbers"):
+        unskew.run(load(table), model="logistic", **TINY)
+    for option in ({"missing": "mean"}, {"task": "regression"}, {"class_weights": "balanced"}, {"metrics": "auroc"}):
+        with pytest.raises(ConfigError, match="not there for real sites"):
+            check_deployable(experiment(option))

@@ -1,0 +1,177 @@
+"""Regression: figures as scikit-learn's, methods that have a meaning for it, and everything that shows a score."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+from support.running import call
+from support.tolerance import FEW, near
+
+import unskew
+from unskew.errors import ConfigError, DataError
+from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.regression import LEAST, Regression, regression_figures, regression_sums
+from unskew.reporting.parts import parts_of
+from unskew.reporting.reading import read_runs
+from unskew.reporting.tables import comparison, fairness
+
+TINY = {"model": "logistic", "rounds": 3, "local_steps": 5, "lr": 0.1, "engine": "inline", "precision": "fp64"}
+
+
+def rows(n, draws, targets=2):
+    x = draws.normal(size=(n, 4)).astype("float32")
+    return x, x @ draws.normal(size=(4, targets)) * 30 + 200
+
+
+@pytest.fixture(scope="module")
+def fed():
+    draws = np.random.default_rng(0)
+    sizes = (40, 60, 30)
+    names = ["systolic", "diastolic"]
+    clients, test, server = [rows(n, draws) for n in sizes], rows(50, draws), rows(20, draws)
+    return unskew.Federation.from_arrays(clients, test, server, task="regression", class_names=names)
+
+
+@pytest.fixture(scope="module")
+def raw():
+    draws = np.random.default_rng(0)
+    return [rows(n, draws) for n in (40, 60, 30, 50)]
+
+
+@pytest.mark.parametrize("loss", ["auto", "mae", "huber:0.5"])
+def test_the_figures_are_scikit_learns_in_the_targets_own_units(fed, raw, loss):
+    result = unskew.run(fed, loss=loss, early_stopping=5, target=0.01, **TINY)
+    x, y = raw[-1]
+    said = np.array(result.predict(x))
+    last = result.history[-1]
+    assert last["r2"] == near(r2_score(y, said), dtype=torch.float32)
+    assert last["mae"] == near(mean_absolute_error(y, said), dtype=torch.float32)
+    assert last["rmse"] == near(root_mean_squared_error(y, said), dtype=torch.float32)
+    std, mean = (np.array(values) for values in (fed.objective.std, fed.objective.mean))
+    ours, true = (torch.from_numpy((values - mean) / std) for values in (said, y))
+    functions = {"auto": torch.nn.MSELoss(), "mae": torch.nn.L1Loss(), "huber:0.5": torch.nn.HuberLoss(delta=0.5)}
+    assert last["loss"] == near(float(functions[loss](ours, true)), dtype=torch.float32)
+    summary = result.summary
+    assert summary["best_r2"] == max(row["r2"] for row in result.history)
+    assert summary["best_mae"] == min(row["mae"] for row in result.history)
+    assert summary["validation_r2"] == max(row["validation_r2"] for row in result.history)
+    reached = next((row["round"] for row in result.history if row["r2"] >= 0.01), None)
+    assert summary["rounds_to_target"] == reached
+    assert "accuracy" not in last
+    assert not any("accuracy" in name for name in summary)
+    assert {"r2", "loss"} <= set(result.clients[0])
+
+
+def test_targets_are_scaled_by_sums_of_what_clients_train_on(fed, raw):
+    held = [len(fed.clients[k].y_test) for k in range(3)]
+    y = torch.cat([fed.clients[k].y for k in range(3)]).double()
+    assert y.mean(0).abs().max() < FEW * 1e3
+    assert (y.std(0, correction=0) - 1).abs().max() < 1e-6
+    assert held == [4, 6, 3]
+    assert fed.told.tolist() == [[48, 48]] * 3
+    result = unskew.run(fed, **TINY)
+    assert result.history[0]["bytes_up"] == 3 * (48 + 8 * result.summary["parameters"])
+    assert fed.holdings()[1] == ("samples",)
+
+
+def test_a_model_that_diverges_has_a_score():
+    y = torch.tensor([[1.0], [2.0]])
+    assert regression_figures(regression_sums(y * float("nan"), y))["r2"] == LEAST
+    assert regression_figures(regression_sums(torch.ones(2, 1), torch.ones(2, 1)))["r2"] == 1
+    assert Regression().correct(torch.tensor([[float("inf")]]), y[:1]).tolist() == [LEAST]
+
+
+def test_methods_for_classes_are_refused_before_the_start(fed):
+    refusing = [name for name in CATALOGUE if "regression" not in rule_class(name).tasks]
+    assert {"fedcog", "fedssyn", "fedgen", "feddf", "fedntd", "fedreg", "vhl", "dense", "feddm"} <= set(refusing)
+    for name in refusing:
+        with pytest.raises(ConfigError, match=r"'regression', because .*\. It is for"):
+            unskew.run(fed, method=name, **TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if "regression" in rule_class(name).tasks])
+def test_all_others_train(fed, name):
+    options = {**TINY, "model": "mlp", "model_options": {"hidden": [8]}}
+    start = unskew.run(fed, method=name, **options | {"rounds": 1}).summary["loss"]
+    assert unskew.run(fed, method=name, **options | {"rounds": 12}).summary["best_loss"] < start
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"class_weights": "balanced"}, "one class per sample"),
+        ({"metrics": "auroc"}, "one class per sample"),
+        ({"loss": "huber:0"}, "above 0"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(fed, options, words):
+    with pytest.raises(ConfigError, match=words):
+        unskew.run(fed, **TINY, **options)
+
+
+def test_targets_that_are_no_numbers_are_refused(raw):
+    x, y = raw[0]
+    with pytest.raises(DataError, match="NaN or infinite"):
+        unskew.Federation.from_arrays([(x, y * np.nan)], (x, y), task="regression")
+    digits = unskew.load_federation("digits", clients=2, partition="iid")
+    with pytest.raises(ConfigError, match="loss=mae is for regression"):
+        unskew.run(digits, loss="mae", **TINY)
+
+
+def test_a_comparison_its_tables_and_its_report_show_r2(tmp_path, capsys):
+    draws = np.random.default_rng(1)
+    x, y = rows(90, draws)
+    table = tmp_path / "t.csv"
+    lines = [f"{'abc'[k % 3]},{','.join(map(str, x[k]))},{y[k, 0]},{y[k, 1]}" for k in range(90)]
+    table.write_text("ward,a,b,c,d,high,low\n" + "\n".join(lines) + "\n")
+    told = [f"{key}={value}" for key, value in TINY.items() if key not in ("model", "rounds", "local_steps", "lr")]
+    command = [
+        "compare",
+        "fedavg",
+        "ditto",
+        "--data",
+        f"table:{table}",
+        "--label",
+        "high,low",
+        "--seeds",
+        "1",
+        "--lr",
+        "0.1",
+    ]
+    sets = [piece for one in [*told, "task=regression"] for piece in ("--set", one)]
+    shape = [
+        "--model",
+        "logistic",
+        "--rounds",
+        "3",
+        "--local-steps",
+        "5",
+        "--partition",
+        "natural:ward",
+        "--target",
+        "0.2",
+    ]
+    said = call(capsys, *command, *shape, *sets, "--out", str(tmp_path / "out")).out
+    assert "Test R² in %" in said
+    assert "mae" in said
+    assert "R² in % on the clients' own data" in said
+    runs, _ = read_runs([tmp_path / "out"])
+    (part,), _ = parts_of(runs)
+    table = comparison(part)
+    assert table.caption.startswith("Test R²")
+    assert {"MAE", "RMSE"} <= set(table.columns)
+    assert fairness(part).rows[0][2].value == near(100 * runs[0].summary["client_r2_mean"])
+    assert json.dumps("test R² (%)")[1:-1] in (tmp_path / "out" / "report.html").read_text()
+
+    run = tmp_path / "out" / "fedavg" / "seed-0"
+    new = tmp_path / "new.csv"
+    new.write_text("d,c,b,a\n1,2,3,4\n")
+    (found,) = call(capsys, "predict", str(run), str(new), "--json").json()
+    assert [found["high"], found["low"]] == near(unskew.load(run).predict([[4.0, 3.0, 2.0, 1.0]])[0])
+    assert found["high"] == near(float(np.array(unskew.load(run).predict_file(new))[0, 0]))
+    assert json.loads((run / "inputs.json").read_text())["class_names"] == ["high", "low"]
+    with pytest.raises(ConfigError, match="no probabilities"):
+        unskew.load(run).predict_proba([[4.0, 3.0, 2.0, 1.0]])

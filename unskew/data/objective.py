@@ -1,0 +1,61 @@
+"""What a run says of its federation's task: the loss of regression, and the weights of classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from unskew.data.federation import Federation
+from unskew.data.statistics import NUMBER, balanced
+from unskew.errors import ConfigError
+from unskew.regression import Regression
+from unskew.tasks import Classification
+
+
+def trained_for(federation: Federation, loss: str, class_weights: str | Sequence[float] | None) -> Federation:
+    """The federation with its task as a run wants it.
+
+    Args:
+        federation: The data.
+        loss: ``auto``, or a loss of regression.
+        class_weights: ``balanced``, a weight for each class, or None.
+
+    Raises:
+        ConfigError: The data are of another task, or the weights are not one for each class.
+    """
+    objective = federation.objective
+    if loss != "auto":
+        if not isinstance(objective, Regression):
+            raise ConfigError(f"loss={loss} is for regression; the task of {federation.name} is {federation.task}.")
+        kind, _, text = loss.partition(":")
+        return replace(federation, trained_for=replace(objective, kind=kind, delta=delta_of(text, loss)))
+    if class_weights is None:
+        return federation
+    if federation.task != "classification":
+        raise ConfigError(
+            f"class_weights need one class per sample; the task of {federation.name} is {federation.task}."
+        )
+    told = federation.told
+    if isinstance(class_weights, str):
+        weights = balanced(federation.class_counts().sum(0))
+        counts = np.full((len(federation.clients), 2), NUMBER * federation.classes, np.int64)
+        told = counts if told is None else told + counts
+    else:
+        weights = tuple(class_weights)
+        if len(weights) != federation.classes:
+            raise ConfigError(f"class_weights has {len(weights)} weights, but there are {federation.classes} classes.")
+    return replace(federation, trained_for=Classification(weights), told=told)
+
+
+def delta_of(text: str, loss: str) -> float:
+    """Where Huber's loss becomes linear; 1 where nothing is said."""
+    try:
+        delta = float(text or 1)
+    except ValueError:
+        delta = 0.0
+    if not 0 < delta < math.inf:
+        raise ConfigError(f"{loss!r}: write huber:DELTA with a number above 0, in standard deviations of the targets.")
+    return delta

@@ -1,0 +1,201 @@
+"""Columns of numbers, categories and dates as a model's inputs, fitted by sums of the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.normalisation import Normalisation
+from unskew.data.reading.columns import is_category, is_date, is_numeric
+from unskew.data.statistics import MOMENTS, bytes_of, moments
+from unskew.errors import DataError
+
+Kind = Literal["number", "category", "date"]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One column.
+
+    Attributes:
+        name: Of the column.
+        kind: A ``number``; a ``category``, whose input is the place of its value among ``values``, from 1 on, and 0 where it
+            is missing or none of them; or a ``date``, of which the days since 1970 are the input.
+        values: The categories.
+        mean: Of a number, over all clients' rows to train on; missing values are replaced by it.
+        std: Likewise.
+        fills: Whether a number may be missing.
+        marks: Whether a further input says that it is.
+    """
+
+    name: str
+    kind: Kind = "number"
+    values: tuple[str, ...] = ()
+    mean: float = 0.0
+    std: float = 1.0
+    fills: bool = False
+    marks: bool = False
+
+
+def read_columns(table: Any, encoders: Sequence[Encoder], where: str) -> np.ndarray:
+    """The encoders' columns as float32 ``[n, f]``, NaN where a number is missing.
+
+    Raises:
+        DataError: A column is missing, of another kind, or lacks values that must be there.
+    """
+    out = np.empty((table.num_rows, len(encoders)), np.float32)
+    for j, one in enumerate(encoders):
+        if one.name not in table.column_names:
+            raise DataError(f"{where}: column {one.name!r} of the training rows is missing.")
+        out[:, j] = read_column(table.column(one.name), one, f"{where}: column {one.name!r}")
+    return out
+
+
+def read_column(column: Any, one: Encoder, what: str) -> np.ndarray:
+    """One column as numbers."""
+    import pyarrow as pa
+
+    empty = pa.types.is_null(column.type)
+    if one.kind == "category":
+        if not empty and not is_category(column.type):
+            raise DataError(f"{what} holds {column.type}, not categories as in the training rows.")
+        return codes(texts(column), one.values)
+    if one.kind == "date":
+        if not empty and not is_date(column.type):
+            raise DataError(f"{what} holds {column.type}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
+        days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
+        values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
+    else:
+        if not empty and not is_numeric(column.type):
+            raise DataError(f"{what} holds {column.type}, not numbers as in the training rows.")
+        with np.errstate(over="ignore"):
+            values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
+    if np.isinf(values).any() or (not one.fills and np.isnan(values).any()):
+        bad = int((~np.isfinite(values)).sum())
+        raise DataError(
+            f"{what} has {bad} missing or infinite values; fill them, or leave it out with exclude (--exclude), or set "
+            "missing to mean or indicator (infinite ones are never filled)."
+        )
+    return np.asarray(values)
+
+
+def texts(column: Any) -> np.ndarray:
+    """Values as text; None where they are missing."""
+    import pyarrow as pa
+
+    return np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
+
+
+def codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
+    """Places among the known values from 1 on; 0 of all others.
+
+    >>> codes(np.array(["b", None, "z"], object), ["a", "b"])
+    array([2., 0., 0.], dtype=float32)
+    """
+    place = {value: number for number, value in enumerate(known, 1)}
+    return np.array([place.get(value, 0) for value in values], np.float32)
+
+
+def distinct(columns: Sequence[Any]) -> tuple[str, ...]:
+    """All values of a column in several tables, sorted."""
+    return tuple(sorted({value for column in columns for value in texts(column).tolist() if value is not None}))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Encoders as the clients' sums make them.
+
+    Attributes:
+        encoders: What becomes of each column.
+        known: The encoders as the columns were read with.
+        told: Bytes that each client sent and received, ``[K, 2]``.
+    """
+
+    encoders: tuple[Encoder, ...]
+    known: tuple[Encoder, ...]
+    told: np.ndarray
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Columns as they were read as inputs of a model, before they are standardised."""
+        values = x.numpy().copy()
+        for j, (one, before) in enumerate(zip(self.encoders, self.known, strict=True)):
+            if one.kind == "category":
+                place = np.concatenate([[0], codes(np.array(before.values, object), one.values)])
+                values[:, j] = place[values[:, j].astype(np.int64)]
+        return torch.from_numpy(filled(values, self.encoders))
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """See ``scaling_of``."""
+        return scaling_of(self.encoders)
+
+
+def filled(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
+    """Columns ``[n, f]`` with means where numbers are missing, and behind them the inputs that say so."""
+    missing = np.isnan(values)
+    means = np.array([one.mean for one in encoders], np.float32)
+    marks = [missing[:, j] for j, one in enumerate(encoders) if one.marks]
+    whole = np.where(missing, means, values)
+    return np.column_stack([whole, *marks]).astype(np.float32)
+
+
+def scaling_of(encoders: Sequence[Encoder]) -> Normalisation:
+    """How inputs are standardised: numbers are; codes of categories and marks are not."""
+    marks = sum(one.marks for one in encoders)
+    return Normalisation(
+        (*(one.mean for one in encoders), *[0.0] * marks), (*(one.std for one in encoders), *[1.0] * marks)
+    )
+
+
+def categories_of(encoders: Sequence[Encoder]) -> tuple[int, ...]:
+    """Of each input, how many values its codes have; 0 for numbers."""
+    marks = sum(one.marks for one in encoders)
+    return (*(len(one.values) + 1 if one.kind == "category" else 0 for one in encoders), *[0] * marks)
+
+
+def fit(
+    x: Tensor, rows: Tensor, offsets: np.ndarray, splits: np.ndarray, known: Sequence[Encoder], indicate: bool
+) -> Fitted:
+    """Fit the encoders by what each client has to train on.
+
+    Args:
+        x: Columns as they were read, ``[n, f]``.
+        rows: The rows of all clients, client by client.
+        offsets: Where each client's begin.
+        splits: Where those begin that it holds out.
+        known: The encoders that the columns were read with.
+        indicate: Whether missing numbers get a further input.
+
+    Raises:
+        DataError: No client has any value of a column.
+    """
+    values, order = x.numpy(), rows.numpy()
+    numeric = [j for j, one in enumerate(known) if one.kind != "category"]
+
+    def clients(columns: Sequence[int]) -> Iterator[np.ndarray]:
+        for start, stop in zip(offsets[:-1], splits, strict=True):
+            yield values[order[start:stop]][:, columns].astype(np.float64)
+
+    told = np.full((len(splits), 2), MOMENTS * len(numeric), np.int64)
+    encoders = list(known)
+    if numeric:
+        found = moments(lambda: clients(numeric), [known[j].name for j in numeric])
+        total = int((splits - offsets[:-1]).sum())
+        for place, j in enumerate(numeric):
+            marks = indicate and int(found.counts[place]) < total
+            mean, std = float(found.mean[place]), float(found.std[place])
+            encoders[j] = replace(known[j], mean=mean, std=std, marks=marks)
+    for j, one in enumerate(known):
+        if one.kind != "category":
+            continue
+        held = [np.unique(part[:, 0]).astype(np.int64) for part in clients([j])]
+        there = sorted({int(code) for part in held for code in part} - {0})
+        encoders[j] = replace(one, values=tuple(one.values[code - 1] for code in there))
+        told[:, 0] += [bytes_of([one.values[code - 1] for code in part.tolist() if code]) for part in held]
+        told[:, 1] += bytes_of(encoders[j].values)
+    return Fitted(tuple(encoders), tuple(known), told)

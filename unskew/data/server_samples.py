@@ -1,0 +1,77 @@
+"""Data at the server: test samples that move there, or another data set."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from unskew.data.clients import take
+from unskew.data.federation import ServerData
+from unskew.data.reading.images import with_channels, with_size
+from unskew.data.reading.tables import Source, Table
+from unskew.data.sources.catalogue import load_source
+from unskew.data.spec import DataSpec
+from unskew.errors import ConfigError, DataError
+
+
+def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple[ServerData | None, Table]:
+    """The server's samples, and the test rows that are left."""
+    order, set_aside = generator(seed, "server").permutation(len(test)), spec.set_aside
+    if set_aside >= len(test):
+        raise DataError(f"set_aside={set_aside} leaves none of the {len(test)} test samples to evaluate on.")
+    server = spec.server
+    if isinstance(server, str) and server.lstrip("-").isdigit():
+        server = int(server)
+    if server is None or isinstance(server, str):
+        test = test.rows(np.sort(order[set_aside:])) if set_aside else test
+    if isinstance(server, str):
+        return other_data(server, spec.server_path, source, test), test
+    if spec.server_path is not None:
+        raise ConfigError(
+            "server_path is given, but server does not name a data set to load from it."
+            if server is None
+            else f"server={server} takes samples of the test set; leave out server_path."
+        )
+    if server is None:
+        return None, test
+    if not 1 <= server < len(test):
+        raise DataError(
+            f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
+            f"use a number from 1 to {len(test) - 1}."
+        )
+    taken, left = torch.from_numpy(np.sort(order[:server])), np.sort(order[max(server, set_aside) :])
+    return ServerData(take(test.x, taken), test.y[taken]), test.rows(left)
+
+
+def other_data(name: str, path: str | Path | None, source: Source, test: Table) -> ServerData:
+    """The training images of another data set, brought to the clients' size; grey ones to their channels, too."""
+    # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
+    size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
+    images = load_source(name, path=path, size=size).train
+    if images.x.dim() != 4 or test.x.dim() != 4:
+        raise DataError(f"The server's data set {name!r} and {source.name!r} must both hold images.")
+    if images.x.dtype != test.x.dtype:
+        raise DataError(
+            f"The images of the server's data set {name!r} are {images.x.dtype}, those of {source.name!r} "
+            f"{test.x.dtype}; bring them to one range and type first."
+        )
+    channels, height, width = test.x.shape[1:]
+    channels = max(channels, images.x.shape[1])
+    return ServerData(with_channels(with_size(images.x, height, width), channels), images.y, in_domain=False)
+
+
+def in_channels(source: Source, test: Table, channels: int) -> tuple[Source, Table]:
+    """The clients' grey images repeated, so that one model takes them and the server's in colour (Zhu et al. 2025)."""
+    if source.train.x.shape[1] == channels:
+        return source, test
+    train, test = (replace(part, x=with_channels(part.x, channels)) for part in (source.train, test))
+    return replace(source, train=train), test
+
+
+def generator(seed: int, purpose: str) -> np.random.Generator:
+    """A generator of its own for each purpose."""
+    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(f"unskew/{purpose}".encode())]))

@@ -1,0 +1,74 @@
+"""What a server learns of its clients' columns from sums: means, deviations, categories, and what these cost to send.
+
+Two rounds of sums give the mean and then the deviation, as exactly as from all rows at one place; no row leaves a client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from unskew.errors import DataError
+
+NUMBER = 8
+"""Bytes of a sum or a count."""
+MOMENTS = 3 * NUMBER
+"""Bytes that a column's moments cost each client: up a count, a sum and a sum of squares; down a mean, and both results."""
+CONSTANT = 1e-6
+"""A column whose deviation is below is not divided by it."""
+
+
+class Moments(NamedTuple):
+    """Of each column ``[f]``, over all clients: how many values there are, their mean, and their standard deviation."""
+
+    counts: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+
+
+def moments(columns: Callable[[], Iterable[np.ndarray]], names: Sequence[str]) -> Moments:
+    """Means and deviations from sums of the clients; NaN is a missing value.
+
+    Args:
+        columns: Gives the rows ``[n_k, f]`` of each client, twice.
+        names: Of the columns, for the error.
+
+    Raises:
+        DataError: No client has any value of a column.
+
+    >>> moments(lambda: [np.array([[1.0], [np.nan]]), np.array([[3.0]])], ["age"])
+    Moments(counts=array([2]), mean=array([2.]), std=array([1.]))
+    """
+    count, total, squares = np.zeros(len(names), np.int64), np.zeros(len(names)), np.zeros(len(names))
+    for rows in columns():
+        count += (~np.isnan(rows)).sum(0)
+        total += np.nansum(rows, 0, dtype=np.float64)
+    if not count.all():
+        raise DataError(f"No client has any value in the column {names[int(np.argmin(count))]!r}; exclude it.")
+    mean = total / count
+    for rows in columns():
+        squares += np.nansum((rows - mean) ** 2, 0, dtype=np.float64)
+    std = np.sqrt(squares / count)
+    return Moments(count, mean, np.where(std < CONSTANT, 1.0, std))
+
+
+def bytes_of(values: Sequence[str]) -> int:
+    """What a list of categories takes as JSON.
+
+    >>> bytes_of(["a", "bc"])
+    10
+    """
+    return len(json.dumps(list(values), ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def balanced(counts: np.ndarray) -> tuple[float, ...]:
+    """Weights of classes from the samples ``[C]`` of all clients together: ``n / (C n_c)``, as in scikit-learn.
+
+    >>> balanced(np.array([30, 10]))
+    (0.6666666666666666, 2.0)
+    """
+    there = np.maximum(counts, 1)
+    return tuple(np.where(counts > 0, counts.sum() / (len(counts) * there), 1.0).tolist())
