@@ -40,6 +40,7 @@ _PLACES = {
     "report": "unskew.reporting.report",
     "resume": "unskew.runs.run",
     "run": "unskew.runs.run",
+    "tune": "unskew.tuning.tune",
 }
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "report",
     "resume",
     "run",
+    "tune",
 ]
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from unskew.reporting.report import report
     from unskew.runs.run import resume, run
     from unskew.serving.load import load
+    from unskew.tuning.tune import tune
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ from unskew.cli.options import (
     TrustCode,
     console_for,
     free_name,
+    is_config,
     overridden_by,
     print_json,
     resuming,
@@ -37,6 +38,7 @@ from unskew.cli.options import (
 from unskew.cli.predict import predict
 from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
+from unskew.cli.tune import tune
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
 
@@ -100,7 +102,10 @@ def run(
 def compare(
     context: typer.Context,
     methods: Annotated[
-        list[str], typer.Argument(help="Methods or sums of methods; a .yaml file is the configuration.")
+        list[str],
+        typer.Argument(
+            help="Methods or sums of methods; a .yaml file is the configuration, several alone are a method each."
+        ),
     ],
     seeds: Annotated[str, typer.Option("--seeds", help="Which seeds: 0,1,2 or 0..4.")] = "0..2",
     config: ConfigFile = None,
@@ -119,6 +124,14 @@ def compare(
     from unskew.config.reading import experiment
     from unskew.methods.catalogue import check_names
 
+    files = [Path(name) for name in methods if is_config(name)]  # each a method with its configuration
+    each = {}
+    for file in files:
+        own = {name: value for name, value in values_of(file, context).items() if name not in ("seed", "target")}
+        each[own.pop("method", "fedavg")] = own
+    if len(each) < len(files):
+        raise ConfigError(f"{' and '.join(methods)} name one method twice; each file is one with its configuration.")
+    methods = list(each) or methods
     for name in methods:  # a mistake is told before PyTorch is loaded
         check_names(name)
     from unskew.cli.comparison_tables import clients_table, comparison_table, reaching_table
@@ -159,6 +172,7 @@ def compare(
             resume=again,
             target=target,
             follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
+            each=each,
             **values,
         )
     rows = result.rows()
@@ -214,6 +228,7 @@ app.command()(diagnose)
 app.command()(predict)
 app.command()(report)
 app.command()(reproduce)
+app.command()(tune)
 app.add_typer(deploy, name="deploy")
 
 
