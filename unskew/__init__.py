@@ -34,6 +34,7 @@ _PLACES = {
     "Updates": "unskew.protocol.rules",
     "compare": "unskew.comparison.compare",
     "diagnose": "unskew.diagnosis.diagnose",
+    "export": "unskew.serving.export",
     "load": "unskew.serving.load",
     "load_federation": "unskew.data.load",
     "method": "unskew.methods.catalogue",
@@ -63,6 +64,7 @@ __all__ = [
     "Updates",
     "compare",
     "diagnose",
+    "export",
     "load",
     "load_federation",
     "method",
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from unskew.records.result import Result
     from unskew.reporting.report import report
     from unskew.runs.run import resume, run
+    from unskew.serving.export import export
     from unskew.serving.load import load
     from unskew.tuning.tune import tune
 

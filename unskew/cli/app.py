@@ -14,6 +14,7 @@ import typer
 from unskew.cli import info as cli_info
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
+from unskew.cli.export import export
 from unskew.cli.options import (
     BUDGET,
     DATA,
@@ -158,7 +159,7 @@ def compare(
     # A file made for one run may be used: what is compared, and for which seeds, is said here.
     for name in ("method", "seed"):
         values.pop(name, None)
-    checked = experiment(values)
+    checked = experiment({**next(iter(each.values()), {}), **values})
     target = values.pop("target", None)
     folder = out or free_name(Path("runs") / f"compare-{short_name(checked)}")
     console = console_for(as_json)
@@ -225,6 +226,7 @@ app.command()(cli_info.methods)
 app.command()(cli_info.models)
 app.command()(cli_info.partition)
 app.command()(diagnose)
+app.command()(export)
 app.command()(predict)
 app.command()(report)
 app.command()(reproduce)

@@ -78,6 +78,10 @@ ConfigFile = Annotated[
     typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
 ]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
+Client = Annotated[
+    str | None,
+    typer.Option("--client", help="The client whose own model it is, by number or name; else the global one."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 

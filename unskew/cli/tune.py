@@ -52,7 +52,9 @@ def tune(
     ] = "3",
     space: Annotated[
         list[str] | None,
-        typer.Option("--space", help="lr=0.001:0.3:log, fedprox.mu=0.01|0.1, batch_size=32, or a .yaml file. Repeatable."),
+        typer.Option(
+            "--space", help="lr=0.001:0.3:log, fedprox.mu=0.01|0.1, batch_size=32, or a .yaml file. Repeatable."
+        ),
     ] = None,
     pruning: Annotated[
         bool, typer.Option("--pruning/--no-pruning", help="End trials early that are worse than most.")
@@ -106,7 +108,15 @@ def tune(
             name: {**{k: v for k, v in vars(one).items() if k != "config"}, "method": one.config.method}
             for name, one in result.tuned.items()
         }
-        print_json({"folder": str(folder), "tuned": found, "trials": result.trials, "rows": rows, "notes": result.comparison.notes()})
+        print_json(
+            {
+                "folder": str(folder),
+                "tuned": found,
+                "trials": result.trials,
+                "rows": rows,
+                "notes": result.comparison.notes(),
+            }
+        )
     else:
         from unskew.cli.comparison_tables import clients_table, comparison_table
 
@@ -137,7 +147,9 @@ def spaces_in(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = (piece.strip() for piece in text.partition("="))
         if not equals and not is_config(text):
-            raise ConfigError(f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file.")
+            raise ConfigError(
+                f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
+            )
         for name, one in ({key: value} if equals else load_yaml(Path(text))).items():
             if name in found:
                 raise ConfigError(f"--space gives {name} twice.")
@@ -151,7 +163,9 @@ def found_table(result: Tuning) -> Table:
 
     figures = {one.judged_by for one in result.tuned.values()}
     title = f"Tuned on {', '.join(sorted(figures))}"
-    table = ByMethod(title, list(result.tuned), "as configured", "tuned", "finished", "ended early", "failed", "options")
+    table = ByMethod(
+        title, list(result.tuned), "as configured", "tuned", "finished", "ended early", "failed", "options"
+    )
     table.columns[-1].justify = "left"
     for name, one in result.tuned.items():
         options = "\n".join(f"{key}={value}" for key, value in one.options.items())
