@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from support.pages import DOCS, table
 from support.running import Process, call, metrics
 
 import unskew
@@ -16,7 +18,7 @@ from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.options import options_of
 from unskew.spaces import Choice, Range, log, one_of, read_space
-from unskew.tuning.options import applied, as_configured, given_spaces, own_spaces, spaces_for
+from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
 from unskew.tuning.trials import Plan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -37,6 +39,26 @@ def test_a_methods_spaces_are_of_its_options_and_every_end_can_be_taken(name):
         assert key.rpartition(".")[2] in options_of(rule_class(name))
         for value in ends(space):
             experiment({"method": applied(name, {key: value})[0]})
+
+
+def test_the_page_on_tuning_lists_what_there_is():
+    text = (DOCS / "tuning.md").read_text()
+    listed = {row[0].strip("`"): row[1] for row in table(text.split("<!-- spaces -->")[1])}
+    declared = {name: own_spaces(name) for name in CATALOGUE}
+
+    def cell(key, space):
+        if isinstance(space, Choice):
+            return f"`{key}` {' or '.join(map(str, space.values))}"
+        return f"`{key}` {space.low:g} to {space.high:g}{' (log)' if space.log else ''}"
+
+    shown = {
+        name: [cell(key.rpartition(".")[2], one) for key, one in found.items()] for name, found in declared.items()
+    }
+    assert {name: cells.split(", ") for name, cells in listed.items()} == {k: v for k, v in shown.items() if v}
+    sentence = next(line for line in text.splitlines() if "only the shared options" in line)
+    assert set(re.findall(r"`([\w-]+)`", sentence)) >= NOTHING_TO_TUNE
+    fields = next(line for line in text.splitlines() if line.startswith("Of the fields of a run"))
+    assert re.findall(r"`(\w+)`", fields) == list(SHARED)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from unskew.cli.options import (
     TrustCode,
     console_for,
     free_name,
+    is_config,
     overridden_by,
     print_json,
     short_name,
@@ -140,7 +141,6 @@ def spaces_in(texts: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: A piece is none, or an option is there twice.
     """
-    from unskew.cli.options import is_config
     from unskew.config.reading import load_yaml
 
     found: dict[str, Any] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from unskew.comparison.compare import mean_std
 from unskew.config.reading import load_yaml
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
@@ -53,7 +53,7 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     data, seeds = own["data"], len(runs)
     front: dict[str, Any] = {
         "library_name": LIBRARIES[kind],
-        "pipeline_tag": "text-generation" if found.inputs.task == "language" else PIPELINES[found.inputs.kind],
+        "pipeline_tag": front_task(found),
         "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
         "model-index": [
             {
@@ -128,8 +128,7 @@ def without_seed(folder: Path) -> dict[str, Any] | None:
 def spread(runs: list[dict[str, Any]], key: str) -> tuple[float, float | None]:
     """Mean and standard deviation over seeds; of a single one there is none."""
     values = [float(run[key]) for run in runs if isinstance(run.get(key), int | float)]
-    mean, std = mean_std(values)
-    return mean, std if len(values) > 1 else None
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def row_text(row: tuple[str, str, float, float | None]) -> str:
