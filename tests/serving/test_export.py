@@ -8,10 +8,13 @@ import pytest
 import torch
 import yaml
 from support.running import call
+from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.catalogue import MODELS
+from unskew.serving.card import card
+from unskew.serving.load import opened
 from unskew.serving.portable import TOLERANCE, examples
 
 pytest.importorskip("onnxruntime")
@@ -44,7 +47,7 @@ def about(kind, file):
     return json.loads(extra["about.json"])
 
 
-@pytest.mark.parametrize("kind", ["torch", "onnx", "torchscript"])
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
 def test_a_file_gives_what_the_run_gives_to_raw_pixels(ditto, tmp_path, kind):
     done = unskew.export(ditto, kind, out=tmp_path / "out")
     x = unskew.load_federation("digits", clients=3).test[0][:7]
@@ -57,26 +60,28 @@ def test_a_file_gives_what_the_run_gives_to_raw_pixels(ditto, tmp_path, kind):
         unskew.export(ditto, kind, out=tmp_path / "out")
 
 
-def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys):
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["onnx", "torchscript"]))
+def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys, kind):
     draws = np.random.default_rng(0)
     x = (draws.normal(size=(60, 2)) * [10, 0.1] + [100, 5]).astype("float32")
     lines = [f"{a},{b},{'yes' if a > 100 else 'no'},{'uv'[k % 2]}" for k, (a, b) in enumerate(x)]
     (tmp_path / "t.csv").write_text("\n".join(["a,b,sick,ward", *lines]) + "\n")
     options = {"partition": "natural:ward", "label": "sick", "features": ["a", "b"], "model": "logistic"}
     unskew.run(data=f"table:{tmp_path / 't.csv'}", rounds=1, engine="inline", out=tmp_path / "run", **options)
-    found = call(capsys, "export", tmp_path / "run", "--json").json()
-    assert found["folder"] == str(tmp_path / "run" / "export-onnx")
+    found = call(capsys, "export", tmp_path / "run", "--format", kind, "--json").json()
+    assert found["folder"] == str(tmp_path / "run" / f"export-{kind}")
     expected = unskew.load(tmp_path / "run").predict_proba(x)
-    assert np.allclose(ask("onnx", found["file"], torch.from_numpy(x)), expected, atol=TOLERANCE, rtol=0)
-    known = about("onnx", found["file"])
+    assert np.allclose(ask(kind, found["file"], torch.from_numpy(x)), expected, atol=TOLERANCE, rtol=0)
+    known = about(kind, found["file"])
     assert json.loads(known["features"]) == ["a", "b"]
     assert json.loads(known["class_names"]) == ["no", "yes"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_card_says_what_the_runs_say(tmp_path):
     both = unskew.compare(methods=["fedprox:mu=0.1"], seeds=2, model="logistic", out=tmp_path / "both", **TINY)
     folder = tmp_path / "both" / "fedprox-mu=0.1" / "seed-0"
-    text = (unskew.export(folder, "torchscript").folder / "README.md").read_text()
+    text = card(opened(folder), "onnx", None)
     front = yaml.safe_load(text.split("---")[1])
     row = both.rows()[0]
     (result,) = front["model-index"][0]["results"]

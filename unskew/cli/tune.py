@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +31,7 @@ from unskew.cli.options import (
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError
 from unskew.files import place
+from unskew.options import untrusted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,7 +93,11 @@ def tune(
     console = console_for(as_json)
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with stoppable(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+    with (
+        from_space_files(space or [], trust_code),
+        stoppable(folder, shlex.join(["unskew", *go_on])),
+        make_progress(console) as progress,
+    ):
         result = tune_methods(
             methods=methods,
             trials=trials,
@@ -133,6 +140,18 @@ def tune(
         text = f"The tuned configurations are in {folder}/tuned, all trials in {folder}/trials.csv. {seconds:.0f} s."
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     report_at_the_end(console, [folder / "compare"])
+
+
+@contextmanager
+def from_space_files(texts: list[str], trusted: bool) -> Iterator[None]:
+    """Within, what files of spaces name of code is not run, unless that is asked for."""
+    from unskew.config.reading import load_yaml
+
+    with ExitStack() as within:
+        for text in texts:
+            if "=" not in text and not trusted:
+                within.enter_context(untrusted(load_yaml(Path(text)), text))
+        yield
 
 
 def spaces_in(texts: list[str]) -> dict[str, Any]:

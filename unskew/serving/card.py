@@ -81,7 +81,7 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {plain(title)}",
-        f"This is {whose}, trained by simulation with [unskew](https://pypi.org/project/unskew/) {version(found.folder)}.",
+        f"This is {whose}, trained by simulation with unskew {version(found.folder)}.",
         "## Data",
         data_text(found, own),
         "## Training",
