@@ -156,6 +156,13 @@ def applied(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, An
     return spelled(parts), fields
 
 
+def fixed_in(spaces: Mapping[str, Space]) -> dict[str, Any]:
+    """The options that have one value only."""
+    return {
+        key: space.values[0] for key, space in spaces.items() if isinstance(space, Choice) and len(space.values) == 1
+    }
+
+
 def as_configured(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
     """The values that the configuration and the method's own defaults have, of those that lie in their spaces."""
     found = {}
@@ -168,6 +175,6 @@ def as_configured(spelling: str, config: Experiment, spaces: Mapping[str, Space]
             if isinstance(space, Choice)
             else isinstance(value, int | float) and space.low <= value <= space.high
         )
-        if inside and not (isinstance(space, Choice) and len(space.values) == 1):
+        if inside:
             found[key] = value
-    return found
+    return {key: value for key, value in found.items() if key not in fixed_in(spaces)}

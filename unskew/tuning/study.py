@@ -14,7 +14,7 @@ from unskew.errors import ConfigError
 from unskew.files import make_folder, waiting_for
 from unskew.seeding import derive
 from unskew.spaces import Choice, Space
-from unskew.tuning.options import rounded
+from unskew.tuning.options import fixed_in, rounded
 
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
 LONG = 600.0
@@ -160,8 +160,7 @@ class Study:
 
     def params_of(self, trial: Any) -> dict[str, Any]:
         """The options of a trial as they were used, fixed ones included."""
-        fixed = {key: s.values[0] for key, s in self.spaces.items() if isinstance(s, Choice) and len(s.values) == 1}
-        used = {**trial.params, **fixed}
+        used = {**trial.params, **fixed_in(self.spaces)}
         return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
 
     def importance(self) -> dict[str, float] | str:

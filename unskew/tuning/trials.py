@@ -26,7 +26,7 @@ from unskew.runs.run import finished_rounds, run_experiment
 from unskew.simulation.personal import personalises
 from unskew.spaces import Space
 from unskew.tasks import TASKS
-from unskew.tuning.options import applied, as_configured, spaces_for, without_rival
+from unskew.tuning.options import applied, as_configured, fixed_in, spaces_for, without_rival
 from unskew.tuning.study import Pruned, Study, Trial, make_storage
 
 Follow = Callable[[str], Sequence[Callback]]
@@ -93,8 +93,9 @@ class Plan:
         if not self.config.eval_clients:
             raise ConfigError("Trials are judged at eval_clients clients; with eval_clients=0 there are none.")
         for name in self.methods:
-            built = method(name)
-            spec, _ = check_method(self.of(name, {}), self.data, self.model, built)
+            first = self.of(name, fixed_in(self.spaces(name)))
+            built = method(first.method)
+            spec, _ = check_method(first, self.data, self.model, built)
             if personalises(built, spec) and not self.lowest:
                 self.personal.add(name)
 

@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,8 @@ def _remember(folder: Path, plan: Plan, seeds: list[int]) -> None:
 def _helpers(plan: Plan, count: int) -> Iterator[None]:
     """Within, so many other processes make trials, too; the trial of one that dies is gone on with here."""
     context = multiprocessing.get_context("spawn")
-    helpers = [context.Process(target=_help, args=(plan,)) for _ in range(count)]
+    # A copy of the fields alone: each loads the data itself.
+    helpers = [context.Process(target=_help, args=(replace(plan),)) for _ in range(count)]
     for helper in helpers:
         helper.start()
     try:
