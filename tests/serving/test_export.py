@@ -18,6 +18,7 @@ from unskew.serving.load import opened
 from unskew.serving.portable import TOLERANCE, examples
 
 pytest.importorskip("onnxruntime")
+Image = pytest.importorskip("PIL.Image")
 TINY = {"data": "digits", "clients": 3, "rounds": 2, "local_steps": 2, "engine": "inline", "lr": 0.1}
 
 
@@ -103,7 +104,7 @@ def test_the_card_says_what_the_runs_say(tmp_path):
         assert words in text
 
 
-def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, capsys):
+def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, capsys):
     x, _ = unskew.load_federation("digits", clients=3).test
     each = [unskew.load(ditto, client=k).predict_proba(x) for k in range(3)]
     assert not np.allclose(each[0], each[1])
@@ -113,6 +114,9 @@ def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, capsys):
         labels = unskew.load(ditto, client=k).predict(clients[k].x_test)
         right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
         assert np.mean(right) == pytest.approx(line["personal_accuracy"])
+    Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
+    (line,) = call(capsys, "predict", ditto, tmp_path / "0.png", "--client", "1", "--json").json()
+    assert line["p_3"] == pytest.approx(float(each[1][0, 3]), abs=1e-6)
     found = call(capsys, "export", ditto, "--format", "torchscript", "--client", "1", "--json").json()
     assert found["folder"].endswith("export-torchscript-client-1")
     assert np.allclose(ask("torchscript", found["file"], x), each[1], atol=TOLERANCE, rtol=0)
@@ -201,7 +205,7 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
             own = net(input_ids=ids).logits.softmax(-1).numpy()
         assert np.allclose(own, loaded.predict_proba(ids), atol=TOLERANCE)
         exported = unskew.export(tmp_path / "run", "torchscript")
-        x = examples(loaded.inputs, 3).clamp_max(20)
+        x = examples(opened(tmp_path / "run"), 3)
         assert np.allclose(ask("torchscript", exported.file, x), loaded.predict_proba(x), atol=TOLERANCE, rtol=0)
     else:
         with pytest.raises(ConfigError, match="unskew export"):

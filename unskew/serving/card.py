@@ -16,20 +16,10 @@ from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import Opened
 from unskew.simulation.checkpoint import reading
+from unskew.tasks import TASKS
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
 LIBRARIES = {"torch": "pytorch", "torchscript": "pytorch", "onnx": "onnx", "transformers": "transformers"}
-FIGURES = {
-    "accuracy": "Test accuracy, last round",
-    "loss": "Test loss, last round",
-    "perplexity": "Test perplexity, last round",
-    "client_accuracy_mean": "Accuracy at clients, mean",
-    "client_accuracy_worst": "Accuracy at clients, worst client",
-    "personal_accuracy_mean": "Accuracy of the clients' own models, mean",
-    "personal_accuracy_worst": "Accuracy of the clients' own models, worst client",
-}
-AS_THEY_ARE = ("loss", "perplexity")
-"""Figures that are no shares of 1."""
 MOST_CLASSES = 100
 USES = {
     "torch": 'program = torch.export.load("model.pt2").module()\nprobabilities = program(inputs)',
@@ -48,7 +38,11 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     """
     runs = summaries(found.folder)
     own = runs[0]
-    rows = [(key, name, *spread(runs, key)) for key, name in FIGURES.items() if isinstance(own.get(key), int | float)]
+    rows = [
+        (key, name, *spread(runs, key))
+        for key, name in figures(found.inputs.task).items()
+        if isinstance(own.get(key), int | float)
+    ]
     title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
     data, seeds = own["data"], len(runs)
     front: dict[str, Any] = {
@@ -97,6 +91,19 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def figures(task: str) -> dict[str, str]:
+    """The figures of a summary that the card shows, and what it calls them."""
+    return {
+        "accuracy": "Test accuracy, last round",
+        "loss": "Test loss, last round",
+        **{name: f"Test {name}, last round" for name in TASKS[task].figures},
+        "client_accuracy_mean": "Accuracy at clients, mean",
+        "client_accuracy_worst": "Accuracy at clients, worst client",
+        "personal_accuracy_mean": "Accuracy of the clients' own models, mean",
+        "personal_accuracy_worst": "Accuracy of the clients' own models, worst client",
+    }
+
+
 def front_task(found: Opened) -> str:
     """What the hub calls the task."""
     return "text-generation" if found.inputs.task == "language" else PIPELINES[found.inputs.kind]
@@ -136,7 +143,7 @@ def row_text(row: tuple[str, str, float, float | None]) -> str:
     key, name, mean, std = row
 
     def shown(value: float | None) -> str:
-        return "" if value is None else f"{value:.4f}" if key in AS_THEY_ARE else f"{100 * value:.1f} %"
+        return "" if value is None else f"{100 * value:.1f} %" if "accuracy" in key else f"{value:.4f}"
 
     return f"| {name} | {shown(mean)} | {shown(std)} |"
 

@@ -66,7 +66,11 @@ def export(
     added = make_folder(folder)
     try:
         file = folder / FILES[format]
-        apart = save_pretrained(found, folder) if format == "transformers" else write(found, format, file)
+        apart = None
+        if format == "transformers":
+            save_pretrained(found, folder)
+        else:
+            apart = write(found, format, file)
         write_atomic(folder / "README.md", card(found, format, client).encode())
     except BaseException:
         unmake_folder(folder, added)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
-from unskew.runs.inputs import Inputs
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
 from unskew.serving.load import Opened
@@ -27,6 +26,8 @@ from unskew.tasks import TASKS
 MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
 TOLERANCE = 1e-5
 """Between the outputs of an exported model and those of the original."""
+FEWEST = 2
+"""Tokens that any model of token ids knows."""
 SIZES = (1, 2, 5)
 """Of the batches that both are asked for: the first axis is free."""
 
@@ -63,13 +64,14 @@ class Portable(nn.Module):
         return self.task.probabilities(self.module(x))
 
 
-def examples(inputs: Inputs, count: int) -> Tensor:
+def examples(found: Opened, count: int) -> Tensor:
     """Inputs as they might be, drawn at random."""
+    inputs = found.inputs
     draws, shape = generator(0, "export", count), (count, *inputs.shape)
     if inputs.kind == "uint8":
         return torch.randint(0, 256, shape, generator=draws, dtype=torch.uint8)
     if inputs.kind == "tokens":
-        ids = torch.randint(0, 100, shape, generator=draws)
+        ids = torch.randint(0, getattr(found.module, "tokens", None) or FEWEST, shape, generator=draws)
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     x, known = torch.randn(shape, generator=draws), inputs.normalisation
@@ -83,7 +85,8 @@ def examples(inputs: Inputs, count: int) -> Tensor:
 def facts(found: Opened) -> dict[str, str]:
     """What is written into a file beside the weights, as text."""
     inputs = found.inputs
-    about = {"class_names": inputs.names, "shape": list(inputs.shape), "kind": inputs.kind, "task": inputs.task}
+    about: dict[str, Any] = {"shape": list(inputs.shape), "kind": inputs.kind, "task": inputs.task}
+    about |= {} if inputs.task == "language" else {"class_names": inputs.names}
     about |= {"features": list(inputs.features)} if inputs.features else {}
     about |= {"text": list(inputs.text), "tokenizer": inputs.tokenizer, "padding": PADDING} if inputs.text else {}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
@@ -102,8 +105,8 @@ def write(found: Opened, kind: str, file: Path) -> float:
         raise ConfigError(MISSING)
     portable = Portable(found).eval()
     with torch.no_grad(), _quiet(), _as_sentence(kind):
-        ask = WRITERS[kind](portable, examples(found.inputs, 2), facts(found), file)
-        apart = max(_apart(portable(x), ask(x)) for x in (examples(found.inputs, size) for size in SIZES))
+        ask = WRITERS[kind](portable, examples(found, 2), facts(found), file)
+        apart = max(_apart(portable(x), ask(x)) for x in (examples(found, size) for size in SIZES))
     if not apart <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
@@ -123,14 +126,14 @@ def _torch(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> 
     program = torch.export.export(portable, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
     torch.export.save(program, file, extra_files={"about.json": json.dumps(about)})
     kept: Any = torch.export.load(file).module()
-    return lambda y: kept(y)  # type: ignore[no-any-return]
+    return lambda y: kept(y)
 
 
 def _torchscript(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
-    traced: Any = torch.jit.trace(portable, x)
-    torch.jit.save(traced, file, _extra_files={"about.json": json.dumps(about)})
-    kept: Any = torch.jit.load(file)
-    return lambda y: kept(y)  # type: ignore[no-any-return]
+    jit: Any = torch.jit
+    jit.save(jit.trace(portable, x), file, _extra_files={"about.json": json.dumps(about)})
+    kept = jit.load(file)
+    return lambda y: kept(y)
 
 
 def _onnx(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
