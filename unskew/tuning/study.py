@@ -85,8 +85,6 @@ class Study:
         pruner = optuna.pruners.NopPruner()
         if warmup is not None:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=warmup)
-        if folder is not None:
-            make_folder(folder)
         with self._claiming():
             self.study = optuna.create_study(
                 storage=storage,
@@ -103,6 +101,7 @@ class Study:
         if self.folder is None:
             yield
             return
+        make_folder(self.folder)  # a process that came to the end may have removed it
         with waiting_for(self.folder / ".claim", LONG):
             yield
 

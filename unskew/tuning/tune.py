@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import shutil
@@ -15,7 +16,7 @@ from unskew.comparison.compare import Comparison, compare, seed_list
 from unskew.config.paths import wherever
 from unskew.config.reading import experiment
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError, items, shown
+from unskew.errors import ConfigError, UnskewError, items, shown
 from unskew.files import make_folder, occupied, place, unmake_folder, waiting_for, write_atomic
 from unskew.runs.given import unnamed, values_of
 from unskew.runs.model import ModelLike
@@ -94,8 +95,9 @@ def tune(
         rows = [row for study in studies.values() for row in study.rows()]
         if folder is not None:
             write_found(folder, tuned, rows)
-            shutil.rmtree(folder / "trials", ignore_errors=True)
         comparison = _compared(plan, tuned, fresh, federation, model, follow)
+        if folder is not None:
+            shutil.rmtree(folder / "trials", ignore_errors=True)
     return Tuning(tuned, rows, comparison, folder)
 
 
@@ -212,11 +214,9 @@ def _helpers(plan: Plan, count: int) -> Iterator[None]:
 
 
 def _help(plan: Plan) -> None:
-    """What another process does."""
-    try:
+    """What another process does. What ends it is told by the one that goes on with its trial."""
+    with contextlib.suppress(KeyboardInterrupt, UnskewError, OSError):
         make_trials(plan, plan.studies())
-    except KeyboardInterrupt:
-        return
 
 
 def _compared(
