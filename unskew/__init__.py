@@ -34,12 +34,14 @@ _PLACES = {
     "Updates": "unskew.protocol.rules",
     "compare": "unskew.comparison.compare",
     "diagnose": "unskew.diagnosis.diagnose",
+    "export": "unskew.serving.export",
     "load": "unskew.serving.load",
     "load_federation": "unskew.data.load",
     "method": "unskew.methods.catalogue",
     "report": "unskew.reporting.report",
     "resume": "unskew.runs.run",
     "run": "unskew.runs.run",
+    "tune": "unskew.tuning.tune",
 }
 
 __all__ = [
@@ -62,12 +64,14 @@ __all__ = [
     "Updates",
     "compare",
     "diagnose",
+    "export",
     "load",
     "load_federation",
     "method",
     "report",
     "resume",
     "run",
+    "tune",
 ]
 
 if TYPE_CHECKING:
@@ -85,7 +89,9 @@ if TYPE_CHECKING:
     from unskew.records.result import Result
     from unskew.reporting.report import report
     from unskew.runs.run import resume, run
+    from unskew.serving.export import export
     from unskew.serving.load import load
+    from unskew.tuning.tune import tune
 
 
 def __getattr__(name: str) -> Any:

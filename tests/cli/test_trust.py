@@ -56,7 +56,8 @@ def write(path, **values):
 @pytest.mark.parametrize("what", CODE)
 def test_a_file_does_not_run_code(folder, capsys, what):
     config = write(folder / "config.yaml", **CODE[what])
-    for command in (["run", config], ["run", config, "--seed", 1]):
+    other = write(folder / "other.yaml", model="logistic", method="fedprox")
+    for command in (["run", config], ["run", config, "--seed", 1], ["compare", other, config]):
         outcome = call(capsys, *command, "--out", "run")
         assert outcome.code == 2
         assert "config.yaml names code of its own" in outcome.err

@@ -14,6 +14,7 @@ import typer
 from unskew.cli import info as cli_info
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
+from unskew.cli.export import export
 from unskew.cli.options import (
     BUDGET,
     DATA,
@@ -27,6 +28,7 @@ from unskew.cli.options import (
     TrustCode,
     console_for,
     free_name,
+    is_config,
     overridden_by,
     print_json,
     resuming,
@@ -37,6 +39,7 @@ from unskew.cli.options import (
 from unskew.cli.predict import predict
 from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
+from unskew.cli.tune import tune
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place
 
@@ -100,7 +103,10 @@ def run(
 def compare(
     context: typer.Context,
     methods: Annotated[
-        list[str], typer.Argument(help="Methods or sums of methods; a .yaml file is the configuration.")
+        list[str],
+        typer.Argument(
+            help="Methods or sums of methods; a .yaml file is the configuration, several alone are a method each."
+        ),
     ],
     seeds: Annotated[str, typer.Option("--seeds", help="Which seeds: 0,1,2 or 0..4.")] = "0..2",
     config: ConfigFile = None,
@@ -119,6 +125,14 @@ def compare(
     from unskew.config.reading import experiment
     from unskew.methods.catalogue import check_names
 
+    files = [Path(name) for name in methods if is_config(name)]  # each a method with its configuration
+    each = {}
+    for file in files:
+        own = {name: value for name, value in values_of(file, context).items() if name not in ("seed", "target")}
+        each[own.pop("method", "fedavg")] = own
+    if len(each) < len(files):
+        raise ConfigError(f"{' and '.join(methods)} name one method twice; each file is one with its configuration.")
+    methods = list(each) or methods
     for name in methods:  # a mistake is told before PyTorch is loaded
         check_names(name)
     from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
@@ -146,7 +160,7 @@ def compare(
     # A file made for one run may be used: what is compared, and for which seeds, is said here.
     for name in ("method", "seed"):
         values.pop(name, None)
-    checked = experiment(values)
+    checked = experiment({**next(iter(each.values()), {}), **values})
     target = values.pop("target", None)
     folder = out or free_name(Path("runs") / f"compare-{short_name(checked)}")
     console = console_for(as_json)
@@ -160,6 +174,7 @@ def compare(
             resume=again,
             target=target,
             follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
+            each=each,
             **values,
         )
     rows = result.rows()
@@ -214,9 +229,11 @@ app.command()(cli_info.methods)
 app.command()(cli_info.models)
 app.command()(cli_info.partition)
 app.command()(diagnose)
+app.command()(export)
 app.command()(predict)
 app.command()(report)
 app.command()(reproduce)
+app.command()(tune)
 app.add_typer(deploy, name="deploy")
 
 

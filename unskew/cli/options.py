@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,6 +78,10 @@ ConfigFile = Annotated[
     typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
 ]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
+Client = Annotated[
+    str | None,
+    typer.Option("--client", help="The client whose own model it is, by number or name; else the global one."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
@@ -109,11 +113,14 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 def with_config(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a command with the configuration file as ``config``, wherever it was named.
 
-    It may stand after ``--config``, or among what a command takes without a flag, where it is known by its ending.
+    It may stand after ``--config``, or among what a command takes without a flag, where it is known by its ending. Several
+    files and no method besides are each a method with its configuration, and stay where they are.
     """
     files = [arguments["config"], arguments.get("file")]
     for name in ("source", "run", "methods"):
         value = arguments.get(name)
+        if isinstance(value, list) and len(value) > 1 and all(map(is_config, value)) and "trials" not in arguments:
+            continue
         if isinstance(value, list):
             files += [Path(one) for one in value if is_config(one)]
             arguments[name] = [one for one in value if not is_config(one)]
@@ -137,13 +144,14 @@ def from_file(arguments: Mapping[str, Any]) -> Iterator[None]:
     from unskew.config.reading import load_yaml
     from unskew.options import untrusted
 
-    config = arguments.get("config")
-    if config is None or arguments.get("trust_code"):
-        yield
-        return
+    files = [arguments.get("config"), *(Path(one) for one in arguments.get("methods") or () if is_config(one))]
     said = {name for name, value in arguments.items() if value is not None}
     said |= {text.partition("=")[0].partition(".")[0] for text in arguments.get("sets") or []}
-    with untrusted({name: value for name, value in load_yaml(config).items() if name not in said}, config):
+    with ExitStack() as within:
+        for file in files if not arguments.get("trust_code") else ():
+            if file is not None:
+                values = {name: value for name, value in load_yaml(file).items() if name not in said}
+                within.enter_context(untrusted(values, file))
         yield
 
 

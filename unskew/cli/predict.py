@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import AsJson, TrustCode, console_for, print_json
+from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
 from unskew.errors import ConfigError
 from unskew.files import place, write_atomic
 
@@ -28,6 +28,7 @@ def predict(
         Path | None,
         typer.Option("--out", parser=place, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."),
     ] = None,
+    client: Client = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +38,7 @@ def predict(
     from unskew.serving.load import load
     from unskew.serving.rows import read_rows
 
-    predictor = load(run, trust_code=trust_code)
+    predictor = load(run, client=client, trust_code=trust_code)
     inputs, names = read_rows(rows, predictor.inputs)
     probabilities = predictor.outputs(inputs)
     labels = predictor.labels(probabilities)

@@ -11,6 +11,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison.each import check_same_data, fields_of
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
@@ -145,6 +146,7 @@ def compare(
     resume: bool = False,
     again: bool | None = None,
     follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
+    each: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Comparison:
     """Run several methods on the same data, cohorts and initial models.
@@ -159,6 +161,7 @@ def compare(
         resume: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
         again: The former name of ``resume``.
         follow: Gives the callbacks of a run from its method, seed and configuration.
+        each: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
@@ -189,11 +192,13 @@ def compare(
     # Synthetic images that are given are for the methods that would make some.
     makers = {name for name, m in by_name.items() if any(rule.makes for rule in m.data)}
     others = {name: {"synthetic": None} for name in names if makers and name not in makers}
+    own = fields_of(each, names)
     configs = {
-        (name, seed): experiment({**values, **others.get(name, {}), "seed": seed, "method": name}, m)
+        (name, seed): experiment({**values, **others.get(name, {}), **own[name], "seed": seed, "method": name}, m)
         for seed in which
         for name, m in by_name.items()
     }
+    check_same_data(configs[name, which[0]] for name in names)
     result, unequal = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder), False
 
     def begun() -> bool:

@@ -21,6 +21,7 @@ memory up to a limit, the rest in files of the run folder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
+from unskew.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class CA2FL(ServerRule):
     name: ClassVar[str] = "ca2fl"
     summary: ClassVar[str] = "a buffer of updates, calibrated by each client's last one"
     paper: ClassVar[str] = "Wang et al. 2024, ICLR"
+    # The grids of Zhu et al. 2025 (arXiv:2503.20138).
+    spaces: ClassVar[Mapping[str, Space]] = {"eta": log(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
     needs = ("individual", "last_update", "sent_statistics")
     weights: ClassVar[Weights | None] = "uniform"
 

@@ -8,6 +8,7 @@ learning rates of 1e-5, 1e-4 and 1e-3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import Method, Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
+from unskew.spaces import Space, one_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Center(TrainsAtServer):
     name: ClassVar[str] = "center"
     summary: ClassVar[str] = "the server's data alone, no clients"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
+    # The paper's rates; its epochs are those of a whole run, so they are not here.
+    spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3)}
     steps_without = "clients"
 
     def refuses(self, whole: Method) -> str | None:

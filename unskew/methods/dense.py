@@ -24,7 +24,7 @@ inputs and not rounded to pixels; without BatchNorm its term is zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -41,6 +41,7 @@ from unskew.models.vector import ModelSpec
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ServerRule, Tensors, Updates
 from unskew.seeding import fold, uniform
+from unskew.spaces import Space, log
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -68,6 +69,12 @@ class Dense(ServerRule):
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "one upload; the ensemble is distilled on generated images"
     paper: ClassVar[str] = "Zhang et al. 2021, arXiv:2112.12371"
+    # lambda_adv: 0.5 to 1 in the authors' code; a decade to each side of the others' values there.
+    spaces: ClassVar[Mapping[str, Space]] = {
+        "lr": log(1e-3, 0.1),
+        "lambda_bn": log(0.1, 10.0),
+        "lambda_adv": log(0.5, 1.0),
+    }
     needs = ("individual",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its generator makes images of one class each"

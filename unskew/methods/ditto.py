@@ -11,6 +11,7 @@ gradients a step; the steps on ``v_k`` are plain SGD with the client's learning 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Ditto(ClientRule):
     name: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "a personal model near the global one"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2012.04221"
+    # A decade to each side of the default.
+    spaces: ClassVar[Mapping[str, Space]] = {"lam": log(0.01, 1.0)}
 
     lam: Annotated[float, Field(ge=0)] = 0.1
 

@@ -16,12 +16,14 @@ A client's whole model is mixed in, its normalisation statistics too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
+from unskew.spaces import Space, one_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class FedAsync(ServerRule):
     name: ClassVar[str] = "fedasync"
     summary: ClassVar[str] = "every update moves the model as it arrives"
     paper: ClassVar[str] = "Xie et al. 2019, arXiv:1903.03934"
+    # The grids of Zhu et al. 2025 (arXiv:2503.20138).
+    spaces: ClassVar[Mapping[str, Space]] = {"alpha0": one_of(0.2, 0.4, 0.8), "a": one_of(0.1, 0.5, 0.9)}
     weights: ClassVar[Weights | None] = "uniform"
     needs = ("individual", "sent_model")
 

@@ -12,6 +12,7 @@ as FedCOG's code does (without its extra division by ``1 + beta``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
+from unskew.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class FedAvgM(ServerRule):
     name: ClassVar[str] = "fedavgm"
     summary: ClassVar[str] = "momentum at the server"
     paper: ClassVar[str] = "Hsu et al. 2019, arXiv:1909.06335"
+    # beta: the grid of Hsu et al.; eta: inside that of Reddi et al. 2020 (arXiv:2003.00295), 1e-3 to 10.
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": one_of(0.0, 0.7, 0.9, 0.97, 0.99), "eta": log(0.01, 3.0)}
 
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eta: Annotated[float, Field(gt=0)] = 1.0

@@ -14,12 +14,14 @@ Without delays and with a buffer of the whole cohort this is FedAvg with uniform
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
+from unskew.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class FedBuff(ServerRule):
     name: ClassVar[str] = "fedbuff"
     summary: ClassVar[str] = "moves whenever a buffer of updates is full"
     paper: ClassVar[str] = "Nguyen et al. 2021, arXiv:2106.06639"
+    # The grids of Zhu et al. 2025 (arXiv:2503.20138).
+    spaces: ClassVar[Mapping[str, Space]] = {"eta": log(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
     weights: ClassVar[Weights | None] = "uniform"
     needs = ("sent_statistics",)
 

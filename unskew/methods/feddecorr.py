@@ -15,7 +15,7 @@ default here before. A batch of one sample has no correlation and is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class FedDecorr(ClientRule):
     name: ClassVar[str] = "feddecorr"
     summary: ClassVar[str] = "decorrelated features against dimensional collapse"
     paper: ClassVar[str] = "Shi et al. 2022, arXiv:2210.00226"
+    # The authors take 0.1, FedCOG's comparison 0.01.
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": log(0.01, 0.5)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
     tasks_reason: ClassVar[str] = "it correlates one feature vector a sample"
 

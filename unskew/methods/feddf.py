@@ -16,7 +16,7 @@ the number of steps is given. With no steps this is FedAvg.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
+from unskew.spaces import Space, one_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class FedDF(TrainsAtServer):
     name: ClassVar[str] = "feddf"
     summary: ClassVar[str] = "distils the clients' ensemble into their average at the server"
     paper: ClassVar[str] = "Lin et al. 2020, arXiv:2006.07242"
+    # The grids of Zhu et al. 2025 (arXiv:2503.20138).
+    spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "its teacher is a mean of probabilities, one prediction a sample"
     needs = ("individual", "sent_model")

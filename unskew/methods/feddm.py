@@ -19,7 +19,7 @@ the scale of the model's inputs, labels in a byte each (two for more than 256 cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -34,6 +34,7 @@ from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
 from unskew.seeding import derive, fold, normal
+from unskew.spaces import Space, log
 
 Positive = Annotated[float, Field(gt=0)]
 Whole = Annotated[int, Field(ge=1)]
@@ -59,6 +60,8 @@ class FedDM(ClientRule, ServerRule):
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = "clients send learned images, the server trains on them"
     paper: ClassVar[str] = "Xiong et al. 2022, arXiv:2207.09653"
+    # A decade to each side of the paper's 1 and 0.01.
+    spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log(0.1, 10.0), "server_lr": log(1e-3, 0.1)}
     needs = ("individual",)
     sends_model: ClassVar[bool] = False
     tasks: ClassVar[tuple[str, ...]] = ("classification",)

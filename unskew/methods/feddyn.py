@@ -24,6 +24,7 @@ enters ``h`` with their part of all weights, ``sum_S w_k / sum_j w_j``; that is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class FedDyn(ClientRule, ServerRule):
     name: ClassVar[str] = "feddyn"
     summary: ClassVar[str] = "dynamic regularisation aligns local optima"
     paper: ClassVar[str] = "Acar et al. 2021, arXiv:2111.04263"
+    # The paper's grid is 0.001, 0.01, 0.1.
+    spaces: ClassVar[Mapping[str, Space]] = {"alpha": log(1e-3, 0.1)}
     weights: ClassVar[Weights | None] = "uniform"
 
     alpha: Annotated[float, Field(gt=0)] = 0.01

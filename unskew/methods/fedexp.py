@@ -13,6 +13,7 @@ the last two server iterates (``evaluate="mean"``, the default); ``evaluate="las
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class FedExP(ClientRule, ServerRule):
     name: ClassVar[str] = "fedexp"
     summary: ClassVar[str] = "server step extrapolates where updates disagree"
     paper: ClassVar[str] = "Jhunjhunwala et al. 2023, arXiv:2301.09604"
+    # Around the 1e-3 of the paper.
+    spaces: ClassVar[Mapping[str, Space]] = {"epsilon": log(1e-4, 0.1)}
     weights: ClassVar[Weights | None] = None
 
     epsilon: Annotated[float, Field(gt=0)] = 1e-3

@@ -13,6 +13,7 @@ move with the server's batches. With no epochs this is FedAvg. The paper tries l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
+from unskew.spaces import Space, one_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class FedFT(TrainsAtServer):
     name: ClassVar[str] = "fedft"
     summary: ClassVar[str] = "FedAvg, then training at the server on its own data"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
+    # The paper's grids.
+    spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Average, then train."""

@@ -23,7 +23,7 @@ generated features have the same size; the terms act in every local epoch. Adam'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -40,6 +40,7 @@ from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
 from unskew.seeding import derive, fold, normal
+from unskew.spaces import Space, log
 
 NonNegative = Annotated[float, Field(ge=0)]
 Whole = Annotated[int, Field(ge=1)]
@@ -64,6 +65,8 @@ class FedGen(ClientRule):
     name: ClassVar[str] = "fedgen"
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
+    # A decade to each side of the original's 10.
+    spaces: ClassVar[Mapping[str, Space]] = {"a": log(1.0, 100.0), "b": log(1.0, 100.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its generator makes features for one class at a time"
     needs = ("individual",)

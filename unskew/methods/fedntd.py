@@ -12,6 +12,7 @@ with the default ``tau = 1`` makes no difference.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class FedNTD(ClientRule):
     name: ClassVar[str] = "fedntd"
     summary: ClassVar[str] = "keeps what the global model says of the other classes"
     paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
+    # A decade to each side of the paper's 1.
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": log(0.1, 10.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it leaves out the one true class of each sample"
 

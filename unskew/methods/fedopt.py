@@ -15,6 +15,7 @@ number of local steps. ``eta`` must be tuned per task (the paper's grid: powers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -24,12 +25,16 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
+from unskew.spaces import Space, log
 
 _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 
 
 class _FedOpt(ServerRule):
     """What the three have in common: only the second moment differs."""
+
+    # The paper's grids.
+    spaces: ClassVar[Mapping[str, Space]] = {"eta": log(1e-3, 10.0), "tau": log(1e-5, 0.1)}
 
     eta: float
     beta1: float

@@ -9,6 +9,7 @@ The default ``mu=0.01`` is that of the FedCOG and Fedssyn papers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class FedProx(ClientRule):
     name: ClassVar[str] = "fedprox"
     summary: ClassVar[str] = "proximal term towards the global model"
     paper: ClassVar[str] = "Li et al. 2018, arXiv:1812.06127"
+    # The paper's grid is 0.001, 0.01, 0.1, 1.
+    spaces: ClassVar[Mapping[str, Space]] = {"mu": log(1e-3, 1.0)}
 
     mu: Annotated[float, Field(ge=0)] = 0.01
 

@@ -23,7 +23,7 @@ inputs that it trains with are not bounded; that is the default here, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
+from unskew.spaces import Space, log, uniform
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class FedReg(ClientRule):
     name: ClassVar[str] = "fedreg"
     summary: ClassVar[str] = "local steps that do not forget the global model"
     paper: ClassVar[str] = "Xu et al. 2022, arXiv:2203.02645"
+    # Around the paper's 0.5 and 0.1.
+    spaces: ClassVar[Mapping[str, Space]] = {"gamma": uniform(0.25, 0.75), "eta_s": log(0.01, 1.0)}
     weights: ClassVar[Weights | None] = "uniform"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = (

@@ -18,7 +18,7 @@ The default 2/3 is ``E_h = 10``, ``E_b = 5``, as in six of the seven scripts of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -31,6 +31,7 @@ from unskew.models.trainable import Batch
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
+from unskew.spaces import Space, uniform
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class FedRep(ClientRule, Sync):
     name: ClassVar[str] = "fedrep"
     summary: ClassVar[str] = "a shared body and a head of each client's own"
     paper: ClassVar[str] = "Collins et al. 2021, arXiv:2102.07078"
+    # Both the head and the body must move.
+    spaces: ClassVar[Mapping[str, Space]] = {"head_share": uniform(0.1, 0.9)}
     weights: ClassVar[Weights | None] = "uniform"
 
     head_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3

@@ -9,6 +9,7 @@ The default ``rho=0.5`` is that of the FedCOG paper's text; its authors' code ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class FedSAM(ClientRule):
     name: ClassVar[str] = "fedsam"
     summary: ClassVar[str] = "sharpness-aware local training"
     paper: ClassVar[str] = "Qu et al. 2022, arXiv:2206.02618"
+    # FedCOG's text has 0.5 and its code 0.05; the paper's smallest is 0.01.
+    spaces: ClassVar[Mapping[str, Space]] = {"rho": log(0.01, 0.5)}
 
     rho: Annotated[float, Field(ge=0)] = 0.5
 

@@ -18,7 +18,7 @@ between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projecti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -31,6 +31,7 @@ from unskew.models.trainable import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Moon(ClientRule):
     name: ClassVar[str] = "moon"
     summary: ClassVar[str] = "contrast to the global and the previous local model"
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2103.16257"
+    # The paper's grid of mu is 0.1, 1, 5, 10; FedCOG's comparison takes 0.01. That of the temperature is the paper's.
+    spaces: ClassVar[Mapping[str, Space]] = {"mu": log(0.01, 10.0), "temperature": one_of(0.1, 0.5, 1.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
     tasks_reason: ClassVar[str] = "it compares one feature vector a sample"
 

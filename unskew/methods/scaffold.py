@@ -36,7 +36,7 @@ around this one ask for besides (FedSAM, Ditto), in passes that leave no trace, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -48,6 +48,7 @@ from unskew.methods.fedavg import FedAvg
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
+from unskew.spaces import Space, log
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Scaffold(ClientRule):
     name: ClassVar[str] = "scaffold"
     summary: ClassVar[str] = "control variates correct client drift"
     paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
+    # The paper's theory asks for at least 1; its experiments take 1.
+    spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log(1.0, 3.0)}
     weights: ClassVar[Weights | None] = "uniform"
 
     option: Literal["I", "II"] = "II"

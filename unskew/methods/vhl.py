@@ -20,7 +20,7 @@ Where the data are 8-bit, the virtual set is sent as 8-bit pixels, else as 32-bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -40,6 +40,7 @@ from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
 from unskew.protocol.workspace import Dealt, compact
 from unskew.seeding import derive, fold, uniform
+from unskew.spaces import Space, log
 
 NonNegative = Annotated[float, Field(ge=0)]
 Whole = Annotated[int, Field(ge=1)]
@@ -63,6 +64,8 @@ class VHL(DataRule, ClientRule):
     name: ClassVar[str] = "vhl"
     summary: ClassVar[str] = "features near those of a shared set of noise"
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
+    # A decade to each side of the paper's 1.
+    spaces: ClassVar[Mapping[str, Space]] = {"lam": log(0.1, 10.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it aligns the features of each sample with the virtual samples of its one class"
 

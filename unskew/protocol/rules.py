@@ -10,7 +10,7 @@ What passes between server and client is in ``unskew.protocol.messages``, what c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,6 +27,7 @@ from unskew.protocol.messages import Tensors as Tensors
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.updates import Updates as Updates
 from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace
+from unskew.spaces import Space
 
 Weights = Literal["samples", "uniform"]
 
@@ -73,6 +74,9 @@ class Rule:
 
     tasks_reason: ClassVar[str] = ""
     """Why no other: the end of a sentence that begins with "because"."""
+
+    spaces: ClassVar[Mapping[str, Space]] = {}
+    """Where ``unskew tune`` looks for the values of its options, of those that are worth tuning."""
 
     needs: Collection[str] = ()
     """What it asks of the core; see ``NEEDS``."""

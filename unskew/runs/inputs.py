@@ -117,7 +117,8 @@ def inputs_of(federation: Federation, config: Experiment) -> Inputs:
         shape=federation.shape,
         kind=kinds.get(x.dtype, "float"),
         classes=federation.classes,
-        class_names=federation.class_names,
+        # Texts without labels have no classes; what a federation names there are the kinds of texts.
+        class_names=() if federation.task == "language" else federation.class_names,
         normalisation=None if known is None else Standardised(mean=known.mean, std=known.std, scale=known.scale),
         targets=targets,
         columns=tuple(Column(**asdict(one)) for one in federation.encoders),
@@ -143,7 +144,8 @@ def read_inputs(folder: Path) -> Inputs:
     path = folder / NAME
     try:
         inputs = Inputs.model_validate(json.loads(path.read_bytes()))
-        if inputs.class_names and len(inputs.class_names) != inputs.classes:
+        named = inputs.class_names if inputs.task != "language" else ()  # earlier runs named their kinds of texts
+        if named and len(named) != inputs.classes:
             raise ValueError("another number of names than of classes")
         inputs.known  # noqa: B018  refused if it is none
         if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):

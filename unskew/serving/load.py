@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import place
 from unskew.methods.catalogue import method as method_of
+from unskew.models.vector import ModelSpec
 from unskew.options import untrusted
 from unskew.runs.inputs import Inputs, read_inputs
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.runs.predictor import Predictor
+from unskew.serving.personal import model_of_client
 from unskew.serving.rows import read_rows
 
 
@@ -33,37 +38,70 @@ class Served(Predictor):
         return self.predict(read_rows(Path(path), self.inputs)[0])
 
 
-def load(run: str | Path, *, model: ModelLike | None = None, trust_code: bool = False) -> Served:
+@dataclass(frozen=True)
+class Opened:
+    """A finished run as it lies in its folder.
+
+    Attributes:
+        folder: The run folder.
+        config: Of the run.
+        inputs: What its model expects.
+        spec: The layout of the model.
+        module: The model itself, in eval mode: the global one, or a client's own.
+    """
+
+    folder: Path
+    config: Experiment
+    inputs: Inputs
+    spec: ModelSpec
+    module: nn.Module
+
+
+def load(
+    run: str | Path, *, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
+) -> Served:
     """The trained model of a run folder, ready for new inputs.
 
     Args:
         run: The run folder.
+        client: The client whose own model it is, by its number or name, for methods that keep any; None: the global model.
         model: The model, if it was given in Python.
         trust_code: Whether a model or a method of one's own that its ``config.yaml`` names may be imported, which runs its
             code.
 
     Raises:
         CheckpointError: It holds no finished run, or its files are damaged.
-        ConfigError: The model cannot be built from what the folder says.
+        ConfigError: The model cannot be built from what the folder says, or there is none of that client.
     """
+    found = opened(run, client, model, trust_code)
+    if found.inputs.task == "language":
+        raise ConfigError(
+            f"{found.folder} holds a language model, which has no classes to predict; unskew export --format transformers "
+            "writes it for transformers."
+        )
+    return Served(found.module, found.inputs, found.spec.dtype)
+
+
+def opened(
+    run: str | Path, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
+) -> Opened:
+    """A finished run with its model; see ``load``."""
     folder = place(run)
     if folder is None or not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
     if not (folder / FINAL).is_file():
         raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
     stored, inputs = load_yaml(folder / "config.yaml"), read_inputs(folder)
-    if inputs.task == "language":
-        raise ConfigError(
-            f"{folder} holds a language model, which has no classes to predict; load it with transformers."
-        )
     with ExitStack() as within:
         if not trust_code:
             within.enter_context(untrusted(stored, folder))
         config = experiment(stored)
         method = method_of(config.method)
         spec = initial_spec(config, empty_federation(inputs), model, method)
-        v, b = final_model(folder, spec)
-    return Served(spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b), inputs, spec.dtype)
+        final = final_model(folder, spec)
+        v, b = final if client is None else model_of_client(folder, config, method, spec, final, client)
+    module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
+    return Opened(folder, config, inputs, spec, module)
 
 
 def empty_federation(inputs: Inputs) -> Federation:

@@ -34,6 +34,7 @@ from unskew.models.groups import layer_groups, slices_of, split_at
 from unskew.models.vector import ModelSpec
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Method, Slices, Sync, Tensors
+from unskew.spaces import Space, one_of
 
 
 def _pairs(value: Any) -> Any:
@@ -68,6 +69,8 @@ class FedALS(Sync):
     name: ClassVar[str] = "fedals"
     summary: ClassVar[str] = "averages the body of the model less often than its head"
     paper: ClassVar[str] = "Gholami and Seferoglu 2024, arXiv:2404.11754"
+    # Periods that the paper studies, without 1, which is FedAvg, and 100, which short runs never reach.
+    spaces: ClassVar[Mapping[str, Space]] = {"alpha": one_of(5, 10, 25, 50)}
     needs = ("optimizer", "mean_model")
 
     alpha: Period = 10

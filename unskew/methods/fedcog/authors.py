@@ -13,12 +13,14 @@ arXiv:2312.05966. What that code does beside these settings is not done here, or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.methods.fedcog.fedcog import FedCOG
+from unskew.spaces import Space
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class FedCOGAuthors(FedCOG):
     """See ``FedCOG``; only defaults differ. The rule's name is ``fedcog`` too: a sum can have only one of them."""
 
     summary: ClassVar[str] = "FedCOG with the settings of its authors' code"
+    # Its coefficients are automatic, so there is no lambda_kd.
+    spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": FedCOG.spaces["lambda_dis"]}
 
     g_steps: Annotated[int, Field(ge=0)] = 500
     coefficients: Literal["fixed", "auto"] = "auto"

@@ -25,7 +25,7 @@ The synthetic pass leaves the normalisation statistics alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -43,6 +43,7 @@ from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 from unskew.seeding import fold, normal, uniform
+from unskew.spaces import Space, log
 from unskew.tasks import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -81,6 +82,8 @@ class FedCOG(ClientRule):
     name: ClassVar[str] = "fedcog"
     summary: ClassVar[str] = "distils from data that only the global model knows"
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2312.05966"
+    # The paper's grids.
+    spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": log(0.01, 10.0), "lambda_kd": log(1e-3, 1.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "it learns inputs for given labels"
 

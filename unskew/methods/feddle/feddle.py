@@ -25,7 +25,7 @@ mean of the clients' changes, and the search reads them in eval mode; the paper 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -50,6 +50,7 @@ from unskew.protocol.facts import FederationFacts
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Figure, Method, ServerRule, Tensors, Updates, Weights
 from unskew.seeding import fold
+from unskew.spaces import Space, one_of
 
 Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -97,6 +98,8 @@ class Feddle(ServerRule):
     name: ClassVar[str] = "feddle"
     summary: ClassVar[str] = "searches with data at the server how far to go along each update"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
+    # The paper's grids.
+    spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
     needs = ("individual", "sent_statistics")
     weights: ClassVar[Weights | None] = "uniform"
     steps_without = "updates"

@@ -1,0 +1,212 @@
+"""A trained model as files: they give what the run's model gives to raw inputs, and a card says what it is."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.running import call
+from support.slow import slow_but
+
+import unskew
+from unskew.errors import CheckpointError, ConfigError
+from unskew.models.catalogue import MODELS
+from unskew.serving.card import card
+from unskew.serving.load import opened
+from unskew.serving.portable import TOLERANCE, examples
+
+pytest.importorskip("onnxruntime")
+Image = pytest.importorskip("PIL.Image")
+TINY = {"data": "digits", "clients": 3, "rounds": 2, "local_steps": 2, "engine": "inline", "lr": 0.1}
+
+
+@pytest.fixture(scope="module")
+def ditto(tmp_path_factory):
+    return unskew.run(model="logistic", method="ditto", out=tmp_path_factory.mktemp("ditto") / "run", **TINY).folder
+
+
+def ask(kind, file, x):
+    """The file's answer, read without unskew."""
+    if kind == "onnx":
+        import onnxruntime
+
+        return onnxruntime.InferenceSession(str(file)).run(None, {"inputs": x.numpy()})[0]
+    with torch.no_grad():
+        model = torch.export.load(file).module() if kind == "torch" else torch.jit.load(file)
+        return model(x).numpy()
+
+
+def about(kind, file):
+    if kind == "onnx":
+        import onnx
+
+        return {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    extra = {"about.json": ""}
+    torch.export.load(file, extra_files=extra) if kind == "torch" else torch.jit.load(file, _extra_files=extra)
+    return json.loads(extra["about.json"])
+
+
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
+def test_a_file_gives_what_the_run_gives_to_raw_pixels(ditto, tmp_path, kind):
+    done = unskew.export(ditto, kind, out=tmp_path / "out")
+    x = unskew.load_federation("digits", clients=3).test[0][:7]
+    expected = unskew.load(ditto).predict_proba(x)
+    assert x.dtype == torch.uint8
+    assert np.allclose(ask(kind, done.file, x), expected, atol=TOLERANCE, rtol=0)
+    assert done.apart <= TOLERANCE
+    assert json.loads(about(kind, done.file)["class_names"]) == [str(k) for k in range(10)]
+    with pytest.raises(ConfigError, match="already there"):
+        unskew.export(ditto, kind, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["onnx", "torchscript"]))
+def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys, kind):
+    draws = np.random.default_rng(0)
+    x = (draws.normal(size=(60, 2)) * [10, 0.1] + [100, 5]).astype("float32")
+    lines = [f"{a},{b},{'yes' if a > 100 else 'no'},{'uv'[k % 2]}" for k, (a, b) in enumerate(x)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,sick,ward", *lines]) + "\n")
+    options = {"partition": "natural:ward", "label": "sick", "features": ["a", "b"], "model": "logistic"}
+    unskew.run(data=f"table:{tmp_path / 't.csv'}", rounds=1, engine="inline", out=tmp_path / "run", **options)
+    found = call(capsys, "export", tmp_path / "run", "--format", kind, "--json").json()
+    assert found["folder"] == str(tmp_path / "run" / f"export-{kind}")
+    expected = unskew.load(tmp_path / "run").predict_proba(x)
+    assert np.allclose(ask(kind, found["file"], torch.from_numpy(x)), expected, atol=TOLERANCE, rtol=0)
+    known = about(kind, found["file"])
+    assert json.loads(known["features"]) == ["a", "b"]
+    assert json.loads(known["class_names"]) == ["no", "yes"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_card_says_what_the_runs_say(tmp_path):
+    both = unskew.compare(methods=["fedprox:mu=0.1"], seeds=2, model="logistic", out=tmp_path / "both", **TINY)
+    folder = tmp_path / "both" / "fedprox-mu=0.1" / "seed-0"
+    text = card(opened(folder), "onnx", None)
+    front = yaml.safe_load(text.split("---")[1])
+    row = both.rows()[0]
+    (result,) = front["model-index"][0]["results"]
+    assert result["metrics"][0] == {
+        "type": "accuracy",
+        "name": "Test accuracy, last round",
+        "value": round(row["accuracy"], 6),
+    }
+    assert {"federated-learning", "fedprox"} <= set(front["tags"])
+    assert front["pipeline_tag"] == "image-classification"
+    assert f"| {100 * row['accuracy']:.1f} % | {100 * row['accuracy_std']:.1f} % |" in text
+    for words in (
+        "dirichlet:0.1",
+        "fedprox:mu=0.1",
+        "arXiv:1812.06127",
+        "2 runs with other seeds",
+        "no guarantee of privacy",
+    ):
+        assert words in text
+
+
+def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, capsys):
+    x, _ = unskew.load_federation("digits", clients=3).test
+    each = [unskew.load(ditto, client=k).predict_proba(x) for k in range(3)]
+    assert not np.allclose(each[0], each[1])
+    assert not np.allclose(each[0], unskew.load(ditto).predict_proba(x))
+    clients = unskew.load_federation("digits", clients=3).clients
+    for k, line in enumerate(map(json.loads, (ditto / "clients.jsonl").read_text().splitlines())):
+        labels = unskew.load(ditto, client=k).predict(clients[k].x_test)
+        right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
+        assert np.mean(right) == pytest.approx(line["personal_accuracy"])
+    Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
+    (line,) = call(capsys, "predict", ditto, tmp_path / "0.png", "--client", "1", "--json").json()
+    assert line["p_3"] == pytest.approx(float(each[1][0, 3]), abs=1e-6)
+    found = call(capsys, "export", ditto, "--format", "torchscript", "--client", "1", "--json").json()
+    assert found["folder"].endswith("export-torchscript-client-1")
+    assert np.allclose(ask("torchscript", found["file"], x), each[1], atol=TOLERANCE, rtol=0)
+    assert "client 1" in (ditto / "export-torchscript-client-1" / "README.md").read_text()
+    with pytest.raises(ConfigError, match="no client 3"):
+        unskew.load(ditto, client=3)
+
+
+def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
+    for method, words in (("fedavg", "no personal models"), ("fedavg+ft", "keeps none of them")):
+        folder = tmp_path / method
+        unskew.run(model="logistic", method=method, out=folder, **{**TINY, "rounds": 1})
+        with pytest.raises(ConfigError, match=words):
+            unskew.load(folder, client=0)
+    shutil.copytree(ditto, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints", "export*"))
+    with pytest.raises(CheckpointError, match="last checkpoint"):
+        unskew.load(tmp_path / "bare", client=0)
+    with pytest.raises(ConfigError, match="no format 'pickle'"):
+        unskew.export(ditto, "pickle")
+    with pytest.raises(ConfigError, match="is for texts"):
+        unskew.export(ditto, "transformers", out=tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_file_that_gives_something_else_is_not_kept(ditto, tmp_path, monkeypatch):
+    monkeypatch.setattr("unskew.serving.portable._apart", lambda one, other: 1e-3)
+    with pytest.raises(ConfigError, match="other probabilities"):
+        unskew.export(ditto, "torchscript", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_onnx_it_is_said_what_to_install(ditto, tmp_path, monkeypatch):
+    monkeypatch.setattr("unskew.serving.portable.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"unskew\[export\]"):
+        unskew.export(ditto, "onnx", out=tmp_path / "out")
+
+
+def small(name):
+    """Options that make a pretrained model of the catalogue small, with weights drawn at random."""
+    if not MODELS[name].pretrained:
+        return {}
+    from support.tiny import RESNET, VIT
+
+    own = {**RESNET} if name == "resnet-18" else {**VIT}
+    return {"pretrained": False, "config": own, "size": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["torch", "onnx", "torchscript"])
+def test_every_registered_model_can_be_exported(tmp_path, name, kind):
+    if MODELS[name].pretrained:
+        pytest.importorskip("transformers")
+    draws = np.random.default_rng(0)
+    images = draws.integers(0, 256, (60, 3, 32, 32)).astype(np.uint8)
+    labels = draws.integers(0, 3, 60)
+    fed = unskew.Federation.from_arrays([(images[:40], labels[:40])], test=(images[40:], labels[40:]), classes=3)
+    options = {"rounds": 1, "local_steps": 1, "batch_size": 8, "lr": 0.01, "engine": "inline", "out": tmp_path / "run"}
+    unskew.run(fed, model=name, model_options=small(name), **options)
+    done = unskew.export(tmp_path / "run", kind)
+    x = torch.from_numpy(images[:3])
+    assert np.allclose(ask(kind, done.file, x), unskew.load(tmp_path / "run").predict_proba(x), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["language", "classification"])
+def test_models_of_texts_are_written_for_transformers(tmp_path, task):
+    transformers = pytest.importorskip("transformers")
+    from support.tiny import opt_folder, rows, write_jsonl
+
+    labelled = {"label": "label"} if task == "classification" else {}
+    unskew.run(
+        data=f"text:{write_jsonl(tmp_path / 't.jsonl', rows())}", text={"columns": ["premise"], "block": 12}, **labelled,
+        partition="iid", clients=2, rounds=1, local_steps=1, lr=0.01, model=f"hf:{opt_folder(tmp_path / 'opt')}",
+        engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    done = unskew.export(tmp_path / "run", "transformers")
+    words = transformers.AutoTokenizer.from_pretrained(done.folder)
+    kind = "CausalLM" if task == "language" else "SequenceClassification"
+    net = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(done.folder).eval()
+    ids = words(["the cat sees a bird"], return_tensors="pt")["input_ids"]
+    if task == "classification":
+        assert net.config.id2label == {0: "no", 1: "yes"}
+        loaded = unskew.load(tmp_path / "run")
+        with torch.no_grad():
+            own = net(input_ids=ids).logits.softmax(-1).numpy()
+        assert np.allclose(own, loaded.predict_proba(ids), atol=TOLERANCE)
+        exported = unskew.export(tmp_path / "run", "torchscript")
+        x = examples(opened(tmp_path / "run"), 3)
+        assert np.allclose(ask("torchscript", exported.file, x), loaded.predict_proba(x), atol=TOLERANCE, rtol=0)
+    else:
+        with pytest.raises(ConfigError, match="unskew export"):
+            unskew.load(tmp_path / "run")

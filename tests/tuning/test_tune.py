@@ -1,0 +1,302 @@
+"""Methods are tuned alike, by what clients hold out, and a tuning that was killed ends as it would have ended."""
+
+import csv
+import json
+import re
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.pages import DOCS, table
+from support.running import Process, call, metrics
+
+import unskew
+from unskew.config.reading import experiment, load_yaml
+from unskew.errors import ConfigError
+from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.options import options_of
+from unskew.spaces import Choice, Range, log, one_of, read_space
+from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
+from unskew.tuning.trials import Plan
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+pytest.importorskip("optuna")
+TINY = {"model": "logistic", "rounds": 2, "local_steps": 1, "engine": "inline"}
+NOTHING_TO_TUNE = {"fedavg", "hfcl", "fednova", "fedpvr", "fedbn", "ft", "fedssyn"}
+
+
+def ends(space):
+    return (space.low, space.high) if isinstance(space, Range) else space.values
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_methods_spaces_are_of_its_options_and_every_end_can_be_taken(name):
+    found = own_spaces(name)
+    assert bool(found) == (name not in NOTHING_TO_TUNE)
+    for key, space in found.items():
+        assert key.rpartition(".")[2] in options_of(rule_class(name))
+        for value in ends(space):
+            experiment({"method": applied(name, {key: value})[0]})
+
+
+def test_the_page_on_tuning_lists_what_there_is():
+    text = (DOCS / "tuning.md").read_text()
+    listed = {row[0].strip("`"): row[1] for row in table(text.split("<!-- spaces -->")[1])}
+    declared = {name: own_spaces(name) for name in CATALOGUE}
+
+    def cell(key, space):
+        if isinstance(space, Choice):
+            return f"`{key}` {' or '.join(map(str, space.values))}"
+        return f"`{key}` {space.low:g} to {space.high:g}{' (log)' if space.log else ''}"
+
+    shown = {
+        name: [cell(key.rpartition(".")[2], one) for key, one in found.items()] for name, found in declared.items()
+    }
+    assert {name: cells.split(", ") for name, cells in listed.items()} == {k: v for k, v in shown.items() if v}
+    sentence = next(line for line in text.splitlines() if "only the shared options" in line)
+    assert set(re.findall(r"`([\w-]+)`", sentence)) >= NOTHING_TO_TUNE
+    fields = next(line for line in text.splitlines() if line.startswith("Of the fields of a run"))
+    assert re.findall(r"`(\w+)`", fields) == list(SHARED)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.001:0.3:log", Range(0.001, 0.3, log=True)),
+        ("1:2", Range(1, 2)),
+        ({"low": 0.1, "high": 1}, Range(0.1, 1)),
+        ("0.1|1", one_of(0.1, 1)),
+        ([0.5, 0.25], one_of(0.5, 0.25)),
+        (0.3, one_of(0.3)),
+    ],
+)
+def test_spaces_are_read(text, expected):
+    assert given_spaces({"lr": text}, ["fedavg"], {}) == {"lr": expected}
+    assert read_space(str(expected), "lr", lambda value: None) == expected
+
+
+def test_whole_numbers_are_known_by_what_the_option_takes():
+    found = given_spaces({"local_steps": "1:8", "lr": "1:8", "fedbuff.buffer_size": "2:4"}, ["fedbuff"], {})
+    assert [space.whole for space in found.values()] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ({"rounds": "1:5"}, "no option to tune for all methods 'rounds'"),
+        ({"fedprox.mu": "0.1:1"}, "none of the methods"),
+        ({"fedavg.beta": "0.1:1"}, "'beta'"),
+        ({"lr": "0.3:0.1"}, "must be below"),
+        ({"lr": "0:0.1:log"}, "lr=0"),
+        ({"momentum": "0:0.5:log"}, "above 0"),
+        ({"lr": "0.1:0.3:lgo"}, "0.1:0.3:lgo"),
+        ({"lr": ""}, "empty"),
+        ({"lr": {"low": 1}}, "low, high"),
+        ({"local_steps": 2, "local_epochs": 2}, "both"),
+    ],
+)
+def test_spaces_that_make_no_sense_are_sentences(space, words):
+    with pytest.raises(ConfigError, match=words):
+        given_spaces(space, ["fedavg"], {})
+
+
+def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written():
+    config = experiment({"local_steps": 4, "lr": 0.1})
+    found = spaces_for("fedcog:lambda_kd=0.5+scaffold", config, {"fedcog.n": one_of(8), "local_epochs": one_of(1, 2)})
+    assert list(found) == ["lr", "batch_size", "fedcog.lambda_dis", "scaffold.eta_g", "fedcog.n", "local_epochs"]
+    assert applied("fedcog:lambda_kd=0.5+scaffold", {"fedcog.lambda_kd": 1.0, "lr": 0.2}) == (
+        "fedcog:lambda_kd=1.0+scaffold",
+        {"lr": 0.2},
+    )
+    assert as_configured("fedprox", config, {"lr": log(0.2, 1.0), "fedprox.mu": log(0.001, 1.0)}) == {
+        "fedprox.mu": 0.01
+    }
+    assert "feddf.epochs" not in own_spaces("feddf:steps=3")
+
+
+def digits(noise):
+    """A federation, and the same with a test set whose labels are noise."""
+    fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, keep_samples=120)
+    if not noise:
+        return fed
+    draws = np.random.default_rng(3)
+    x, y = fed.test
+    return replace(fed, test=(x, torch.from_numpy(draws.integers(0, 10, len(y)))))
+
+
+def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
+    options = {"methods": ["fedprox", "ditto"], "trials": 3, "seeds": 1, **TINY}
+    found, noisy = (unskew.tune(digits(noise), **options) for noise in (False, True))
+    assert [row["trial"] for row in found.trials] == [0, 1, 2] * 2
+    assert found.trials == noisy.trials
+    assert found.tuned["fedprox"].options == noisy.tuned["fedprox"].options
+    assert noisy.comparison.rows()[0]["accuracy"] < found.comparison.rows()[0]["accuracy"]
+    one = found.tuned["fedprox"]
+    best = max(found.trials[:3], key=lambda row: row["value"])
+    assert (best["value"], best["options"]) == (one.value, one.options)
+    assert found.trials[0]["options"] == {"lr": 0.1, "local_steps": 1, "batch_size": 64, "fedprox.mu": 0.01}
+    assert found.trials[0]["value"] == one.configured
+    assert found.tuned["ditto"].judged_by == "validation accuracy of personal models"
+    assert "needs 10 trials" in one.importance
+    assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
+
+
+def test_a_trial_that_cannot_be_made_is_one_of_its_methods_trials():
+    spaces = {"batch_size": one_of(8, 16), "fedprox.mu": 0.5, "optimizer": one_of("adam", "sgd"), "momentum": 0.5}
+    found = unskew.tune(digits(False), methods=["fedprox"], trials=4, seeds=1, space=spaces, **TINY)
+    states = [row["state"] for row in found.trials]
+    assert states.count("failed") == [row["options"]["optimizer"] for row in found.trials].count("adam") > 0
+    assert all("momentum belongs to sgd" in row["reason"] for row in found.trials if row["state"] == "failed")
+    assert found.tuned["fedprox"].options["optimizer"] == "sgd"
+    assert found.tuned["fedprox"].config.method == "fedprox:mu=0.5"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"holdout": 0}, "holds anything out"),
+        ({"eval_clients": 0}, "eval_clients"),
+        ({"methods": []}, "at least one"),
+        ({"methods": ["fedavg", "FedAvg"]}, "only once"),
+        ({"methods": [rule_class("fedavg")()]}, "named by text"),
+        ({"trials": 0}, "trials=0"),
+        ({"seeds": "0..2"}, "tuned on"),
+        ({"method": "fedavg"}, "leave out method"),
+        ({"parallel": 2}, "give out"),
+        ({"resume": True}, "name it with out"),
+        ({"methods": ["feddf"]}, "server"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        unskew.tune(**{"data": "digits", "clients": 2, "methods": ["fedavg"], **TINY, **options})
+
+
+def test_without_optuna_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"unskew\[tune\]"):
+        unskew.tune(methods=["fedavg"])
+
+
+def test_the_command_leaves_configurations_that_run_and_compare_take(tmp_path, capsys):
+    words = ("--data", "digits", "--clients", "3", "--model", "logistic", "--local-steps", "1", "--engine", "inline")
+    command = ("tune", "fedavg", "fedprox", "--trials", "2", "--seeds", "1", "--rounds", "1", *words)
+    out = tmp_path / "t"
+    found = call(capsys, *command, "--space", "lr=0.5", "--out", out, "--json").json()
+    assert found["tuned"]["fedavg"]["options"]["lr"] == 0.5
+    assert json.loads((out / "tuning.json").read_text()).keys() == {"fedavg", "fedprox"}
+    assert len(list(csv.DictReader((out / "trials.csv").open()))) == len(found["trials"]) == 4
+    assert not (out / "trials").exists()
+    files = [out / "tuned" / f"{name}.yaml" for name in ("fedavg", "fedprox")]
+    method = load_yaml(files[1])["method"]
+    call(capsys, "run", files[1], "--out", tmp_path / "run")
+    folder = next((out / "compare").glob("fedprox*")) / "seed-1"
+    assert metrics(tmp_path / "run") == metrics(folder)
+    rows = call(capsys, "compare", *files, "--seeds", "0", "--out", tmp_path / "both", "--json").json()["rows"]
+    assert [row["method"] for row in rows] == ["fedavg", method]
+    again = call(capsys, *command, "--out", out, "--resume")
+    assert "space" in again.err
+    assert again.code == 2
+    assert "already there" in call(capsys, *command, "--out", out).err
+    (tmp_path / "s.yaml").write_text("fedssyn.generator: somebodys_module:net\n")
+    sent = call(capsys, "tune", "fedssyn", "--space", tmp_path / "s.yaml", *words, "--out", tmp_path / "sent")
+    assert "names code of its own" in sent.err
+    twice = call(capsys, "compare", files[0], files[0], "--out", tmp_path / "twice")
+    assert "twice" in twice.err
+
+
+def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data():
+    options = {"methods": ["fedavg", "fedprox"], "seeds": 1, "data": "digits", "clients": 3, **TINY}
+    found = unskew.compare(**options, each={"fedprox": {"lr": 1e-6}})
+    rows = {row["method"]: row for row in found.rows()}
+    assert rows["fedprox"]["loss"] > rows["fedavg"]["loss"]
+    for each, words in (
+        ({"fedprox": {"clients": 4}}, "same data, but clients is 3"),
+        ({"moon": {"lr": 1}}, "'moon'"),
+        ({"fedprox": {"seed": 1}}, "seed"),
+        ({"fedprox": 3}, "mapping"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            unskew.compare(**options, each=each)
+
+
+KILLED = (
+    *("tune", "fedavg", "fedprox", "--trials", "7", "--seeds", "1", "--rounds", "4", "--data", "digits"),
+    *(
+        "--clients",
+        "3",
+        "--model",
+        "logistic",
+        "--local-steps",
+        "1",
+        "--engine",
+        "inline",
+        "--set",
+        "checkpoint_every=1",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    assert Process(folder, *KILLED, "--out", folder / "t").wait().code == 0
+    return folder / "t"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [20, 150, 310, 600])
+def test_killed_and_gone_on_with_it_finds_the_same(tmp_path, straight, count):
+    """In the middle of a trial, or of the comparison: every trial is there once, with the value that it would have had."""
+    out = tmp_path / "t"
+    ended = Process(tmp_path, *KILLED, "--out", out, hook="die", value=count).wait()
+    assert ended.code == -signal.SIGKILL, ended.err
+    again = Process(tmp_path, *KILLED, "--out", out, "--resume").wait()
+    assert again.code == 0, again.err
+    assert (out / "trials.csv").read_text() == (straight / "trials.csv").read_text()
+    assert (out / "tuning.json").read_text() == (straight / "tuning.json").read_text()
+    rows = [json.loads((folder / "compare" / "comparison.json").read_text()) for folder in (out, straight)]
+    assert [{k: v for k, v in row.items() if k != "seconds"} for row in rows[0]] == [
+        {k: v for k, v in row.items() if k != "seconds"} for row in rows[1]
+    ]
+
+
+@pytest.mark.slow
+def test_processes_share_the_trials(tmp_path):
+    """Three at once, one of them killed: as many trials as were asked for, each once."""
+    out = tmp_path / "t"
+    first = Process(tmp_path, *KILLED, "--out", out, "--parallel", "2")
+    first.wait_until(lambda: (out / "study.db").exists())
+    (tmp_path / "b").mkdir()
+    second = Process(tmp_path / "b", *KILLED, "--out", out, "--resume", hook="die", value=40)
+    assert second.wait().code == -signal.SIGKILL
+    assert first.wait().code == 0
+    rows = list(csv.DictReader((out / "trials.csv").open()))
+    for name in ("fedavg", "fedprox"):
+        mine = [row for row in rows if row["method"] == name]
+        assert [int(row["trial"]) for row in mine] == list(range(7))
+        assert {row["state"] for row in mine} <= {"finished", "ended early"}
+
+
+@pytest.mark.slow
+def test_a_language_model_is_tuned_by_its_loss(tmp_path):
+    pytest.importorskip("transformers")
+    from support.tiny import opt_folder
+
+    found = unskew.tune(
+        methods=["fedavg"], data="sentences", model=f"hf:{opt_folder(tmp_path / 'opt')}", partition="sorted:genre",
+        trials=3, seeds=1, rounds=2, local_steps=2, clients=3, keep_samples=60, engine="inline", optimizer="adamw",
+    )  # fmt: skip
+    one = found.tuned["fedavg"]
+    assert one.judged_by == "validation loss"
+    assert one.value == min(row["value"] for row in found.trials if row["value"] is not None)
+
+
+def test_a_plan_prunes_no_method_with_personal_models():
+    plan = Plan(["fedavg", "fedrep"], {"data": "digits", "clients": 2, **TINY, "model": "mlp"}, {}, 2)
+    plan.check()
+    names = {name: type(study.study.pruner).__name__ for name, study in plan.studies().items()}
+    assert names == {"fedavg": "MedianPruner", "fedrep": "NopPruner"}
+    assert isinstance(plan.spaces("fedavg")["batch_size"], Choice)

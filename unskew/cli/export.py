@@ -1,0 +1,34 @@
+"""``unskew export``: a trained model as files for other programs, with a model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
+from unskew.files import place
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    kind: Annotated[str, typer.Option("--format", help="torch, onnx, torchscript or transformers.")] = "onnx",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=place, metavar="PATH", help="The folder to write; RUN/export-FORMAT by default."),
+    ] = None,
+    client: Client = None,
+    trust_code: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trained model with its preprocessing for other programs, and a model card."""
+    from unskew.serving.export import export as write
+
+    done = write(run, kind, out=out, client=client, trust_code=trust_code)
+    if as_json:
+        print_json({"folder": str(done.folder), "file": str(done.file), "apart": done.apart})
+        return
+    checked = "" if done.apart is None else f" Its probabilities are those of the run to {done.apart:.1g}."
+    text = f"The model is {done.file}; README.md beside it is its card.{checked}"
+    console_for().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,208 @@
+"""``unskew tune``: the options of several methods are looked for alike, then compared on fresh seeds."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unskew.cli.options import (
+    BUDGET,
+    DATA,
+    AsJson,
+    ConfigFile,
+    Sets,
+    TrustCode,
+    console_for,
+    free_name,
+    is_config,
+    overridden_by,
+    print_json,
+    short_name,
+    stoppable,
+    values_of,
+)
+from unskew.cli.report import report_at_the_end
+from unskew.errors import ConfigError
+from unskew.files import place
+from unskew.options import untrusted
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from unskew.tuning.found import Tuning
+
+FIELDS = (
+    *(*DATA, "server", "server_path", "model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay"),
+    *("seed", "engine", "device", "network", "eval_every"),
+)
+
+
+@overridden_by(*FIELDS)
+def tune(
+    context: typer.Context,
+    methods: Annotated[
+        list[str], typer.Argument(help="Methods or sums of methods; a .yaml file is the configuration.")
+    ],
+    trials: Annotated[int, typer.Option("--trials", help="Trials of each method.")] = 20,
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="Fresh seeds to compare on: how many, or which, as 5..7.")
+    ] = "3",
+    space: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--space", help="lr=0.001:0.3:log, fedprox.mu=0.01|0.1, batch_size=32, or a .yaml file. Repeatable."
+        ),
+    ] = None,
+    pruning: Annotated[
+        bool, typer.Option("--pruning/--no-pruning", help="End trials early that are worse than most.")
+    ] = True,
+    parallel: Annotated[int, typer.Option("--parallel", help="Processes that make trials.")] = 1,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=place, metavar="PATH", help="Its folder; runs/tune-DATA by default."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--resume", help="Go on in --out, also beside another process.")] = False,
+    trust_code: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tune methods alike on what clients hold out, then compare them on fresh seeds."""
+    from unskew.config.reading import experiment
+    from unskew.methods.catalogue import check_names
+
+    for name in methods:  # a mistake is told before PyTorch is loaded
+        check_names(name)
+    if again and out is None:
+        raise ConfigError("--resume goes on in the folder that --out names; give both.")
+    values = values_of(config, context)
+    values.pop("method", None)  # a file made for one run may be used
+    checked = experiment(values)
+    spaces = spaces_in(space or [])
+    from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.tuning.tune import tune as tune_methods
+
+    folder = out or free_name(Path("runs") / f"tune-{short_name(checked)}")
+    console = console_for(as_json)
+    started = time.perf_counter()
+    go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
+    with (
+        from_space_files(space or [], trust_code),
+        stoppable(folder, shlex.join(["unskew", *go_on])),
+        make_progress(console) as progress,
+    ):
+        result = tune_methods(
+            methods=methods,
+            trials=trials,
+            seeds=seeds,
+            space=spaces,
+            out=folder,
+            resume=again,
+            parallel=parallel,
+            pruning=pruning,
+            follow=lambda title: [ProgressLine(progress, title, ", trial " in title, ", trial " not in title, True)],
+            **values,
+        )
+    rows = result.comparison.rows()
+    if as_json:
+        found = {
+            name: {**{k: v for k, v in vars(one).items() if k != "config"}, "method": one.config.method}
+            for name, one in result.tuned.items()
+        }
+        print_json(
+            {
+                "folder": str(folder),
+                "tuned": found,
+                "trials": result.trials,
+                "rows": rows,
+                "notes": result.comparison.notes(),
+            }
+        )
+    else:
+        from unskew.cli.comparison_tables import clients_table, comparison_table
+
+        tables = (found_table(result), importance_table(result), comparison_table(rows), clients_table(rows))
+        for note in result.comparison.notes():
+            console.print(f"{note}\n", markup=False)
+        for table in filter(None, tables):
+            console.print(table)
+        for name, one in result.tuned.items():
+            if isinstance(one.importance, str):
+                console.print(f"Importance of the options of {name}: {one.importance}.", markup=False, soft_wrap=True)
+        seconds = time.perf_counter() - started
+        text = f"The tuned configurations are in {folder}/tuned, all trials in {folder}/trials.csv. {seconds:.0f} s."
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    report_at_the_end(console, [folder / "compare"])
+
+
+@contextmanager
+def from_space_files(texts: list[str], trusted: bool) -> Iterator[None]:
+    """Within, what files of spaces name of code is not run, unless that is asked for."""
+    from unskew.config.reading import load_yaml
+
+    with ExitStack() as within:
+        for text in texts:
+            if "=" not in text and not trusted:
+                within.enter_context(untrusted(load_yaml(Path(text)), text))
+        yield
+
+
+def spaces_in(texts: list[str]) -> dict[str, Any]:
+    """The spaces of ``--space``: pieces ``NAME=SPACE``, and files of such.
+
+    Raises:
+        ConfigError: A piece is none, or an option is there twice.
+    """
+    from unskew.config.reading import load_yaml
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = (piece.strip() for piece in text.partition("="))
+        if not equals and not is_config(text):
+            raise ConfigError(
+                f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
+            )
+        for name, one in ({key: value} if equals else load_yaml(Path(text))).items():
+            if name in found:
+                raise ConfigError(f"--space gives {name} twice.")
+            found[str(name)] = one
+    return found
+
+
+def found_table(result: Tuning) -> Table:
+    """What was found for each method."""
+    from unskew.cli.comparison_tables import ByMethod
+
+    figures = {one.judged_by for one in result.tuned.values()}
+    title = f"Tuned on {', '.join(sorted(figures))}"
+    table = ByMethod(
+        title, list(result.tuned), "as configured", "tuned", "finished", "ended early", "failed", "options"
+    )
+    table.columns[-1].justify = "left"
+    for name, one in result.tuned.items():
+        options = "\n".join(f"{key}={value}" for key, value in one.options.items())
+        first = "-" if one.configured is None else f"{one.configured:.4f}"
+        table.add_row(name, first, f"{one.value:.4f}", *map(str, one.trials.values()), options)
+    return table
+
+
+def importance_table(result: Tuning) -> Table | None:
+    """How much each option matters, for the methods where that is known."""
+    from unskew.cli.comparison_tables import ByMethod
+
+    known = {name: one.importance for name, one in result.tuned.items() if isinstance(one.importance, dict)}
+    if not known:
+        return None
+    table = ByMethod("Importance of options to that figure, in %", list(known), "option", "importance")
+    table.columns[1].justify = "left"
+    for name, shares in known.items():
+        for key, share in shares.items():
+            table.add_row(name, key, f"{100 * share:.0f}")
+    return table

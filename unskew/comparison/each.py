@@ -1,0 +1,45 @@
+"""Fields of a run that differ between the methods of a comparison, as those that were tuned for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
+from unskew.errors import ConfigError, shown, unknown
+
+
+def fields_of(each: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The fields that differ for each of the methods.
+
+    Raises:
+        ConfigError: There are some of a method that is not compared, or of what a comparison decides.
+    """
+    if not isinstance(each, Mapping | None) or not all(isinstance(one, Mapping) for one in (each or {}).values()):
+        raise ConfigError(f"each is a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {shown(each)}.")
+    found = {name: dict(fields) for name, fields in (each or {}).items()}
+    for name, fields in found.items():
+        if name not in names:
+            raise ConfigError(unknown("method in this comparison", str(name), names))
+        wrong = next((key for key in ("method", "seed", "target") if key in fields), None)
+        if wrong is not None:
+            raise ConfigError(f"each[{name!r}] holds {wrong}, which is the comparison's own; leave it out.")
+    return {name: found.get(name, {}) for name in names}
+
+
+def check_same_data(configs: Iterable[Experiment]) -> None:
+    """Refuse methods that would not see the same data.
+
+    Raises:
+        ConfigError: They would not.
+    """
+    specs = [asdict(anchored(config).data_spec) for config in configs]
+    for spec in specs[1:]:
+        for name, value in spec.items():
+            if value != specs[0][name]:
+                raise ConfigError(
+                    f"Methods are compared on the same data, but {name} is {shown(specs[0][name])} for one of them and "
+                    f"{shown(value)} for another."
+                )

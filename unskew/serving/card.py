@@ -1,0 +1,238 @@
+"""A model card: ``README.md`` in the format of the Hugging Face hub, with what the run folder knows and no more."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unskew.config.reading import load_yaml
+from unskew.errors import ConfigError
+from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.runs.predictor import shape_text
+from unskew.serving.load import Opened
+from unskew.simulation.checkpoint import reading
+from unskew.tasks import TASKS
+
+PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
+LIBRARIES = {"torch": "pytorch", "torchscript": "pytorch", "onnx": "onnx", "transformers": "transformers"}
+MOST_CLASSES = 100
+USES = {
+    "torch": 'program = torch.export.load("model.pt2").module()\nprobabilities = program(inputs)',
+    "torchscript": 'model = torch.jit.load("model.pt")\nprobabilities = model(inputs)',
+    "onnx": 'session = onnxruntime.InferenceSession("model.onnx")\nprobabilities = session.run(None, {"inputs": inputs})[0]',
+}
+
+
+def card(found: Opened, kind: str, client: int | str | None) -> str:
+    """The text of the card.
+
+    Args:
+        found: The run.
+        kind: The format that the model is written in.
+        client: Whose own model it is, or None.
+    """
+    runs = summaries(found.folder)
+    own = runs[0]
+    rows = [
+        (key, name, *spread(runs, key))
+        for key, name in figures(found.inputs.task).items()
+        if isinstance(own.get(key), int | float)
+    ]
+    title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
+    data, seeds = own["data"], len(runs)
+    front: dict[str, Any] = {
+        "library_name": LIBRARIES[kind],
+        "pipeline_tag": front_task(found),
+        "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
+        "model-index": [
+            {
+                "name": title,
+                "results": [
+                    {
+                        "task": {"type": front_task(found)},
+                        "dataset": {"name": data, "type": data},
+                        "metrics": [
+                            {"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+    whose = (
+        "the global model of a federation" if client is None else f"the own model of client {client} of a federation"
+    )
+    said = (
+        f"mean and standard deviation over {seeds} runs with other seeds"
+        if seeds > 1
+        else "one run, so no spread is known"
+    )
+    lines = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {plain(title)}",
+        f"This is {whose}, trained by simulation with unskew {version(found.folder)}.",
+        "## Data",
+        data_text(found, own),
+        "## Training",
+        training_text(found, own),
+        "## Figures",
+        f"Of the global model after the last round: {said}.",
+        "| figure | mean | std |\n|---|---|---|\n" + "\n".join(map(row_text, rows)),
+        "## Use",
+        use_text(found, kind),
+        "## Limits",
+        "\n".join(f"- {text}" for text in limits(found, own, seeds, client)),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def figures(task: str) -> dict[str, str]:
+    """The figures of a summary that the card shows, and what it calls them."""
+    return {
+        "accuracy": "Test accuracy, last round",
+        "loss": "Test loss, last round",
+        **{name: f"Test {name}, last round" for name in TASKS[task].figures},
+        "client_accuracy_mean": "Accuracy at clients, mean",
+        "client_accuracy_worst": "Accuracy at clients, worst client",
+        "personal_accuracy_mean": "Accuracy of the clients' own models, mean",
+        "personal_accuracy_worst": "Accuracy of the clients' own models, worst client",
+    }
+
+
+def front_task(found: Opened) -> str:
+    """What the hub calls the task."""
+    return "text-generation" if found.inputs.task == "language" else PIPELINES[found.inputs.kind]
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    """The run's summary, and those of the same run with other seeds that lie beside it, as in a comparison."""
+    others = []
+    if re.fullmatch(r"seed-\d+", folder.resolve().name):
+        own = without_seed(folder)
+        beside = sorted(one for one in folder.resolve().parent.glob("seed-*") if one != folder.resolve())
+        others = [one for one in beside if (one / "summary.json").is_file() and without_seed(one) == own]
+    found = []
+    for one in (folder, *others):
+        with reading(one / "summary.json"):
+            found.append(json.loads((one / "summary.json").read_bytes()))
+            found[-1]["method"], found[-1]["data"], found[-1]["partition"]
+    return found
+
+
+def without_seed(folder: Path) -> dict[str, Any] | None:
+    """A run's configuration but for its seed; None if there is none."""
+    try:
+        return {key: value for key, value in load_yaml(folder / "config.yaml").items() if key != "seed"}
+    except ConfigError:
+        return None
+
+
+def spread(runs: list[dict[str, Any]], key: str) -> tuple[float, float | None]:
+    """Mean and standard deviation over seeds; of a single one there is none."""
+    values = [float(run[key]) for run in runs if isinstance(run.get(key), int | float)]
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def row_text(row: tuple[str, str, float, float | None]) -> str:
+    """A line of the table of figures."""
+    key, name, mean, std = row
+
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.1f} %" if "accuracy" in key else f"{value:.4f}"
+
+    return f"| {name} | {shown(mean)} | {shown(std)} |"
+
+
+def plain(text: object) -> str:
+    """A name as Markdown shows it and does not read it: on one line, without mark-up."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(text).split()))
+
+
+def version(folder: Path) -> str:
+    """Of unskew, by which the run was made; empty if the folder does not say."""
+    try:
+        return str(json.loads((folder / "about.json").read_bytes())["versions"]["unskew"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def data_text(found: Opened, own: dict[str, Any]) -> str:
+    """What it was trained on, and who held it."""
+    inputs = found.inputs
+    kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
+    lines = [
+        f"- Data: {plain(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. The hash of who "
+        f"holds what is `{own.get('partition_hash')}`.",
+        f"- Inputs: {kinds[inputs.kind]}, {shape_text(inputs.shape)}.",
+    ]
+    if inputs.features:
+        lines.append(f"- Columns, in this order: {', '.join(map(plain, inputs.features))}.")
+    if inputs.text:
+        lines.append(f"- Texts from {', '.join(map(plain, inputs.text))}, by the tokeniser `{inputs.tokenizer}`, at most "
+                     f"{inputs.block} tokens.")  # fmt: skip
+    if inputs.task != "language":
+        names = ", ".join(map(plain, inputs.names[:MOST_CLASSES]))
+        lines.append(
+            f"- Classes, in the order of the outputs: {names}{' ...' if inputs.classes > MOST_CLASSES else '.'}"
+        )
+    return "\n".join(lines)
+
+
+def training_text(found: Opened, own: dict[str, Any]) -> str:
+    """How it was trained."""
+    config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
+    papers = dict.fromkeys(rule_class(name).paper for name in names if name in CATALOGUE)
+    work = f"{config.local_steps} steps" if config.local_steps else f"{config.local_epochs} epochs"
+    lines = [
+        f"- Method: `{own['method']}`{' (' + '; '.join(papers) + ')' if papers else ''}.",
+        f"- {own['rounds']} rounds with {100 * config.participation:g} % of the clients in each, {work} a round, batches of "
+        f"{config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
+        f"- Model: `{config.model}`, {own['parameters']} trained parameters. Clients count by `{own['weights']}`.",
+        f"- Traffic of all clients: {own['bytes_up'] / 1e6:.1f} MB up, {own['bytes_down'] / 1e6:.1f} MB down.",
+    ]
+    return "\n".join(lines)
+
+
+def use_text(found: Opened, kind: str) -> str:
+    """How to ask the model."""
+    if kind == "transformers":
+        kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
+        bytes_ = found.inputs.tokenizer == "bytes"
+        note = "Token ids are the bytes of the text, with 256 before it; there is no tokeniser." if bytes_ else ""
+        return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
+    types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
+    padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
+    return (
+        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(found.inputs.shape)}, as they are: what was done "
+        f"to the training data is part of the file.{padding}\n\n```python\n{USES[kind]}\n```"
+    )
+
+
+def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
+    """What a reader should know before using it."""
+    texts = [
+        "It was trained in a simulation: the clients were parts of one data set on one machine.",
+        "It knows no inputs but of the kind above, and gives probabilities to others, too. They are not calibrated.",
+    ]
+    worst, mean = own.get("client_accuracy_worst"), own.get("client_accuracy_mean")
+    if isinstance(worst, float) and isinstance(mean, float):
+        texts.append(
+            f"Clients are not served alike: {100 * mean:.1f} % on average, {100 * worst:.1f} % at the worst one, on "
+            f"{own.get('clients_evaluated_on')}."
+        )
+    if seeds == 1:
+        texts.append("One seed was run, so chance may have a large part in the figures.")
+    if client is not None:
+        texts.append("It is made for one client; the figures above are not of this model alone.")
+    texts.append(
+        "The training of the model has no guarantee of privacy: what it learnt of a sample may be found out from it."
+    )
+    path = found.folder / "warnings.txt"
+    if path.is_file():
+        texts += [f"Told during training: {plain(line)}" for line in path.read_text(encoding="utf-8").splitlines()[:10]]
+    return texts

@@ -1,0 +1,98 @@
+"""The model that a method keeps for one client, from the last checkpoint of a finished run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load
+from torch import Tensor
+
+from unskew.config.experiment import Experiment
+from unskew.errors import CheckpointError, ConfigError
+from unskew.models.vector import ModelSpec
+from unskew.protocol.messages import ClientState, Tensors
+from unskew.protocol.rules import Method
+from unskew.simulation.checkpoint import CLIENTS, newest, reading
+from unskew.simulation.personal import personalises, serving, tunes
+
+
+def client_number(folder: Path, client: int | str) -> int:
+    """The number of a client that is named by its number or its name.
+
+    Raises:
+        ConfigError: The run has no such client.
+        CheckpointError: ``clients.jsonl`` is missing or damaged.
+    """
+    path = folder / "clients.jsonl"
+    with reading(path):
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        names = {str(row["name"]): int(row["client"]) for row in rows if "name" in row}
+        numbers = {int(row["client"]) for row in rows}
+    if str(client) in names:
+        return names[str(client)]
+    if str(client).isdigit() and int(client) in numbers:
+        return int(client)
+    known = ", ".join(sorted(names)[:10]) if names else f"0 to {max(numbers, default=0)}"
+    raise ConfigError(f"The run in {folder} has no client {client!r}; its clients are {known}.")
+
+
+def model_of_client(
+    folder: Path, config: Experiment, method: Method, spec: ModelSpec, final: tuple[Tensor, Tensor], client: int | str
+) -> tuple[Tensor, Tensor]:
+    """The model ``v [d]`` and the statistics ``b [m]`` that serve a client; the global ones if it never took part.
+
+    Args:
+        folder: The run folder.
+        config: Of the run.
+        method: Of the run.
+        spec: Its model.
+        final: The global model and its statistics.
+        client: By its number, or its name where clients have any.
+
+    Raises:
+        ConfigError: There is no such client, or the method keeps no model of its own for one.
+        CheckpointError: The checkpoint that holds it is gone or damaged.
+    """
+    number = client_number(folder, client)
+    if tunes(method):
+        raise ConfigError(
+            f"{config.method} trains each client's model at the end of the run, from the global one, and keeps none of them; "
+            "leave --client out, and train the model on the client's data."
+        )
+    own = personalises(method, spec)
+    if not own and config.buffers != "local":
+        raise ConfigError(
+            f"{config.method} has no personal models: all clients are served by the global one. Leave --client out."
+        )
+    found = newest(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"The clients' own models are in the last checkpoint, and {folder} has none any more.")
+    path, manifest, _ = found
+    if not _is_last(folder, manifest["round"]):
+        raise CheckpointError(
+            f"The last checkpoint of {folder} is missing or damaged, which holds the clients' own models."
+        )
+    with reading(path):
+        state = ClientState.of(_kept(path, list(manifest["files"]), number))
+        v, b = serving(method, spec, config.buffers, state, *final, own)
+        if v.shape != final[0].shape or b.shape != final[1].shape:
+            raise ValueError(f"the model of client {number} has another size")
+    return v, b
+
+
+def _is_last(folder: Path, round: int) -> bool:
+    with reading(folder / "summary.json"):
+        return bool(json.loads((folder / "summary.json").read_bytes())["rounds"] == round)
+
+
+def _kept(path: Path, files: list[str], client: int) -> Tensors:
+    """What a client keeps, from the files of a checkpoint."""
+    single = f"{CLIENTS}-{client}.safetensors"
+    if single in files:
+        return load((path / single).read_bytes())
+    own: Tensors = {}
+    for name in (name for name in files if name.startswith(f"{CLIENTS}s-")):
+        tensors = load((path / name).read_bytes())
+        own |= {key.partition("/")[2]: t for key, t in tensors.items() if key.partition("/")[0] == str(client)}
+    return own

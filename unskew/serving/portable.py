@@ -1,0 +1,188 @@
+"""A trained model with its preprocessing as one module, and as files that need no unskew: torch, ONNX, TorchScript."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unskew.engines.batches import Normaliser
+from unskew.errors import ConfigError
+from unskew.runs.predictor import PADDING
+from unskew.seeding import generator
+from unskew.serving.load import Opened
+from unskew.tasks import TASKS
+
+MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
+TOLERANCE = 1e-5
+"""Between the outputs of an exported model and those of the original."""
+FEWEST = 2
+"""Tokens that any model of token ids knows."""
+SIZES = (1, 2, 5)
+"""Of the batches that both are asked for: the first axis is free."""
+
+
+class Portable(nn.Module):
+    """From inputs as they are (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
+
+    Args:
+        found: The run.
+    """
+
+    factor: Tensor | None
+    offset: Tensor | None
+
+    def __init__(self, found: Opened):
+        super().__init__()
+        inputs, shape = found.inputs, found.inputs.shape
+        self.module, self.task, self.dtype = found.module.eval(), TASKS[inputs.task], found.spec.dtype
+        self.tokens = inputs.kind == "tokens"
+        normalise = Normaliser(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
+        factor, offset = (None, None) if normalise.factor is None else (normalise.factor, normalise.offset)
+        if factor is not None and offset is not None:  # of an image, a number for each channel
+            sides = (shape[0], 1, 1) if len(shape) == 3 else shape
+            factor, offset = (part[: int(np.prod(sides))].reshape(sides) for part in (factor, offset))
+        self.register_buffer("factor", factor)
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Probabilities of the classes."""
+        if not self.tokens:
+            x = x.to(self.dtype)
+            if self.factor is not None and self.offset is not None:
+                x = x * self.factor + self.offset
+        return self.task.probabilities(self.module(x))
+
+
+def examples(found: Opened, count: int) -> Tensor:
+    """Inputs as they might be, drawn at random."""
+    inputs = found.inputs
+    draws, shape = generator(0, "export", count), (count, *inputs.shape)
+    if inputs.kind == "uint8":
+        return torch.randint(0, 256, shape, generator=draws, dtype=torch.uint8)
+    if inputs.kind == "tokens":
+        ids = torch.randint(0, getattr(found.module, "tokens", None) or FEWEST, shape, generator=draws)
+        ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
+        return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
+    x, known = torch.randn(shape, generator=draws), inputs.normalisation
+    if known is None:
+        return x
+    sides = (-1, *(1,) * (len(shape) - 2))
+    mean, std = (torch.tensor(values).reshape(sides) / known.scale for values in (known.mean, known.std))
+    return x * std + mean
+
+
+def facts(found: Opened) -> dict[str, str]:
+    """What is written into a file beside the weights, as text."""
+    inputs = found.inputs
+    about: dict[str, Any] = {"shape": list(inputs.shape), "kind": inputs.kind, "task": inputs.task}
+    about |= {} if inputs.task == "language" else {"class_names": inputs.names}
+    about |= {"features": list(inputs.features)} if inputs.features else {}
+    about |= {"text": list(inputs.text), "tokenizer": inputs.tokenizer, "padding": PADDING} if inputs.text else {}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
+
+
+def write(found: Opened, kind: str, file: Path) -> float:
+    """Write the model as ``torch``, ``onnx`` or ``torchscript``, and look whether the file gives what the model gives.
+
+    Returns:
+        The largest difference of a probability.
+
+    Raises:
+        ConfigError: The model cannot be written so, the file gives something else, or a package is missing.
+    """
+    if kind == "onnx" and not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
+        raise ConfigError(MISSING)
+    portable = Portable(found).eval()
+    with torch.no_grad(), _quiet(), _as_sentence(kind):
+        ask = WRITERS[kind](portable, examples(found, 2), facts(found), file)
+        apart = max(_apart(portable(x), ask(x)) for x in (examples(found, size) for size in SIZES))
+    if not apart <= TOLERANCE:
+        file.unlink(missing_ok=True)
+        raise ConfigError(
+            f"The model as {kind} gives other probabilities, by {apart:.2g} at most, so it was not kept; another format may."
+        )
+    return apart
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.shape == other.shape else float("inf")
+
+
+Ask = Callable[[Tensor], Tensor]
+
+
+def _torch(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
+    program = torch.export.export(portable, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    torch.export.save(program, file, extra_files={"about.json": json.dumps(about)})
+    kept: Any = torch.export.load(file).module()
+    return lambda y: kept(y)
+
+
+def _torchscript(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
+    jit: Any = torch.jit
+    jit.save(jit.trace(portable, x), file, _extra_files={"about.json": json.dumps(about)})
+    kept = jit.load(file)
+    return lambda y: kept(y)
+
+
+def _onnx(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
+    import onnx
+    import onnxruntime
+
+    program: Any = torch.onnx.export(
+        portable,
+        (x,),
+        dynamo=True,
+        verbose=False,
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        input_names=["inputs"],
+        output_names=["probabilities"],
+    )
+    model = program.model_proto
+    onnx.helper.set_model_props(model, about)
+    onnx.save(model, file)
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return lambda y: torch.from_numpy(session.run(None, {"inputs": y.numpy()})[0])
+
+
+WRITERS: dict[str, Callable[[Portable, Tensor, dict[str, str], Path], Ask]] = {
+    "torch": _torch,
+    "onnx": _onnx,
+    "torchscript": _torchscript,
+}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, PyTorch tells nothing of how it goes about it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _as_sentence(kind: str) -> Iterator[None]:
+    """Within, what goes wrong becomes a sentence: a model of the user's may be written in a way that no graph can hold."""
+    try:
+        yield
+    except (ConfigError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise ConfigError(f"The model cannot be written as {kind}: {reason[:200]}. Another format may work.") from error

@@ -1,0 +1,138 @@
+"""Where the values of an option are looked for when it is tuned: a range, or a choice among some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from unskew.errors import ConfigError, shown
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers from ``low`` to ``high``, both included.
+
+    Attributes:
+        low: The least.
+        high: The largest.
+        log: Whether a factor counts, not a difference.
+        whole: Whether only whole numbers are meant.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.low:g}:{self.high:g}{':log' if self.log else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values; of a single one, which is then fixed."""
+
+    values: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self.values))
+
+
+Space: TypeAlias = Range | Choice
+
+
+def log(low: float, high: float) -> Range:
+    """A range where a factor counts: 0.01 to 0.1 is as wide as 0.1 to 1."""
+    return Range(low, high, log=True, whole=isinstance(low, int) and isinstance(high, int))
+
+
+def uniform(low: float, high: float) -> Range:
+    """A range where a difference counts."""
+    return Range(low, high, whole=isinstance(low, int) and isinstance(high, int))
+
+
+def one_of(*values: Any) -> Choice:
+    """A choice, as of a paper's grid."""
+    return Choice(values)
+
+
+def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
+    """A space as a user writes it.
+
+    Args:
+        value: ``0.001:0.3``, ``0.001:0.3:log``, ``16|32|64``, a single value, a list of values, a mapping with ``low``,
+            ``high`` and perhaps ``log``, or a space.
+        name: Of the option.
+        check: Refuses a value that the option does not take.
+
+    Raises:
+        ConfigError: It is none of these, or the option does not take what is in it.
+    """
+    space = value if isinstance(value, Range | Choice) else _range(value) or Choice(_values(value))
+    ends = (space.low, space.high) if isinstance(space, Range) else space.values
+    if not ends:
+        raise ConfigError(f"The space of {name} is empty; write for instance {name}=0.001:0.3:log or {name}=1|2|4.")
+    for one in ends:
+        check(one)
+    if isinstance(space, Choice):
+        return space
+    if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
+        raise ConfigError(f"The space {name}={space} is no range: the first number must be below the second.")
+    if space.log and space.low <= 0:
+        raise ConfigError(f"The space {name}={space} is logarithmic, so it must begin above 0.")
+    return Range(space.low, space.high, space.log, _wholes_only(space, check))
+
+
+def _wholes_only(space: Range, check: Callable[[Any], None]) -> bool:
+    """Whether the option takes whole numbers only: it then refuses what lies between two of them."""
+    if not (float(space.low).is_integer() and float(space.high).is_integer()):
+        return False
+    try:
+        check(space.low + 0.5)
+    except ConfigError:
+        return True
+    return False
+
+
+def _number(text: Any) -> float:
+    """A whole number stays one, which options that take nothing else ask for."""
+    number = float(text)
+    return int(number) if isinstance(text, int) or (isinstance(text, str) and text.strip().isdigit()) else number
+
+
+def _range(value: object) -> Range | None:
+    """The range that a text or a mapping means; None if it is none."""
+    if isinstance(value, Mapping):
+        if not {"low", "high"} <= set(value) <= {"low", "high", "log"}:
+            raise ConfigError(f"A range is a mapping of low, high and perhaps log, not {shown(value)}.")
+        pieces: list[Any] = [value["low"], value["high"], *(["log"] if value.get("log") else [])]
+    else:
+        pieces = value.split(":") if isinstance(value, str) else []
+    if len(pieces) not in (2, 3) or (len(pieces) == 3 and str(pieces[2]).strip() != "log"):
+        return None
+    try:
+        return Range(_number(pieces[0]), _number(pieces[1]), len(pieces) == 3)
+    except (TypeError, ValueError):
+        if isinstance(value, Mapping):
+            raise ConfigError(f"low and high of a range are numbers, not in {shown(value)}.") from None
+        return None
+
+
+def _values(value: object) -> tuple[Any, ...]:
+    """The values of a choice; of a text those between bars, read as YAML reads them."""
+    if isinstance(value, str):
+        return tuple(_plain(piece.strip()) for piece in value.split("|") if piece.strip())
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    return (value,)
+
+
+def _plain(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)

@@ -1,0 +1,81 @@
+"""What tuning found, and the files that say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unskew.comparison.compare import Comparison, folder_name
+from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
+from unskew.files import make_folder, write_atomic
+from unskew.tuning.study import Study, as_csv
+from unskew.tuning.trials import Plan
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for a method.
+
+    Attributes:
+        options: The best options, by field, or as ``fedprox.mu``.
+        value: What they are worth on what clients hold out: accuracy, or the loss of a language model.
+        configured: The value of the first trial, the configuration as it stands; None if that did not come to its end.
+        judged_by: The figure that ``value`` is.
+        trials: How many came to their end, were ended early, failed.
+        importance: Of each option, shares of 1; or why it is not known.
+        config: The run with these options.
+    """
+
+    options: dict[str, Any]
+    value: float
+    configured: float | None
+    judged_by: str
+    trials: dict[str, int]
+    importance: dict[str, float] | str
+    config: Experiment
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What tuning gave.
+
+    Attributes:
+        tuned: What was found for each method, by how it was written.
+        trials: A line for each trial.
+        comparison: The tuned methods on fresh seeds.
+        folder: Where all is, or None.
+    """
+
+    tuned: dict[str, Tuned]
+    trials: list[dict[str, Any]] = field(repr=False)
+    comparison: Comparison = field(repr=False)
+    folder: Path | None = None
+
+
+def found(plan: Plan, name: str, study: Study, seed: int) -> Tuned:
+    """What the trials of a method found; its run is on ``seed``."""
+    best, rows = study.best, study.rows()
+    options = study.params_of(best)
+    first = next((row["value"] for row in rows if row["trial"] == 0), None)
+    counts = {state: sum(row["state"] == state for row in rows) for state in ("finished", "ended early", "failed")}
+    figure = "validation loss" if plan.lowest else "validation accuracy"
+    figure = f"{figure} of personal models" if name in plan.personal else figure
+    config = anchored(plan.of(name, options)).model_copy(update={"seed": seed})
+    return Tuned(options, best.value, first, figure, counts, study.importance(), config)
+
+
+def write_found(folder: Path, tuned: Mapping[str, Tuned], rows: list[dict[str, Any]]) -> None:
+    """Write ``tuned/METHOD.yaml``, ``trials.csv`` and ``tuning.json``."""
+    make_folder(folder / "tuned")
+    for name, one in tuned.items():
+        write_atomic(folder / "tuned" / f"{folder_name(name)}.yaml", one.config.to_yaml().encode())
+    write_atomic(folder / "trials.csv", as_csv(rows).encode())
+    kept = {
+        name: {k: v for k, v in vars(one).items() if k != "config"} | {"method": one.config.method}
+        for name, one in tuned.items()
+    }
+    write_atomic(folder / "tuning.json", (json.dumps(kept, indent=2) + "\n").encode())

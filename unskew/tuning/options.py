@@ -1,0 +1,180 @@
+"""What is tuned: the options that all methods share, those of each method's parts, and what a user says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
+from unskew.errors import ConfigError, unknown
+from unskew.methods.catalogue import check_names, rule_class
+from unskew.options import build, options_of
+from unskew.spaces import Choice, Range, Space, log, one_of, read_space
+
+SHARED = (
+    *("lr", "batch_size", "local_steps", "local_epochs", "momentum", "weight_decay", "nesterov", "clip"),
+    *("optimizer", "lr_schedule", "lr_schedule_per", "weights", "buffers", "drop_last", "augment"),
+)
+"""Fields of a run that may be tuned: those of training, none of the data, the rounds or the machine."""
+BUDGETS = {"local_steps": "local_epochs", "local_epochs": "local_steps"}
+SERVER_BUDGETS = {"steps": "epochs", "epochs": "steps"}
+"""Of each pair only one may be given."""
+DIGITS = 3
+"""Significant digits of a tuned number: more mean nothing, and a spelling stays short."""
+
+
+def parts_of(spelling: str) -> list[tuple[str, dict[str, str]]]:
+    """The names of the methods of a sum, and the options that are written, as text."""
+    found = []
+    for piece in check_names(spelling):
+        name, _, rest = (text.strip() for text in piece.partition(":"))
+        pairs = (text.partition("=") for text in rest.split(",") if text.strip())
+        name = name if "." in name else name.lower()
+        found.append((name, {key.strip(): value.strip() if equals else "true" for key, equals, value in pairs}))
+    return found
+
+
+def spelled(parts: list[tuple[str, dict[str, str]]]) -> str:
+    """The inverse of ``parts_of``.
+
+    >>> spelled(parts_of("fedprox:mu=0.1 + scaffold"))
+    'fedprox:mu=0.1+scaffold'
+    """
+    pieces = []
+    for name, options in parts:
+        text = ",".join(f"{key}={value}" for key, value in options.items())
+        pieces.append(f"{name}:{text}" if text else name)
+    return "+".join(pieces)
+
+
+def shared_spaces(config: Experiment) -> dict[str, Space]:
+    """What is tuned of every method, around what the configuration says.
+
+    The rate from a hundredth to ten times its value; the local work and the batch from half to twice theirs, which bounds
+    what a trial costs.
+    """
+    budget = "local_epochs" if config.local_steps is None else "local_steps"
+    work, batch = int(getattr(config, budget)), config.batch_size
+    return {
+        "lr": log(float(f"{config.lr / 100:.3g}"), min(1e6, float(f"{config.lr * 10:.3g}"))),
+        budget: log(max(1, work // 2), 2 * work),
+        "batch_size": one_of(*sorted({max(1, batch // 2), batch, 2 * batch})),
+    }
+
+
+def own_spaces(spelling: str) -> dict[str, Space]:
+    """What is tuned of the methods of a sum, as ``fedprox.mu``: all that they declare, but for options that are written."""
+    found: dict[str, Space] = {}
+    for name, written in parts_of(spelling):
+        for option, space in rule_class(name).spaces.items():
+            if option not in written and SERVER_BUDGETS.get(option) not in written:
+                found[f"{name}.{option}"] = space
+    return found
+
+
+def given_spaces(given: Mapping[str, object], methods: list[str], values: Mapping[str, Any]) -> dict[str, Space]:
+    """The spaces that a user gives, checked: of a field for all methods, or as ``fedprox.mu`` of one method's option.
+
+    Raises:
+        ConfigError: There is no such field or option, none of the methods has it, or it takes no such values.
+    """
+    found: dict[str, Space] = {}
+    there = {name for spelling in methods for name, _ in parts_of(spelling)}
+    for key, value in given.items():
+        owner, dot, option = str(key).rpartition(".")
+        if not dot:
+            if key not in SHARED:
+                raise ConfigError(unknown("option to tune for all methods", str(key), SHARED))
+            found[key] = read_space(value, key, partial(_check_field, values, key))
+            continue
+        if owner not in there:
+            raise ConfigError(f"The space {key} belongs to none of the methods; they are {', '.join(sorted(there))}.")
+        cls = rule_class(owner)
+        if option not in options_of(cls):
+            raise ConfigError(unknown(f"option of {owner}", option, options_of(cls)))
+        found[key] = read_space(value, key, partial(_check_option, cls, option, owner))
+    both = [name for name in BUDGETS if name in found]
+    if len(both) == 2:
+        raise ConfigError("local_steps and local_epochs are both given a space; give one of them.")
+    return found
+
+
+def _check_field(values: Mapping[str, Any], key: str, value: Any) -> None:
+    experiment({**without_rival(values, key), key: value})
+
+
+def _check_option(cls: type, option: str, owner: str, value: Any) -> None:
+    build(cls, {option: value}, owner, f"{owner}.")
+
+
+def without_rival(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The values without the budget that the option ``key`` takes the place of."""
+    return {name: value for name, value in values.items() if name != BUDGETS.get(key)}
+
+
+def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) -> dict[str, Space]:
+    """All that is tuned of a method, or fixed by a space of one value.
+
+    Args:
+        spelling: The method.
+        config: What the runs have in common.
+        given: Spaces of the user's, which go before the others.
+    """
+    names = {name for name, _ in parts_of(spelling)}
+    mine = {key: space for key, space in given.items() if "." not in key or key.rpartition(".")[0] in names}
+    found = {**shared_spaces(config), **own_spaces(spelling), **mine}
+    return {key: space for key, space in found.items() if BUDGETS.get(key) not in mine}
+
+
+def rounded(value: Any, space: Space) -> Any:
+    """A value as it is used: a number with few digits, inside its range.
+
+    >>> rounded(0.0123456, log(0.001, 1.0))
+    0.0123
+    """
+    if not isinstance(space, Range) or not isinstance(value, float):
+        return value
+    return min(max(float(f"{value:.{DIGITS}g}"), space.low), space.high)
+
+
+def applied(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A method with options, and the fields of a run that go with it.
+
+    >>> applied("fedprox+scaffold", {"lr": 0.1, "fedprox.mu": 0.5})
+    ('fedprox:mu=0.5+scaffold', {'lr': 0.1})
+    """
+    parts, fields = parts_of(spelling), {}
+    for key, value in params.items():
+        owner, dot, option = key.rpartition(".")
+        if not dot:
+            fields[key] = value
+        for name, options in parts:
+            if dot and name == owner:
+                options[option] = str(value)
+    return spelled(parts), fields
+
+
+def fixed_in(spaces: Mapping[str, Space]) -> dict[str, Any]:
+    """The options that have one value only."""
+    return {
+        key: space.values[0] for key, space in spaces.items() if isinstance(space, Choice) and len(space.values) == 1
+    }
+
+
+def as_configured(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
+    """The values that the configuration and the method's own defaults have, of those that lie in their spaces."""
+    found = {}
+    written = {f"{name}.{key}": text for name, options in parts_of(spelling) for key, text in options.items()}
+    for key, space in spaces.items():
+        owner, dot, option = key.rpartition(".")
+        value = getattr(config, key) if not dot else written.get(key, options_of(rule_class(owner)).get(option))
+        inside = (
+            value in space.values
+            if isinstance(space, Choice)
+            else isinstance(value, int | float) and space.low <= value <= space.high
+        )
+        if inside:
+            found[key] = value
+    return {key: value for key, value in found.items() if key not in fixed_in(spaces)}

@@ -1,0 +1,261 @@
+"""The trials of one method, in a database that several processes share: who does which, and what came of it."""
+
+from __future__ import annotations
+
+import csv
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from unskew.errors import ConfigError
+from unskew.files import make_folder, waiting_for
+from unskew.seeding import derive
+from unskew.spaces import Choice, Space
+from unskew.tuning.options import fixed_in, rounded
+
+MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
+LONG = 600.0
+"""Seconds to wait for another process that is looking for its next trial."""
+STARTUP = 5
+"""Trials of a method before one is ended early."""
+ENOUGH = 10
+"""Finished trials that the importance of options needs."""
+
+
+def optuna_library() -> Any:
+    """Optuna, which then says nothing of its own.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(MISSING) from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def make_storage(folder: Path | None) -> Any:
+    """The database ``study.db``, or memory."""
+    optuna = optuna_library()
+    if folder is None:
+        return optuna.storages.InMemoryStorage()
+    options = {"connect_args": {"timeout": LONG}}
+    return optuna.storages.RDBStorage(f"sqlite:///{(folder / 'study.db').absolute()}", engine_kwargs=options)
+
+
+class Pruned(Exception):
+    """A trial is worse than the others were after as many rounds."""
+
+
+class Study:
+    """All trials of a method.
+
+    Args:
+        name: The method as it was written.
+        spaces: Where each option is looked for.
+        storage: What ``make_storage`` gave.
+        folder: Where its trials have their run folders while they are made, or None.
+        trials: How many there are in all.
+        seed: Of the sampler.
+        maximise: Whether more is better.
+        warmup: Rounds before a trial is ended early; None never ends one.
+        first: Values of the first trial, where they are known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spaces: Mapping[str, Space],
+        storage: Any,
+        folder: Path | None,
+        trials: int,
+        seed: int,
+        maximise: bool,
+        warmup: int | None,
+        first: Mapping[str, Any],
+    ):
+        self.optuna = optuna = optuna_library()
+        self.name, self.spaces, self.folder, self.trials, self.seed = name, dict(spaces), folder, trials, seed
+        self.maximise = maximise
+        pruner = optuna.pruners.NopPruner()
+        if warmup is not None:
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=warmup)
+        with self._claiming():
+            self.study = optuna.create_study(
+                storage=storage,
+                study_name=name,
+                direction="maximize" if maximise else "minimize",
+                pruner=pruner,
+                load_if_exists=True,
+            )
+            if first and not self.study.get_trials(deepcopy=False):
+                self.study.enqueue_trial(dict(first), skip_if_exists=True)
+
+    @contextmanager
+    def _claiming(self) -> Iterator[None]:
+        if self.folder is None:
+            yield
+            return
+        make_folder(self.folder)  # a process that came to the end may have removed it
+        with waiting_for(self.folder / ".claim", LONG):
+            yield
+
+    @property
+    def all(self) -> list[Any]:
+        """The trials so far, as Optuna keeps them."""
+        state = self.optuna.trial.TrialState.WAITING
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state != state]
+
+    @property
+    def finished(self) -> list[Any]:
+        """Those that came to their end, were ended early, or failed."""
+        return [trial for trial in self.all if trial.state.is_finished()]
+
+    @contextmanager
+    def next(self) -> Iterator[Trial | None]:
+        """Within, a trial is ours alone: one whose process died, or a new one; None if there is no more to begin."""
+        with ExitStack() as held:
+            trial = None
+            with self._claiming():
+                for known in [trial for trial in self.all if not trial.state.is_finished()]:
+                    if self._taken(held, known.number):
+                        trial = self.optuna.trial.Trial(self.study, known._trial_id)
+                        break
+                if trial is None and len(self.all) < self.trials:
+                    trial = self.study.ask()
+                    self._taken(held, trial.number)
+            yield None if trial is None else Trial(self, trial)
+
+    def _taken(self, held: ExitStack, number: int) -> bool:
+        """Whether nobody else is at this trial; then it is ours until ``held`` ends, or this process does."""
+        if self.folder is None:
+            return True
+        try:
+            held.enter_context(waiting_for(self.folder / f".{number:04d}", 0))
+        except ConfigError:
+            return False
+        # Whoever had it may have finished it just now.
+        return not any(trial.number == number for trial in self.finished)
+
+    @property
+    def best(self) -> Any:
+        """The best of those that came to their end; of equals the first.
+
+        Raises:
+            ConfigError: None did.
+        """
+        state = self.optuna.trial.TrialState.COMPLETE
+        done = [trial for trial in self.all if trial.state == state]
+        if not done:
+            reasons = [trial.user_attrs.get("reason") for trial in self.all]
+            raise ConfigError(f"No trial of {self.name} came to its end. {next(filter(None, reasons), '')}".strip())
+        sign = 1 if self.maximise else -1
+        return max(done, key=lambda trial: (sign * trial.value, -trial.number))
+
+    def params_of(self, trial: Any) -> dict[str, Any]:
+        """The options of a trial as they were used, fixed ones included."""
+        used = {**trial.params, **fixed_in(self.spaces)}
+        return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
+
+    def importance(self) -> dict[str, float] | str:
+        """How much each option matters to the value, as shares of 1; or why that is not known."""
+        state = self.optuna.trial.TrialState.COMPLETE
+        done = [trial for trial in self.all if trial.state == state and math.isfinite(trial.value)]
+        if len(done) < ENOUGH:
+            return f"needs {ENOUGH} trials that came to their end, and there are {len(done)}"
+        if len({trial.value for trial in done}) < 2:
+            return "all trials have the same value"
+        evaluator = self.optuna.importance.FanovaImportanceEvaluator(seed=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = self.optuna.importance.get_param_importances(self.study, evaluator=evaluator)
+        return {key: float(share) for key, share in found.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A line for each trial."""
+        return [
+            {
+                "method": self.name,
+                "trial": trial.number,
+                "state": {"COMPLETE": "finished", "PRUNED": "ended early", "FAIL": "failed"}.get(
+                    trial.state.name, "begun"
+                ),
+                "value": trial.value if trial.state.name == "COMPLETE" else None,
+                "rounds": trial.user_attrs.get("rounds", trial.last_step),
+                "options": self.params_of(trial),
+                "reason": trial.user_attrs.get("reason"),
+            }
+            for trial in self.all
+        ]
+
+
+class Trial:
+    """One trial that is being made."""
+
+    def __init__(self, study: Study, trial: Any):
+        self.study, self.trial, self.number = study, trial, trial.number
+        known = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        self.reported = max(known, default=0)  # by a process that died
+        self.folder = None if study.folder is None else study.folder / f"{trial.number:04d}"
+
+    def params(self) -> dict[str, Any]:
+        """The options to try: drawn by the seed, the trial's number and what is known of the others.
+
+        So a process that goes on after another one died draws what that one would have drawn.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # constant_liar is called experimental
+            seed = derive(self.study.seed, f"tune {self.number}") % 2**32
+            sampler = self.study.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        self.study.study.sampler = sampler
+        for key, space in self.study.spaces.items():
+            if isinstance(space, Choice):
+                if len(space.values) > 1:
+                    self.trial.suggest_categorical(key, space.values)
+            elif space.whole:
+                self.trial.suggest_int(key, int(space.low), int(space.high), log=space.log)
+            else:
+                self.trial.suggest_float(key, space.low, space.high, log=space.log)
+        return self.study.params_of(self.trial)
+
+    def report(self, round: int, value: float, last: bool) -> None:
+        """Note the value after a round.
+
+        Raises:
+            Pruned: It is not worth going on.
+        """
+        if round > self.reported:
+            self.trial.report(value, round)
+        if round >= self.reported and not last and self.trial.should_prune():
+            raise Pruned
+
+    def tell(self, value: float | None, rounds: int, reason: str | None = None) -> None:
+        """What came of it: a value, or None with a reason if it failed, without one if it was ended early."""
+        states = self.study.optuna.trial.TrialState
+        self.trial.set_user_attr("rounds", rounds)
+        if reason is not None:
+            self.trial.set_user_attr("reason", reason)
+            self.study.study.tell(self.trial, state=states.FAIL)
+        elif value is None:
+            self.study.study.tell(self.trial, state=states.PRUNED)
+        else:
+            worst = -math.inf if self.study.maximise else math.inf
+            self.study.study.tell(self.trial, value if math.isfinite(value) else worst)
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """The trials as a table; options as ``lr=0.1 fedprox.mu=0.01``."""
+    import io
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(rows[0])
+    for row in rows:
+        options = " ".join(f"{key}={value}" for key, value in row["options"].items())
+        writer.writerow([options if key == "options" else value for key, value in row.items()])
+    return text.getvalue()

@@ -1,0 +1,220 @@
+"""Trials are made: each is a run on the seed that is tuned on, judged by what its clients hold out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
+from unskew.data.federation import Federation
+from unskew.data.load import federation_of
+from unskew.errors import ConfigError, DataError
+from unskew.methods.catalogue import method
+from unskew.records.recorder import Callback
+from unskew.records.result import read_history
+from unskew.runs.checks import check_method
+from unskew.runs.model import ModelLike
+from unskew.runs.preparation import SYNTHETIC
+from unskew.runs.run import finished_rounds, run_experiment
+from unskew.simulation.personal import personalises
+from unskew.spaces import Space
+from unskew.tasks import TASKS
+from unskew.tuning.options import applied, as_configured, fixed_in, spaces_for, without_rival
+from unskew.tuning.study import Pruned, Study, Trial, make_storage
+
+Follow = Callable[[str], Sequence[Callback]]
+WAIT = 0.2
+PERSONAL = "personal_accuracy_mean"
+
+
+def unfollowed(title: str) -> Sequence[Callback]:
+    """Nobody follows."""
+    return ()
+
+
+@dataclass
+class Plan:
+    """What is tuned, and how.
+
+    Attributes:
+        methods: As they were written.
+        values: Fields that all runs have in common.
+        given: Spaces of the user's.
+        trials: Of each method.
+        pruning: Whether trials may be ended early.
+        folder: Where all is kept, or None.
+        federation: The data, if they were given; ``model``: the model, if it was given.
+    """
+
+    methods: list[str]
+    values: dict[str, Any]
+    given: dict[str, Space]
+    trials: int
+    pruning: bool = True
+    folder: Path | None = None
+    federation: Federation | None = None
+    model: ModelLike | None = None
+    personal: set[str] = field(default_factory=set)
+
+    @cached_property
+    def config(self) -> Experiment:
+        """What the runs of all methods have in common."""
+        return experiment(self.values)
+
+    @cached_property
+    def data(self) -> Federation:
+        """What is tuned on."""
+        return self.federation or federation_of(self.config.data_spec, self.config.seed)
+
+    @property
+    def lowest(self) -> bool:
+        """Whether the loss decides, and not the accuracy."""
+        return "loss" in TASKS[self.data.task].lower_is_better
+
+    def check(self) -> None:
+        """Refuse what no trial could be made of, before the first.
+
+        Raises:
+            ConfigError: A method does not fit, or there is nothing to judge a trial by.
+        """
+        clients = self.data.clients
+        if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
+            raise ConfigError(
+                "Trials are judged by what clients hold out, and no client holds anything out; give a holdout above 0, "
+                "such as 0.1."
+            )
+        if not self.config.eval_clients:
+            raise ConfigError("Trials are judged at eval_clients clients; with eval_clients=0 there are none.")
+        for name in self.methods:
+            first = self.of(name, fixed_in(self.spaces(name)))
+            built = method(first.method)
+            spec, _ = check_method(first, self.data, self.model, built)
+            if personalises(built, spec) and not self.lowest:
+                self.personal.add(name)
+
+    def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
+        """The configuration of a method with tuned options."""
+        spelling, fields = applied(name, params)
+        values = dict(self.values)
+        for key, value in fields.items():
+            values = {**without_rival(values, key), key: value}
+        return experiment({**values, "method": spelling})
+
+    def spaces(self, name: str) -> dict[str, Space]:
+        """What is tuned of a method."""
+        return spaces_for(name, self.config, self.given)
+
+    def studies(self) -> dict[str, Study]:
+        """The trials of each method."""
+        storage = make_storage(self.folder)
+        warmup = max(1, self.config.rounds // 4) if self.pruning else None
+        return {
+            name: Study(
+                name,
+                self.spaces(name),
+                storage,
+                None if self.folder is None else self.folder / "trials" / str(number),
+                self.trials,
+                self.config.seed,
+                not self.lowest,
+                # The global model says little of a method that serves each client with a model of its own.
+                None if name in self.personal else warmup,
+                as_configured(name, self.config, self.spaces(name)),
+            )
+            for number, name in enumerate(self.methods)
+        }
+
+
+def make_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unfollowed) -> None:
+    """Make trials until there is none left that nobody else is at."""
+    for name, study in studies.items():
+        while True:
+            with study.next() as trial:
+                if trial is None:
+                    break
+                make_trial(plan, name, trial, follow(f"{name}, trial {trial.number + 1} of {plan.trials}"))
+
+
+def finish_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unfollowed) -> None:
+    """Make trials, and wait for those that others are at; what they leave unfinished is made here."""
+    while any(len(study.finished) < plan.trials for study in studies.values()):
+        make_trials(plan, studies, follow)
+        if any(len(study.finished) < plan.trials for study in studies.values()):
+            time.sleep(WAIT)
+
+
+class Judge:
+    """Reports after each evaluated round what the global model is worth on what clients hold out.
+
+    Args:
+        trial: Whose.
+        rounds: Of its run.
+        lowest: Whether the loss decides.
+    """
+
+    def __init__(self, trial: Trial, rounds: int, lowest: bool):
+        self.trial, self.rounds, self.done = trial, rounds, 0
+        self.figure = "validation_loss" if lowest else "validation_accuracy"
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """Nothing is to be done."""
+
+    def round(self, row: dict[str, Any]) -> None:
+        """Report it, which may end the run."""
+        self.done, value = row["round"], row.get(self.figure)
+        if value is not None:
+            self.trial.report(row["round"], value, row["round"] == self.rounds)
+
+    def warn(self, text: str) -> None:
+        """The comparison at the end warns of the same."""
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Nothing is to be done."""
+
+
+def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback]) -> None:
+    """Draw the options of a trial, train with them, and note what came of it."""
+    params = trial.params()
+    folder, rounds = trial.folder, plan.config.rounds
+    judge = Judge(trial, rounds, plan.lowest)
+    try:
+        config = plan.of(name, params).model_copy(update={"target": None, "trackers": (), "save_samples": False})
+        if config.early_stopping is None:  # never stops so, but looks at what clients hold out
+            config = config.model_copy(update={"early_stopping": rounds})
+        if folder is not None and finished_rounds(folder) == rounds:  # but that was not noted any more
+            history, summary = read_history(folder), json.loads((folder / "summary.json").read_bytes())
+        else:
+            result = run_experiment(
+                config,
+                federation=plan.data,
+                model=plan.model,
+                method=method(config.method),
+                out=folder,
+                resume=folder is not None and (folder / "config.yaml").is_file(),
+                callbacks=[*followers, judge],
+                shared=None if plan.folder is None else plan.folder / SYNTHETIC,
+            )
+            history, summary = result.history, result.summary
+    except Pruned:
+        trial.tell(None, judge.done)
+        for follower in followers:
+            follower.end({})
+    except (ConfigError, DataError) as error:
+        trial.tell(None, 0, str(error))
+    else:
+        trial.tell(value_of(history, summary, judge.figure, name in plan.personal), len(history))
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def value_of(history: Sequence[dict[str, Any]], summary: Mapping[str, Any], figure: str, personal: bool) -> float:
+    """What a finished run is worth: its last model, or its clients' own models, on what clients hold out."""
+    values = [summary.get(PERSONAL)] if personal else [row[figure] for row in history if figure in row]
+    return float("nan") if not values or values[-1] is None else float(values[-1])

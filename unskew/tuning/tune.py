@@ -1,0 +1,252 @@
+"""``unskew.tune``: the options of several methods are looked for alike, then compared on seeds that are fresh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unskew.comparison.compare import Comparison, compare, seed_list
+from unskew.config.paths import wherever
+from unskew.config.reading import experiment
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError, UnskewError, items, shown
+from unskew.files import make_folder, occupied, place, unmake_folder, waiting_for, write_atomic
+from unskew.runs.given import unnamed, values_of
+from unskew.runs.model import ModelLike
+from unskew.tuning.found import Tuned, Tuning, found, write_found
+from unskew.tuning.options import given_spaces, parts_of, spelled
+from unskew.tuning.study import optuna_library
+from unskew.tuning.trials import Follow, Plan, finish_trials, make_trials, unfollowed
+
+MOST_TRIALS = 10_000
+MACHINE = ("engine", "workers", "together", "ray", "patience", "device", "checkpoint_every")
+"""Fields that may be others when tuning goes on: the numbers are the same."""
+PATIENCE = 30 * 86_400.0
+"""Seconds to wait while another process makes the comparison."""
+
+
+def tune(
+    federation: Federation | None = None,
+    *,
+    methods: Sequence[str],
+    trials: int = 20,
+    seeds: int | str | Sequence[int] = 3,
+    space: Mapping[str, object] | None = None,
+    model: ModelLike | Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    parallel: int = 1,
+    pruning: bool = True,
+    follow: Follow = unfollowed,
+    **options: Any,
+) -> Tuning:
+    """Tune several methods alike, and compare them with what was found on fresh seeds.
+
+    Every method gets as many trials, of as many rounds, on the same data and with the same seed of the sampler. Trials are
+    judged by what clients hold out of their training data, never by the test set.
+
+    Args:
+        federation: The data; without it they are loaded and partitioned as ``options`` say.
+        methods: Methods or sums as they are written. Options that are written are not tuned.
+        trials: Of each method; the first is the configuration as it stands.
+        seeds: Fresh seeds to compare on: a number takes those that follow the seed of the trials.
+        space: Spaces of options, as ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
+        model: See ``unskew.run``.
+        out: Folder of the trials' database, the tuned configurations and the comparison.
+        resume: Go on in an existing ``out``.
+        parallel: Processes that make trials.
+        pruning: Whether trials that are worse than most after as many rounds are ended early.
+        follow: Gives the callbacks of a run from its title.
+        options: Fields of ``unskew.Experiment``; ``seed`` is that of the trials.
+
+    Raises:
+        ConfigError: An option is wrong, a method does not fit, ``out`` is already there, or Optuna is not installed.
+    """
+    optuna_library()
+    names = _names(methods)
+    _check_counts(trials, parallel)
+    if "method" in options:
+        raise ConfigError("Tuning takes methods=[...]; leave out method.")
+    values = values_of(options, federation, model)
+    config, folder = experiment(values), None if out is None else place(out)
+    fresh = fresh_seeds(seeds, config.seed)
+    given = given_spaces(space or {}, names, values)
+    plan = Plan(names, values, given, trials, pruning, folder, federation, unnamed(model))
+    if parallel > 1 and (folder is None or federation is not None or plan.model is not None):
+        raise ConfigError(
+            "Several processes share a folder and load the data and the model by their names: give out, and neither a "
+            "federation nor a model that was made in Python, or leave out parallel."
+        )
+    with _in(folder, resume):
+        plan.check()
+        if folder is not None:
+            _remember(folder, plan, fresh)
+        studies = plan.studies()
+        with _helpers(plan, parallel - 1):
+            finish_trials(plan, studies, follow)
+        tuned = {name: found(plan, name, study, fresh[0]) for name, study in studies.items()}
+        rows = [row for study in studies.values() for row in study.rows()]
+        if folder is not None:
+            write_found(folder, tuned, rows)
+        comparison = _compared(plan, tuned, fresh, federation, model, follow)
+        if folder is not None:
+            shutil.rmtree(folder / "trials", ignore_errors=True)
+    return Tuning(tuned, rows, comparison, folder)
+
+
+def _names(methods: Any) -> list[str]:
+    names = [methods] if isinstance(methods, str) else items(methods, ConfigError("methods is a list of methods."))
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"Methods to tune are named by text such as 'fedprox', which options are added to, not {shown(wrong)}."
+        )
+    if not names:
+        raise ConfigError("Name at least one method.")
+    names = [spelled(parts_of(name)) for name in names]
+    if len(set(names)) < len(names):
+        raise ConfigError("Name each method only once.")
+    return names
+
+
+def _check_counts(trials: Any, parallel: Any) -> None:
+    for name, value, most in (("trials", trials, MOST_TRIALS), ("parallel", parallel, 4096)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ConfigError(f"{name}={shown(value, str)} is not valid: it must be a whole number from 1 to {most}.")
+
+
+def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
+    """The seeds of the comparison; a number takes those that follow ``seed``, which is tuned on.
+
+    Raises:
+        ConfigError: They are no seeds, or ``seed`` is among them.
+
+    >>> fresh_seeds(2, 0), fresh_seeds("5..6", 0)
+    ([1, 2], [5, 6])
+    """
+    count = int(seeds) if isinstance(seeds, str) and seeds.strip().isdigit() else seeds
+    which = seed_list(count)
+    if isinstance(count, int):
+        return [seed + 1 + one for one in which]
+    if seed in which:
+        raise ConfigError(
+            f"The seed {seed} is tuned on, so it is not fresh; take others with --seeds, or tune on another with --seed."
+        )
+    return which
+
+
+@contextmanager
+def _in(folder: Path | None, resume: bool) -> Iterator[None]:
+    """Within, there is the folder; a new one in which nothing was tried leaves nothing behind."""
+    if folder is None:
+        if resume:
+            raise ConfigError("Tuning goes on in a folder; name it with out.")
+        yield
+        return
+    fresh = not occupied(folder)
+    if not fresh and not resume:
+        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or go on with --resume.")
+    added = make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        if fresh and not (folder / "study.db").exists():
+            unmake_folder(folder, added)
+        raise
+
+
+def _remember(folder: Path, plan: Plan, seeds: list[int]) -> None:
+    """Write down what is tuned, or see that it is what was tuned here before.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    config = {k: v for k, v in wherever(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
+    asked = {
+        "methods": plan.methods,
+        "trials": plan.trials,
+        "seeds": seeds,
+        "pruning": plan.pruning,
+        "space": {key: str(value) for key, value in plan.given.items()},
+        **config,
+    }
+    asked = json.loads(json.dumps(asked))
+    path = folder / "plan.json"
+    with waiting_for(folder / ".plan", 60.0):
+        if not path.exists():
+            write_atomic(path, (json.dumps(asked, indent=2) + "\n").encode())
+            return
+        try:
+            before = json.loads(path.read_bytes())
+            differing = [key for key in {**asked, **before} if before.get(key) != asked.get(key)]
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged; tune in another folder with --out.") from error
+    if differing:
+        key = differing[0]
+        raise ConfigError(
+            f"{folder} holds a tuning with {key}={before.get(key)}, not {asked.get(key)}; go on with the same, or choose "
+            "another folder with --out."
+        )
+
+
+@contextmanager
+def _helpers(plan: Plan, count: int) -> Iterator[None]:
+    """Within, so many other processes make trials, too; the trial of one that dies is gone on with here."""
+    context = multiprocessing.get_context("spawn")
+    # A copy of the fields alone: each loads the data itself.
+    helpers = [context.Process(target=_help, args=(replace(plan),)) for _ in range(count)]
+    for helper in helpers:
+        helper.start()
+    try:
+        yield
+    finally:
+        for helper in helpers:
+            if helper.is_alive():
+                helper.terminate()  # the round is finished and saved
+            helper.join()
+
+
+def _help(plan: Plan) -> None:
+    """What another process does. What ends it is told by the one that goes on with its trial."""
+    with contextlib.suppress(KeyboardInterrupt, UnskewError, OSError):
+        make_trials(plan, plan.studies())
+
+
+def _compared(
+    plan: Plan,
+    tuned: Mapping[str, Tuned],
+    seeds: list[int],
+    federation: Federation | None,
+    model: Any,
+    follow: Follow,
+) -> Comparison:
+    """The tuned methods side by side on fresh seeds."""
+    out = None if plan.folder is None else plan.folder / "compare"
+    common = {key: value for key, value in plan.values.items() if key not in ("seed", "model")}
+    given = {} if federation is None else {"data", "partition", "clients"}
+    common = {key: value for key, value in common.items() if key not in given}
+    fields = {"lr", *(key for one in tuned.values() for key in one.options if "." not in key)}
+    budgets = {"local_steps", "local_epochs"}
+    each = {
+        one.config.method: {key: getattr(one.config, key) for key in sorted(fields | budgets)} for one in tuned.values()
+    }
+    alone = nullcontext() if plan.folder is None else waiting_for(plan.folder / ".compare", PATIENCE)
+    with alone:
+        return compare(
+            federation,
+            methods=list(each),
+            each=each,
+            seeds=seeds,
+            model=plan.values.get("model") if model is None else model,
+            out=out,
+            resume=out is not None,
+            follow=lambda name, seed, _: follow(f"{name}, seed {seed}"),
+            **common,
+        )
