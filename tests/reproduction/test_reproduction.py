@@ -14,6 +14,7 @@ from support.slow import slow_but
 import unskew
 from unskew.config.reading import experiment
 from unskew.data.federation import ServerData
+from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.protocol.proposed import Proposed
@@ -382,7 +383,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
     assert [row["name"] for row in listed] == [*names(), *study_names()]
-    real = sweep.federation_of
+    real = federation_of
 
     def offline(spec, seed):
         if spec.data == "cifar10":

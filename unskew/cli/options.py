@@ -78,6 +78,9 @@ ConfigFile = Annotated[
     typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
 ]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
+Parallel = Annotated[
+    str, typer.Option("--parallel", metavar="N|auto", help="Runs at a time, each in a process of its own.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
