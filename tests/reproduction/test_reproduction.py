@@ -390,7 +390,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
             raise DataError("There is no network.")
         return real(spec, seed)
 
-    monkeypatch.setattr(sweep, "federation_of", offline)
+    monkeypatch.setattr("unskew.comparison.one_run.federation_of", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
     reported = []
     monkeypatch.setattr("unskew.cli.reproduce.report_at_the_end", lambda console, *what: reported.append(what))

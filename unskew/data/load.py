@@ -23,6 +23,7 @@ from unskew.data.reading.columns import Choice
 from unskew.data.reading.images import with_channels, with_size
 from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
+from unskew.data.remote import at_hand
 from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, DataError, shown
@@ -138,6 +139,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         ConfigError: Fields do not fit together.
         DataError: The data cannot be used as asked.
     """
+    named, spec = spec, at_hand(spec)
     source = source_of(spec)
     at_server, test = server_data(spec, source, source.test, seed)
     if at_server is not None and not at_server.in_domain:
@@ -159,14 +161,10 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     rows = torch.from_numpy(shuffled)
     offsets, y = parts.offsets, train.y[rows]
     trained_on = np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, offsets[:-1] + trained_on)
+    clients.source = named, seed
     return Federation(
-        clients=DrawnClients(
-            partial(ranged, train.x, rows, offsets),
-            train.x[:1],
-            y,
-            offsets,
-            offsets[:-1] + trained_on,
-        ),
+        clients=clients,
         test=(test.x, test.y),
         server=at_server,
         task=source.task,
