@@ -41,16 +41,16 @@ class Described(Sequence[ClientData]):
     """Clients whose data a node opens by itself.
 
     Attributes:
-        count: How many there are.
+        total: How many there are.
         spec, seed: What decides who holds what.
     """
 
-    count: int
+    total: int
     spec: DataSpec
     seed: int
 
     def __len__(self) -> int:
-        return self.count
+        return self.total
 
     def __getitem__(self, k: Any) -> ClientData:  # type: ignore[override]
         raise IndexError(f"Client {k} is not here: its data are opened on the node that trains it.")

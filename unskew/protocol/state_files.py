@@ -44,7 +44,7 @@ def with_state(cast: Broadcast) -> Broadcast:
     seen = read.is_file() if cast.kept[0] else write.parents[1].is_dir()
     if not seen:
         raise DataError(
-            f"{os.uname().nodename} does not see {read if cast.kept[0] else write.parents[1]}, where clients' states are kept: "
+            f"{os.uname().nodename} does not see {read if cast.kept[0] else write.parents[1]}, where clients keep things: "
             "put the run folder on a file system that all nodes share, or take ray.state=driver."
         )
     return changed(cast, state=ClientState.of(load_file(read)) if cast.kept[0] else ClientState())
