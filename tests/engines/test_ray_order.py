@@ -1,6 +1,7 @@
 """The engine ``ray`` against a cluster that is played: who is trained when, what waits, and what fails again and again."""
 
 import random
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from support.federations import blobs
 
 import unskew
 from unskew.engines import on_ray, ray_worker
-from unskew.errors import ConfigError, EngineError
+from unskew.errors import ConfigError, DataError, EngineError
+from unskew.protocol.state_files import with_state
 
 
 class Played:
@@ -112,6 +114,31 @@ def test_a_client_may_fail_twice(played, fails):
     else:
         with pytest.raises(ConfigError, match="client 3 has bad data"):
             train("ray", Fails(), 1)
+
+
+def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_path):
+    def run(name, engine, rounds, resume=False, **options):
+        return train(engine, clients=6, out=tmp_path / name, rounds=rounds, resume=resume, participation=0.5, **options)
+
+    nodes = {"ray": {"state": "nodes", "data": "store"}}
+    whole = run("whole", "inline", 4)
+    files = []
+    passed = ray_worker.without_state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_worker, "without_state", lambda *one: files.append(passed(*one)) or files[-1])
+        half = run("half", "ray", 2, **nodes)
+    assert all(not update.state.tensors() and update.kept[1] for update in files)
+    (checkpoint,) = (tmp_path / "half" / "checkpoints").iterdir()
+    assert len(list(checkpoint.glob("client-*.safetensors"))) == len({update.client for update in files})
+    assert half.history[-1]["loss"] == whole.history[1]["loss"]
+    shutil.copytree(tmp_path / "half", tmp_path / "alone")
+    assert torch.equal(run("half", "ray", 4, resume=True, **nodes).vector, whole.vector)
+    assert torch.equal(run("alone", "inline", 4, resume=True, **nodes).vector, whole.vector)
+    for options, text in (({}, "name one with out"), ({"out": tmp_path / "c", "network": "fixed:1"}, "without delays")):
+        with pytest.raises(ConfigError, match=text):
+            train("ray", "scaffold", 4, **options, **nodes)
+    with pytest.raises(DataError, match="does not see /nowhere"):
+        with_state(SimpleNamespace(kept=("", "/nowhere/000000/1-1.safetensors")))
 
 
 def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch):

@@ -84,8 +84,9 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
+        sent = replace(setup, federation=self._sent(), tell=warnings.warn)
         try:
-            self.everything = ray.put((replace(setup, federation=self._sent(), tell=warnings.warn), together))
+            self.everything = ray.put((sent, together))
         except Exception as error:
             raise EngineError(
                 f"This run cannot be sent to the cluster, as a part of it cannot be pickled: {error}. Give data and rules "
