@@ -402,7 +402,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     assert "goes on with digits instead" in outcome.out
     assert "64.36" in outcome.out
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
-    monkeypatch.setattr(sweep, "federation_of", None)  # showing needs no data
+    monkeypatch.setattr("unskew.comparison.one_run.federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     assert len(reported) == 1, "nothing was run, so there is nothing new to report on"
     (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]

@@ -80,16 +80,19 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
     versions = {name: {key: str(about[key]) for key in VERSIONS if key in about} for name, about in files.items()}
     key = hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:16]
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew" / "data"
-    folder, single = base / key, path in files
-    place = folder / Path(path).name
+    # A single file stays in a folder of the same name, by which a table is called.
+    folder, top = base / key, Path(Path(path).parent.name if path in files else "")
+    place = folder / top / Path(path).name
     make_folder(base)
     with waiting_for(base / f".{key}.lock", math.inf):
         if not folder.exists():
             fresh = base / f".{key}.new"
             shutil.rmtree(fresh, ignore_errors=True)
             for name in files:
-                inside = Path(name).name if single else Path(Path(path).name, name.removeprefix(path).lstrip("/"))
-                target = fresh / inside
+                inside = (
+                    Path(name).name if path in files else f"{Path(path).name}/{name.removeprefix(path).lstrip('/')}"
+                )
+                target = fresh / top / inside
                 if fresh.resolve() not in target.resolve().parents:
                     raise DataError(f"{url} holds a file with the name {name!r}, which leads out of its folder.")
                 make_folder(target.parent)

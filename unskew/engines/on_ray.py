@@ -108,8 +108,8 @@ class RayEngine:
                 "ray.data=nodes lets nodes open the data where they are named, but these were given in Python, changed by "
                 "the method, or moved to another device; take ray.data=store."
             )
-        if self.where.data == "nodes" or (self.where.data == "auto" and by_url):
-            federation = replace(federation, clients=Described(len(federation.clients), *source))
+        if source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
+            federation = replace(federation, clients=Described(len(federation.clients), source[0], source[1]))
         return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 
     def places(self) -> int:

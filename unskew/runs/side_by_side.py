@@ -23,7 +23,7 @@ from unskew.config.experiment import Experiment
 from unskew.engines.catalogue import pick_device
 from unskew.engines.laid_out import lay_out
 from unskew.engines.machine import cores
-from unskew.errors import ConfigError, EngineError, shown
+from unskew.errors import ConfigError, EngineError, UnskewError, shown
 from unskew.records.recorder import Callback, warn
 from unskew.runs.beside import work_beside
 from unskew.simulation.loop import Interrupted, interruptible
@@ -224,7 +224,8 @@ class _Crew:
         del self.busy[pipe]
         if kind == "failed":
             error, text = rest
-            error.add_note(text)
+            if not isinstance(error, UnskewError):
+                error.add_note(text)
             raise error
         if kind == "stopped":
             raise Interrupted(signal.SIGTERM)

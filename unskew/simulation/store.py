@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from unskew.files import writing
 from unskew.protocol.messages import ClientState, Tensors, bytes_of
-from unskew.protocol.state_files import encode, state_file
+from unskew.protocol.state_files import encode as encode
+from unskew.protocol.state_files import state_file
 
 
 class ClientStore:
