@@ -54,6 +54,7 @@ bench: .venv/installed  ## speed and memory against loops without a framework, a
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.generation
+	$(BIN)/python -m benchmarks.cluster
 
 docs: .venv/installed  ## the documentation, into site/
 	$(BIN)/mkdocs build --strict

@@ -4,35 +4,25 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from support.federations import SmallBatchNorm, blobs
-from support.ray_nodes import TOKEN, cluster
+from support.ray_nodes import TOKEN, Node, cluster
+from test_engines import EARLY, METHODS, SUMS
 
 import unskew
 from unskew.errors import ConfigError, EngineError
+from unskew.records.recorder import Callback
 
 os.environ |= TOKEN
 
 import ray
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-
-METHODS = (
-    *(
-        "fedavg",
-        "fedprox+scaffold",
-        "fedcog:start_round=1,n=8,g_steps=2",
-        "fedals:alpha=2",
-        "feddyn",
-        "ditto",
-        "fedrep",
-    ),
-    *("moon", "fedbn", "fednova", "fedgen", "feddle:epochs=1", "fedprox+scaffold+fedals"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +33,16 @@ def nodes():
         ray.shutdown()
 
 
-def train(method, engine, address=None, **options):
+def train(method, engine, address=None, ray=None, **options):
     torch.manual_seed(0)
     settings = {"rounds": 4, "participation": 0.5, "local_steps": 2, "batch_size": 8, "lr": 0.05, **options}
-    server = {"federation": blobs([9, 14, 11, 8, 12, 10, 9, 9])}
     return unskew.run(
-        **server,
-        model=SmallBatchNorm(),
-        method=method,
-        engine=engine,
-        ray={"address": address, "deadline": 240},
-        **settings,
-    )
+        blobs([9, 14, 11, 8, 12, 10, 9, 9]), model=SmallBatchNorm(), method=EARLY.get(method, method), engine=engine,
+        ray={"address": address, "deadline": 240, **(ray or {})}, **settings,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *SUMS])
 def test_every_kind_of_message_gives_the_same_bits_on_two_nodes(nodes, method):
     alone, there = train(method, "inline"), train(method, "ray", nodes[0])
     assert torch.equal(alone.vector, there.vector)
@@ -95,10 +80,94 @@ def test_the_example_of_a_cluster_fits_rays_schema():
     assert kubernetes["spec"]["authOptions"]["mode"] == "token"
 
 
-def test_a_node_that_dies_costs_time_and_no_bits():
-    """In a process of its own: a process can be connected to one cluster in its life only."""
-    text = Path(__file__).with_name("ray_node_dies.py")
-    done = subprocess.run(
-        [sys.executable, text], capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"}
+def test_what_clients_keep_lies_in_files_of_the_run(nodes, tmp_path):
+    whole = train("scaffold", "inline")
+    train("scaffold", "ray", nodes[0], ray={"state": "nodes"}, out=tmp_path / "run", rounds=2)
+    there = train("scaffold", "ray", nodes[0], ray={"state": "nodes"}, out=tmp_path / "run", resume=True)
+    assert torch.equal(there.vector, whole.vector)
+
+
+def test_nodes_open_the_data_that_are_named(nodes):
+    options = {"model": "mlp", "clients": 6, "rounds": 2, "local_steps": 2}
+    there = unskew.run(engine="ray", ray={"address": nodes[0], "data": "nodes"}, **options)
+    assert torch.equal(there.vector, unskew.run(engine="inline", **options).vector)
+
+
+def test_a_server_that_was_killed_goes_on_on_one_machine(nodes, tmp_path):
+    options = [
+        "--model",
+        "logistic",
+        "--clients",
+        "4",
+        "--rounds",
+        "30",
+        "--local-steps",
+        "2",
+        "--set",
+        "checkpoint_every=1",
+    ]
+    unskew_ = [sys.executable, "-m", "unskew"]
+    begun = subprocess.Popen(
+        [
+            *unskew_,
+            "run",
+            *options,
+            "--engine",
+            "ray",
+            "--set",
+            f"ray.address={nodes[0]}",
+            "--out",
+            tmp_path / "killed",
+        ],
+        stdout=subprocess.DEVNULL,
     )
-    assert done.stdout.splitlines()[-1:] == ["equal after a node died"], done.stdout + done.stderr
+    lines, end = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 240
+    while not lines.is_file() or len(lines.read_text().splitlines()) < 3:
+        assert begun.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    begun.kill()
+    begun.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    subprocess.run([*unskew_, "resume", tmp_path / "killed", "--engine", "inline"], check=True)
+    subprocess.run([*unskew_, "run", *options, "--engine", "inline", "--out", tmp_path / "whole"], check=True)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole"))
+    assert one == two
+
+
+def test_a_node_that_joins_is_used_from_the_next_round_on(nodes, tmp_path):
+    class Signs(unskew.ClientRule):
+        name, summary, paper = "signs", "-", "-"
+
+        def begin(self, ctx):
+            (tmp_path / ray.util.get_node_ip_address()).touch()
+            time.sleep(0.3)  # so that one node alone does not do it all
+            return {}
+
+    class Joins(Callback):
+        def round(self, row):
+            if row["round"] == 2:
+                assert not (tmp_path / "127.0.0.4").exists()
+                joined.append(Node("127.0.0.4", nodes[0], 1, tmp_path))
+                end = time.monotonic() + 120
+                while ray.cluster_resources().get("CPU", 0) < 3:
+                    assert time.monotonic() < end
+                    time.sleep(0.1)
+
+    joined = []
+    try:
+        train(Signs(), "ray", nodes[0], rounds=6, participation=1.0, callbacks=[Joins()])
+    finally:
+        for node in joined:
+            node.kill()
+    assert (tmp_path / "127.0.0.4").exists()
+
+
+@pytest.mark.parametrize("script", ["ray_node_dies.py", "ray_kills.py"])
+def test_what_dies_costs_time_and_no_bits(script):
+    """In a process of its own: a process can be connected to one cluster in its life only."""
+    text = Path(__file__).with_name(script)
+    done = subprocess.run(
+        [sys.executable, text], capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.stdout.splitlines()[-1].startswith("equal after"), done.stdout + done.stderr

@@ -559,7 +559,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch
 
 
 def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr("unskew.comparison.compare._one", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr("unskew.comparison.compare.one_run", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(ConfigError, match="holds a finished synthetic set"):
         unskew.compare(methods=["fedavg", "fedssyn"], data="digits", rounds=1, synthetic=str(tmp_path / "none"))
 

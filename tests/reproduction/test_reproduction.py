@@ -14,6 +14,7 @@ from support.slow import slow_but
 import unskew
 from unskew.config.reading import experiment
 from unskew.data.federation import ServerData
+from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.protocol.proposed import Proposed
@@ -382,14 +383,14 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
     assert [row["name"] for row in listed] == [*names(), *study_names()]
-    real = sweep.federation_of
+    real = federation_of
 
     def offline(spec, seed):
         if spec.data == "cifar10":
             raise DataError("There is no network.")
         return real(spec, seed)
 
-    monkeypatch.setattr(sweep, "federation_of", offline)
+    monkeypatch.setattr("unskew.comparison.one_run.federation_of", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
     reported = []
     monkeypatch.setattr("unskew.cli.reproduce.report_at_the_end", lambda console, *what: reported.append(what))
@@ -401,7 +402,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     assert "goes on with digits instead" in outcome.out
     assert "64.36" in outcome.out
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
-    monkeypatch.setattr(sweep, "federation_of", None)  # showing needs no data
+    monkeypatch.setattr("unskew.comparison.one_run.federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     assert len(reported) == 1, "nothing was run, so there is nothing new to report on"
     (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]

@@ -23,6 +23,7 @@ from unskew.cli.options import (
     DataPath,
     Device,
     EngineName,
+    Parallel,
     Rounds,
     Sets,
     TrustCode,
@@ -118,6 +119,7 @@ def compare(
         ),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
+    parallel: Parallel = "1",
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -139,8 +141,10 @@ def compare(
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.target import target_costs
+    from unskew.runs.side_by_side import read_parallel
     from unskew.score import score_of
 
+    at_once = read_parallel(parallel)
     if again and out is None:
         raise ConfigError("--resume goes on in the folder that --out names; give both.")
     for name in (assignment.partition("=")[0].strip() for assignment in sets or []):
@@ -173,6 +177,7 @@ def compare(
             out=folder,
             resume=again,
             target=target,
+            parallel=at_once,
             follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
             each=each,
             **values,

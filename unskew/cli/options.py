@@ -82,6 +82,9 @@ Client = Annotated[
     str | None,
     typer.Option("--client", help="The client whose own model it is, by number or name; else the global one."),
 ]
+Parallel = Annotated[
+    str, typer.Option("--parallel", metavar="N|auto", help="Runs at a time, each in a process of its own.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 

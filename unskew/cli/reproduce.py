@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.options import AsJson, DataPath, Device, EngineName, console_for, print_json, stoppable
+from unskew.cli.options import AsJson, DataPath, Device, EngineName, Parallel, console_for, print_json, stoppable
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError, unknown
 from unskew.files import place
@@ -39,6 +39,7 @@ def reproduce(
     results: Annotated[
         Path, typer.Option("--results", parser=place, metavar="PATH", help="Where outcomes are kept and looked for.")
     ] = Path("results/runs"),
+    parallel: Parallel = "1",
     show: Annotated[bool, typer.Option("--show", help="Show the table of what is there; run nothing.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", parser=place, metavar="PATH", help="Draw the table into this image file.")
@@ -56,8 +57,9 @@ def reproduce(
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
     from unskew.reproduction.study import load_study, study_names
     from unskew.reproduction.sweep import Sweep
+    from unskew.runs.side_by_side import read_parallel
 
-    console = console_for(as_json)
+    console, at_once = console_for(as_json), read_parallel(parallel)
     if listing or preset is None:
         presets = [load_preset(name) for name in names()] + [load_study(name) for name in study_names()]
         if as_json:
@@ -74,7 +76,7 @@ def reproduce(
         if columns or engine is not None or device is not None:
             raise ConfigError(f"{preset} is a program of its own, without columns, engines and devices; it has --row.")
         which = seeds_in(seeds) if seeds else None
-        _study(preset, scale, which, rows, data_path, results, show, plot, as_json)
+        _study(preset, scale, which, rows, data_path, results, show, plot, as_json, at_once)
         return
     if preset not in names():
         raise ConfigError(unknown("preset", preset, [*names(), *study_names()]))
@@ -105,7 +107,7 @@ def reproduce(
             if missing:
                 other = sweep.cells(0)[0].config.data
                 console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
-            outcomes = list(sweep.carry_out(which))
+            outcomes = list(sweep.carry_out(which, at_once))
     entries = report.entries(table, outcomes)
     folders = list(dict.fromkeys(folder for folder in map(sweep.folder, (cell for cell, _ in outcomes)) if folder))
     if folders and not show:
@@ -131,6 +133,7 @@ def _study(
     show: bool,
     plot: Path | None,
     as_json: bool,
+    parallel: int | str,
 ) -> None:
     """A preset that is a program of its own."""
     from unskew.cli.progress import make_progress
@@ -150,7 +153,7 @@ def _study(
         with stoppable(results, again), make_progress(console) as progress:
             progress.start()
             task = progress.add_task(name, total=len(which) * len(runs.parts()), accuracy="")
-            for _ in runs.carry_out(which):
+            for _ in runs.carry_out(which, parallel):
                 progress.advance(task)
     outcomes = runs.found(which)
     if plot is not None and outcomes:

@@ -7,31 +7,28 @@ import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from unskew.comparison.each import check_same_data, fields_of
+from unskew.comparison.one_run import Given, last, one_run
 from unskew.config.experiment import Experiment
-from unskew.config.paths import anchored
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.reading import experiment
 from unskew.data.federation import Federation
-from unskew.data.load import federation_of
-from unskew.errors import CheckpointError, ConfigError, items, shown
+from unskew.errors import ConfigError, items, shown
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.metrics import METRICS, RECALL
 from unskew.options import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
-from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, reaching
-from unskew.records.result import read_history
 from unskew.runs.checks import check_method
-from unskew.runs.continuation import check_same
 from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
+from unskew.runs.side_by_side import Work, places, side_by_side
 from unskew.score import score_of
 from unskew.tasks import TASKS
 
@@ -147,6 +144,7 @@ def compare(
     again: bool | None = None,
     follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
     each: Mapping[str, Mapping[str, Any]] | None = None,
+    parallel: int | str = 1,
     **options: Any,
 ) -> Comparison:
     """Run several methods on the same data, cohorts and initial models.
@@ -162,6 +160,7 @@ def compare(
         again: The former name of ``resume``.
         follow: Gives the callbacks of a run from its method, seed and configuration.
         each: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
+        parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
@@ -205,30 +204,39 @@ def compare(
         """Whether a run began, or something was made for several."""
         return folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
 
+    given: Given = (federation, own_model, by_name)
+
+    def data_of(seed: int) -> Federation:
+        return federation or last.of(configs[names[0], seed])
+
+    def arguments(name: str, seed: int) -> tuple[str, Experiment, Path | None, Path | None]:
+        place = None if folder is None else folder / folder_name(name) / f"seed-{seed}"
+        return name, configs[name, seed], place, None if folder is None else folder / SYNTHETIC
+
+    def followers(name: str, seed: int) -> Sequence[Callback]:
+        return list(follow(name, seed, configs[name, seed])) if follow else []
+
     with new_folder(folder, resume, begun):
+        size, data = 0, data_of(which[0])
+        for name, m in by_name.items():  # all of them before the first is trained
+            spec, _ = check_method(configs[name, which[0]], data, own_model, m)
+            check_given_set(configs[name, which[0]], m)
+            size = max(size, spec.size)
+        if folder is not None:
+            (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {which[0]}"
+            clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
+        at_once = places(parallel, list(configs.values()), size)
+        works = [Work(one, one_run, arguments(*one), partial(followers, *one)) for one in configs]
+        finished = dict(side_by_side(works, at_once, given)) if at_once > 1 else {}
         for seed in which:
-            data = federation or federation_of(configs[names[0], seed].data_spec, seed)
-            if seed == which[0]:
-                for name, m in by_name.items():  # all of them before the first is trained
-                    check_method(configs[name, seed], data, own_model, m)
-                    check_given_set(configs[name, seed], m)
-            if folder is not None and seed == which[0]:
-                (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {seed}"
-                clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
-            for name, m in by_name.items():
-                history, summary = _one(
-                    configs[name, seed],
-                    data,
-                    own_model,
-                    m,
-                    None if folder is None else folder / folder_name(name) / f"seed-{seed}",
-                    list(follow(name, seed, configs[name, seed])) if follow else [],
-                    None if folder is None else folder / SYNTHETIC,
-                )
-                result.histories[name].append(history)
-                result.summaries[name].append(summary)
+            for name in names:
+                run = finished.get((name, seed))
+                if run is None:
+                    run = one_run(given, *arguments(name, seed), followers(name, seed))
+                result.histories[name].append(run[0])
+                result.summaries[name].append(run[1])
             if len({group[0]["weights"] for group in result.summaries.values()}) > 1:
-                unequal = unequal or len(set(data.sizes.tolist())) > 1
+                unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:
             means = [mean_std([s[f"best_{score_of(s)}"] for s in group])[0] for group in result.summaries.values()]
             target = max(0.0, round(0.9 * max(means), 3))  # R² may be below 0
@@ -257,36 +265,3 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")
     return which
-
-
-def _one(
-    config: Experiment,
-    federation: Federation,
-    model: ModelLike | None,
-    method: Method,
-    folder: Path | None,
-    callbacks: Sequence[Callback],
-    shared: Path | None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One run of a comparison: done already, to be resumed, or new."""
-    begun = folder is not None and (folder / "config.yaml").is_file()
-    if folder is not None and begun:
-        before = anchored(experiment(load_yaml(folder / "config.yaml"), method))
-        try:
-            check_same(before.model_dump(mode="json"), anchored(config))
-        except CheckpointError as error:
-            raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
-        if finished_rounds(folder) == config.rounds:
-            return read_history(folder), json.loads((folder / "summary.json").read_text())
-        check_unfinished(folder, config.rounds)
-    result = run_experiment(
-        config,
-        federation=federation,
-        model=model,
-        method=method,
-        out=folder,
-        resume=begun,
-        callbacks=callbacks,
-        shared=shared,
-    )
-    return result.history, result.summary

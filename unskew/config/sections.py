@@ -66,13 +66,17 @@ class RayConfig(Section):
     address: str | None = None
     """``local``, ``auto``, or ``HOST:PORT`` of its head; None is ``local`` where ``engine`` is ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Cores, and threads, of a task, which trains one client."""
+    """Cores, and threads, of a task, which trains one client, or ``together``."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)] = 0.0
     """Accelerators of a task."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 5
     """How often a client is trained again after its worker or its node died."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds without any answer of the cluster after which the run ends; None waits on."""
+    data: Literal["auto", "store", "nodes"] = "auto"
+    """Whether data are sent through the object store, or nodes open them; ``auto``: what a URL names, nodes open."""
+    state: Literal["driver", "nodes"] = "driver"
+    """Whether what clients keep travels with them, or lies in files of the run folder that all nodes see."""
 
     @pydantic.field_validator("address")
     @classmethod

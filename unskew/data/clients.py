@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.spec import DataSpec
+
 RECENT = 16 << 20
 """Bytes of inputs that are kept of the clients drawn last."""
 
@@ -82,7 +84,12 @@ class DrawnClients(ArrayClients):
         y: Targets of all clients, in order.
         offsets, splits: As of ``ArrayClients``.
         mapped: Whether the inputs lie in files, so that all of them at once may not fit into memory.
+
+    Attributes:
+        source: What they were loaded from, with the seed, if it was named: another machine that sees it has them, too.
     """
+
+    source: tuple[DataSpec, int] | None = None
 
     def __init__(
         self, rows: Rows, like: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray, mapped: bool = False

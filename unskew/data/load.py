@@ -23,6 +23,7 @@ from unskew.data.reading.columns import Choice
 from unskew.data.reading.encoders import fit
 from unskew.data.reading.tables import Source, Table, normalisation_of
 from unskew.data.reading.text import is_text, load_texts
+from unskew.data.remote import at_hand
 from unskew.data.server_samples import generator, in_channels, server_data
 from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec, TextSpec, names_in
@@ -157,6 +158,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         ConfigError: Fields do not fit together.
         DataError: The data cannot be used as asked.
     """
+    named, spec = spec, at_hand(spec)
     source = source_of(spec)
     at_server, test = server_data(spec, source, source.test, seed)
     if at_server is not None and not at_server.in_domain:
@@ -195,8 +197,10 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         told = sent if told is None else told + sent
         y, test = trained_for.standardise(y), replace(test, y=trained_for.standardise(test.y))
         at_server = None if at_server is None else replace(at_server, y=trained_for.standardise(at_server.y))
+    clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, splits)
+    clients.source = named, seed
     return Federation(
-        clients=DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, splits),
+        clients=clients,
         test=(test.x, test.y),
         server=at_server,
         task=source.task,

@@ -53,10 +53,11 @@ def make_engine(
         cluster: Where that of ``ray`` is.
     """
     if name == "ray":
-        from unskew.engines.on_ray import OnCluster, RayEngine
+        from unskew.engines.on_ray import RayEngine
+        from unskew.engines.ray_cluster import OnCluster
 
-        told = {key: value for key, value in (cluster or {}).items() if value is not None}
-        return RayEngine(setup, workers or None, OnCluster(**told))
+        told = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
+        return RayEngine(setup, workers or None, OnCluster(**told), together)
     if name == "processes":
         return ProcessesEngine(setup, workers, together)
     return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, together)

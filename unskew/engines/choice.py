@@ -82,11 +82,9 @@ def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | 
         resume: Whether the run goes on: what it did not keep, it never measured.
     """
     if asked.engine == "ray" or (asked.engine == "auto" and asked.address is not None):
-        if asked.together not in ("auto", 1):
-            raise ConfigError(
-                "A worker of a cluster trains one client at a time; together is for inline and processes."
-            )
-        return Choice("ray", asked.workers or 0, 1, "given", asked=asked.identity)
+        # Not measured: nodes differ, and bits must not depend on who trains a client.
+        together = min(asked.together, cohort) if isinstance(asked.together, int) else 1
+        return Choice("ray", asked.workers or 0, together, "given", asked=asked.identity)
     if asked.engine == "vectorized" and asked.together != "auto":
         raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
     kept = _kept(folder) if resume else None

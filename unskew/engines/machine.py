@@ -25,8 +25,21 @@ def keep_freed_memory() -> None:
             mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
+_share: int | None = None
+"""Cores that this process was given of the machine's, as one of several that work side by side."""
+
+
+def take_share(number: int) -> None:
+    """From now on this process uses so many cores only; it is for processes that are unskew's own."""
+    global _share
+    _share = number
+    torch.set_num_threads(number)
+
+
 def cores() -> int:
     """Cores that this process may use."""
+    if _share is not None:
+        return _share
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

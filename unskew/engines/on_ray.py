@@ -11,53 +11,47 @@ Moritz et al. 2018, "Ray: A Distributed Framework for Emerging AI Applications",
 from __future__ import annotations
 
 import os
-import socket
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
-from torch import Tensor
-
-from unskew import __version__
+from unskew.data.federation import Federation
 from unskew.engines.base import Setup
+from unskew.engines.group import parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
-from unskew.engines.local import LocalTrainer
-from unskew.engines.machine import cores, keep_freed_memory
-from unskew.engines.ray_messages import apart, as_array, as_tensor, together
-from unskew.errors import ConfigError, EngineError, UnskewError
+from unskew.engines.ray_cluster import OnCluster, connect, load_ray
+from unskew.engines.ray_messages import apart, copied
+from unskew.engines.ray_worker import Described, train_part, versions
+from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 
-TOKEN = Path.home() / ".ray" / "auth_token"
 AHEAD = 2
 """Tasks in flight for each worker: one that it does, and the next."""
+HELD = 2 << 30
+"""Bytes of updates that may be waiting for their turn in the stores of the cluster, roughly."""
+TURNS = 32
+"""Rounds of all workers after which the clients of a cohort are looked at anew, largest first."""
+ATTEMPTS = 3
+"""Times that a client may fail for a reason of its own."""
 
 
-@dataclass(frozen=True)
-class OnCluster:
-    """Where the cluster is, and what a client may use of it.
+@dataclass
+class _Part:
+    """Clients that are trained together.
 
     Attributes:
-        address: ``local`` starts one on this machine that ends with this process; ``auto`` is one that runs here already;
-            else ``HOST:PORT`` of its head.
-        cpus_per_worker: Cores, and threads, of a task.
-        gpus_per_worker: Accelerators of a task.
-        retries: How often a client is trained again after its worker or its node died.
-        deadline: Seconds without any answer after which the run ends; None waits on.
+        places: Theirs in the cohort.
+        failed: How often they have.
+        answer: Reference to their updates, or to what went wrong.
     """
 
-    address: str = "local"
-    cpus_per_worker: int = 1
-    gpus_per_worker: float = 0.0
-    retries: int = 5
-    deadline: float | None = None
+    places: list[int]
+    failed: int = 0
+    answer: Any = None
 
 
 class RayEngine:
@@ -67,6 +61,7 @@ class RayEngine:
         setup: The run.
         workers: Tasks at a time; by default as many as the cluster has cores for.
         where: The cluster.
+        together: How many clients a task trains as one network.
 
     Raises:
         EngineError: There is no such cluster, it has no room for a single task, another version of unskew, or the run cannot
@@ -75,29 +70,47 @@ class RayEngine:
 
     name = "ray"
 
-    def __init__(self, setup: Setup, workers: int | None = None, where: OnCluster | None = None):
-        self.setup, self.where, self.ray = setup, where or OnCluster(), load_ray()
+    def __init__(self, setup: Setup, workers: int | None = None, where: OnCluster | None = None, together: int = 1):
+        self.setup, self.where, self.ray, self.together = setup, where or OnCluster(), load_ray(), together
         ray = self.ray
         connect(self.where.address, workers)
         self.most = workers
         self.places()
-        self.task = ray.remote(_train).options(
+        self.task = ray.remote(train_part).options(
             num_cpus=self.where.cpus_per_worker,
             num_gpus=self.where.gpus_per_worker,
             max_retries=self.where.retries,
             retry_exceptions=False,
+            num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        federation = setup.federation
-        light = replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
+        sent = replace(setup, federation=self._sent(), tell=warnings.warn)
         try:
-            self.everything = ray.put(replace(setup, federation=light, tell=warnings.warn))
+            self.everything = ray.put((sent, together))
         except Exception as error:
             raise EngineError(
                 f"This run cannot be sent to the cluster, as a part of it cannot be pickled: {error}. Give data and rules "
                 "that need no open file or lock, or take another engine."
             ) from error
         self._check_versions()
+
+    def _sent(self) -> Federation:
+        """What workers are sent of the data: those of the clients, or only where a node finds them.
+
+        Raises:
+            EngineError: Nodes shall open data that were given in Python, or that the method has changed.
+        """
+        federation = self.setup.federation
+        source = getattr(federation.clients, "source", None)
+        by_url = source is not None and any("://" in str(place) for place in (source[0].data, source[0].data_path))
+        if self.where.data == "nodes" and source is None:
+            raise EngineError(
+                "ray.data=nodes lets nodes open the data where they are named, but these were given in Python, changed by "
+                "the method, or moved to another device; take ray.data=store."
+            )
+        if source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
+            federation = replace(federation, clients=Described(len(federation.clients), source[0], source[1]))
+        return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 
     def places(self) -> int:
         """Tasks at a time; it grows and shrinks with the cluster.
@@ -118,8 +131,8 @@ class RayEngine:
         return min(self.most or places, places)
 
     def _check_versions(self) -> None:
-        there = self._wait([self.ray.remote(_versions).options(num_cpus=0).remote()])
-        mine = _versions()
+        there = self._wait([self.ray.remote(versions).options(num_cpus=0).remote()])
+        mine = versions()
         theirs = self.ray.get(there[0])
         if theirs != mine:
             raise EngineError(
@@ -128,24 +141,58 @@ class RayEngine:
             )
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``."""
-        clients, steps = self.setup.federation.clients, self.setup.training.steps
-        counts = [steps(clients[cast.client].examples, cast.client) for cast in casts]
-        waiting = deque(sorted(range(len(casts)), key=lambda place: -counts[place]))
+        """See ``unskew.engines.base.Engine``.
+
+        Updates stay on the nodes that made them until their turn comes, and few are ahead of it: so this process needs the
+        memory of one part of the cohort, however large that is.
+        """
+        if not casts:
+            return
         shared, packed = apart([as_dict(cast) for cast in casts])
-        common = self.ray.put(shared) if casts else None
-        flying: dict[Any, int] = {}
-        ahead = AHEAD * self.places()
-        done: dict[int, Update] = {}
+        common = self.ray.put(shared)
+        window = self._window()
+        waiting = deque(self._parts(casts, window))
+        flying: dict[Any, _Part] = {}
+        ended: dict[int, _Part] = {}
+        here: dict[int, Update] = {}
+        begun, ahead = 0, AHEAD * self.places()
+
+        def begin(part: _Part) -> None:
+            # In lists: Ray resolves arguments that are references themselves for every single task.
+            own = [packed[place] for place in part.places]
+            ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
+            flying[ok] = part
+
         for place in range(len(casts)):
-            while place not in done:
-                while waiting and len(flying) < ahead:
-                    number = waiting.popleft()
-                    # In lists: Ray resolves arguments that are references themselves for every single task.
-                    flying[self.task.remote(self.run, [self.everything], [common], packed[number])] = number
+            while place not in ended:
+                while waiting and len(flying) < ahead and begun - place < 2 * window:
+                    begun += len(waiting[0].places)
+                    begin(waiting.popleft())
                 for ready in self._wait(list(flying)):
-                    done[flying.pop(ready)] = self._receive(ready)
-            yield done.pop(place)
+                    part = flying.pop(ready)
+                    if self._succeeded(ready, part):
+                        ended.update(dict.fromkeys(part.places, part))
+                    else:
+                        begin(part)
+            if place not in here:
+                here.update(zip(ended[place].places, self._receive(ended[place]), strict=True))
+            del ended[place]
+            yield here.pop(place)
+
+    def _window(self) -> int:
+        """Clients of a cohort that are looked at together: the largest of them are trained first."""
+        spec = self.setup.spec
+        fewest = AHEAD * self.places() * self.together
+        return max(fewest, min(TURNS * fewest, HELD // max(1, spec.size * spec.dtype.itemsize)))
+
+    def _parts(self, casts: Sequence[Broadcast], window: int) -> list[_Part]:
+        """The parts of a cohort in the order in which they are begun."""
+        steps = steps_of(self.setup, casts)
+        return [
+            _Part([start + place for place in part])
+            for start in range(0, len(casts), window)
+            for part in parts_of(casts[start : start + window], steps[start : start + window], self.together)
+        ]
 
     def _wait(self, flying: list[Any]) -> list[Any]:
         """Those of the tasks that have ended; the user is told if there is none for too long."""
@@ -169,113 +216,32 @@ class RayEngine:
                 raise EngineError(f"{text} That is ray.deadline; the run can be resumed, here or on another cluster.")
             self.setup.tell(f"{text} It goes on waiting; the run can be stopped and resumed elsewhere.")
 
-    def _receive(self, ready: Any) -> Update:
+    def _succeeded(self, ready: Any, part: _Part) -> bool:
+        """Whether clients were trained; what fails again and again is raised with its own reason."""
+        if self._get(ready):
+            return True
+        part.failed += 1
+        if part.failed == ATTEMPTS:
+            raise self._get(part.answer)
+        return False
+
+    def _receive(self, part: _Part) -> list[Update]:
+        """The updates of a part, as copies: what lies in a store can leave it."""
+        self._wait([part.answer])
+        return [from_dict(Update, copied(one)) for one in self._get(part.answer)]
+
+    def _get(self, reference: Any) -> Any:
         try:
-            ok, answer = self.ray.get(ready)
+            return self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             raise EngineError(
                 f"A client could not be trained on the cluster, also not in {self.where.retries + 1} attempts: "
                 f"{str(error).splitlines()[0]} The run can be resumed, here or on another cluster."
             ) from error
-        if not ok:
-            raise answer
-        update: Update = from_dict(Update, answer)
-        return update
 
     def close(self) -> None:
         """Forget the run. The cluster goes on: it is not ours, or serves the next run of this process."""
         self.everything = None
-
-
-def load_ray() -> Any:
-    """The package; clusters ask for a token by default, and a process that has one shows it if told so before this.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    if TOKEN.exists() or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("engine=ray needs Ray: pip install 'unskew[ray]'.") from error
-    return ray
-
-
-def connect(address: str, workers: int | None) -> None:
-    """Connect this process to a cluster, unless it is connected already; tensors travel as NumPy arrays from then on."""
-    ray = load_ray()
-    if not ray.is_initialized():
-        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-        if address == "local":
-            options |= {"num_cpus": workers or cores(), "include_dashboard": False}
-        host = address.rpartition(":")[0]
-        if _is_loopback(host):
-            options["_node_ip_address"] = host  # nodes of one machine, each with its address
-        if address not in ("local", "auto"):
-            check_reachable(address)
-        try:
-            ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
-            raise EngineError(
-                f"There is no Ray cluster at {address!r} that lets this process in: {str(error).splitlines()[0]} Start one "
-                f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or take "
-                "ray.address=local."
-            ) from error
-    ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
-
-
-def check_reachable(address: str) -> None:
-    """Refuse an address where nothing listens: Ray would end this whole process a minute after it failed to connect.
-
-    Raises:
-        EngineError: Nothing answers there.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        raise EngineError(
-            f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
-        ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether this is an address of a machine to itself, but for the usual one."""
-    try:
-        return ip_address(host).is_loopback and host != "127.0.0.1"
-    except ValueError:
-        return False
-
-
-# ---- in the workers ---------------------------------------------------------------------------------------------------
-
-_trainers: dict[str, LocalTrainer] = {}
-"""The trainer of the run that this worker serves; the one before it is forgotten."""
-
-
-def _train(run: str, everything: list[Any], common: list[Any], packed: dict[str, Any]) -> tuple[bool, Any]:
-    """One client's training, and its update or what went wrong."""
-    import ray
-
-    try:
-        if run not in _trainers:
-            _trainers.clear()
-            resources: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
-            torch.set_num_threads(max(1, int(resources.get("CPU", 1))))
-            keep_freed_memory()
-            ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
-            _trainers[run] = LocalTrainer(ray.get(everything[0]))
-        cast = from_dict(Broadcast, together(packed, ray.get(common[0])))
-        return True, as_dict(_trainers[run].train(cast))
-    except UnskewError as error:
-        return False, error
-    except Exception:  # a bug in a rule must reach the user
-        return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
-
-
-def _versions() -> dict[str, str]:
-    return {"unskew": __version__, "torch": torch.__version__}
 
 
 def _told(versions: dict[str, str]) -> str:

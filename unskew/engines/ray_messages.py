@@ -59,6 +59,13 @@ def together(record: Any, shared: list[Tensor]) -> Any:
     return shared[record.number] if isinstance(record, Place) else record
 
 
+def copied(value: Any) -> Any:
+    """A record with its tensors in memory of their own."""
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def as_array(tensor: Tensor) -> tuple[Any, torch.dtype, bool]:
     """The values as a NumPy array in the order of their memory, so that channels stay last."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, cat_inputs, take
 from unskew.errors import ConfigError, DataError
-from unskew.files import locked, make_folder, write_atomic
+from unskew.files import locked, make_folder, waiting_for, write_atomic
 from unskew.generators import synthetic_set as synthetic
 from unskew.generators.catalogue import Factory
 from unskew.generators.job import Figures, Job
@@ -90,7 +91,8 @@ def make_set(
         return work.all_images(about)
     synthetic.check_can_store()
     make_folder(folder / "work")
-    with locked(folder) if os.name == "posix" else nullcontext():
+    # Runs side by side that need the same set wait for the one that makes it.
+    with waiting_for(folder / ".making.lock", math.inf), locked(folder) if os.name == "posix" else nullcontext():
         if (folder / synthetic.ABOUT).is_file():
             images = synthetic.load(folder)
             if images.about.get("recipe") != about.get("recipe"):

@@ -106,6 +106,8 @@ class Broadcast:
         report: Whether the whole model is to be reported, slices that stay at the client included.
         show: Whether the inputs that the client made are to be shown.
         keeps: Whether the optimizer's state stays at the client from round to round.
+        kept: Where ``state`` lies in files that whoever trains the client reads and writes itself: the file to read, empty if
+            there is none yet, and the file to write. None: ``state`` is here.
     """
 
     round: int
@@ -122,6 +124,7 @@ class Broadcast:
     report: bool = False
     show: bool = False
     keeps: bool = False
+    kept: tuple[str, str] | None = None
 
 
 FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version")
@@ -142,6 +145,7 @@ class Update:
         metrics: Figures such as the mean training loss and the number of steps.
         report: The whole model ``v [d]``, if it was asked for; to be measured, no part of the method's traffic.
         made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them.
+        kept: The file that was written in the place of ``state``, and its SHA-256.
         start, b_start, last, version: What the server knows beside it, for rules that need it: the model ``[d]`` and the
             statistics ``[m]`` that were broadcast, the client's last update ``[d]`` before this one (None: it is the first),
             and the number of updates that the server had taken in when it was sent out.
@@ -159,6 +163,7 @@ class Update:
     arrived: int = -1
     report: Tensors = field(default_factory=dict)
     made: Tensors = field(default_factory=dict)
+    kept: tuple[str, str] | None = None
     start: Tensor | None = None
     b_start: Tensor | None = None
     last: Tensor | None = None

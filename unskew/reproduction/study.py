@@ -13,10 +13,13 @@ from typing import Any, Protocol
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from unskew.engines.machine import cores
 from unskew.errors import ConfigError, DataError, plain, unknown
 from unskew.options import build, imported
+from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
+from unskew.runs.side_by_side import Work, check_parallel, side_by_side
 
 STUDIES = {
     "quadratic": "unskew.reproduction.studies.quadratic_figure:QuadraticStudy",
@@ -167,17 +170,34 @@ class StudyRuns:
         """All that decides a part."""
         return {"study": self.preset.study, "part": part, "settings": self.settings, "seed": seed}
 
-    def carry_out(self, seeds: Sequence[int]) -> Iterator[tuple[str, int, Outcome]]:
-        """Every chosen part of every seed; those that are there already are read."""
-        for seed in seeds:
-            for part in self.parts():
-                run = self.identity(part, seed)
-                outcome = read_outcome(self.results, run)
-                if outcome is None:
-                    write_outcome(self.results, run, {"summary": self.study.run(part, seed)}, indent=None)
-                    outcome = read_outcome(self.results, run)
-                assert outcome is not None
-                yield part, seed, outcome
+    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[str, int, Outcome]]:
+        """Every chosen part of every seed, as they are done; those that are there already are read.
+
+        Args:
+            seeds: Which.
+            parallel: Parts at a time, or ``auto``.
+        """
+        check_parallel(parallel)
+        wanted = [(part, seed) for seed in seeds for part in self.parts()]
+        missing = [one for one in wanted if read_outcome(self.results, self.identity(*one)) is None]
+        at_once = min(cores() if isinstance(parallel, str) else parallel, len(missing))
+        if at_once > 1:
+            works = [Work(one, _beside, one) for one in missing]
+            for _, (part, seed) in side_by_side(works, at_once, self):
+                yield part, seed, self.outcome(part, seed)
+            wanted = [one for one in wanted if one not in missing]
+        for part, seed in wanted:
+            yield part, seed, self.outcome(part, seed)
+
+    def outcome(self, part: str, seed: int) -> Outcome:
+        """What is kept of a part; it is carried out if nothing is."""
+        run = self.identity(part, seed)
+        outcome = read_outcome(self.results, run)
+        if outcome is None:
+            write_outcome(self.results, run, {"summary": self.study.run(part, seed)}, indent=None)
+            outcome = read_outcome(self.results, run)
+        assert outcome is not None
+        return outcome
 
     def found(self, seeds: Sequence[int]) -> ByPart:
         """What is there, nothing is run; of the scale's other settings if there is nothing of the first."""
@@ -192,3 +212,9 @@ class StudyRuns:
                 break
             self.turn()
         return by_part
+
+
+def _beside(runs: StudyRuns, part: str, seed: int, callbacks: list[Callback]) -> tuple[str, int]:
+    """A part in a process of its own, which keeps its outcome."""
+    runs.outcome(part, seed)
+    return part, seed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison.one_run import LastFederation, last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.data.load import federation_of
-from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Callback
@@ -21,6 +21,7 @@ from unskew.reproduction.preset import Cell, Preset, cells
 from unskew.runs.checks import check_method
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, resume, run_experiment
+from unskew.runs.side_by_side import Work, check_parallel, places, side_by_side
 
 Follow = Callable[[str, bool], Sequence[Callback]]
 """From the title of a run, and whether it is only the common part of others, to its callbacks."""
@@ -53,7 +54,7 @@ class Sweep:
         self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
         self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
         self.otherwise = False
-        self._data: tuple[tuple[DataSpec, int], Federation] | None = None
+        self._last = LastFederation()
 
     def cells(self, seed: int) -> list[Cell]:
         """The chosen runs for a seed."""
@@ -83,12 +84,40 @@ class Sweep:
             outcomes = list(self.found(seeds))
         return outcomes
 
-    def carry_out(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
-        """Every chosen run and its outcome, seed by seed; before the first is trained, every row's method is checked."""
-        self._check(seeds[0])
-        for seed in seeds:
-            for cell in self.cells(seed):
-                yield cell, self._outcome(cell)
+    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[Cell, Outcome]]:
+        """Every chosen run and its outcome, seed by seed; before the first is trained, every row's method is checked.
+
+        Args:
+            seeds: Which.
+            parallel: Runs at a time, or ``auto``; all of them are made before the first outcome is given then.
+        """
+        check_parallel(parallel)
+        size = self._check(seeds[0])
+        table = [cell for seed in seeds for cell in self.cells(seed)]
+        works = [] if parallel == 1 else self._works(table)
+        at_once = places(parallel, [work.arguments[0] for work in works], size)
+        if at_once > 1:
+            for _ in side_by_side(works, at_once, (self.runs, self.results)):
+                pass
+        for cell in table:
+            yield cell, self._outcome(cell)
+
+    def _works(self, table: Sequence[Cell]) -> list[Work]:
+        """The runs that are not made yet, each once, and before them the common rounds that they begin with."""
+        works: dict[str, Work] = {}
+        for cell in table:
+            if kept(self.results, cell.config, cell.parent) is not None:
+                continue
+            config, after = cell.config, tuple[str, ...]()
+            if cell.parent is not None:
+                begun, title = self._common(cell, cell.parent)
+                after = (begun.name,)
+                config = config.model_copy(update={"start_from": str(begun)})
+                follow = partial(self._followers, title, True)
+                works.setdefault(begun.name, Work(begun.name, _beside, (cell.parent, None), follow))
+            name, follow = key_of(cell.config, cell.parent), partial(self._followers, self._title(cell), False)
+            works.setdefault(name, Work(name, _beside, (config, cell.parent), follow, after))
+        return list(works.values())
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
         """The runs whose outcomes are there already, else those of the same run before a default changed; nothing is run."""
@@ -108,18 +137,32 @@ class Sweep:
 
     def federation(self, config: Experiment) -> Federation:
         """The data of a run; the last are kept, as neighbours in a table often share them."""
-        key = config.data_spec, config.seed
-        if self._data is None or self._data[0] != key:
-            self._data = key, federation_of(*key)
-        return self._data[1]
+        return self._last.of(config)
 
-    def _check(self, seed: int) -> None:
-        """Refuse a method that does not fit now and not after hours; columns differ in data only, so one will do."""
+    def _check(self, seed: int) -> int:
+        """Refuse a method that does not fit now and not after hours; columns differ in data only, so one will do.
+
+        Gives the parameters of the largest model.
+        """
         files = outcome_files(self.results)
         open_ = [cell for cell in self.cells(seed) if kept(files, cell.config, cell.parent) is None]
-        for cell in open_:
-            if cell.column == open_[0].column:
-                check_method(cell.config, self.federation(cell.config), None, method(cell.config.method))
+        sizes = [
+            check_method(cell.config, self.federation(cell.config), None, method(cell.config.method))[0].size
+            for cell in open_
+            if cell.column == open_[0].column
+        ]
+        return max(sizes, default=0)
+
+    @staticmethod
+    def _title(cell: Cell) -> str:
+        return f"{cell.row}, {cell.column}, seed {cell.config.seed}"
+
+    def _common(self, cell: Cell, parent: Experiment) -> tuple[Path, str]:
+        """The folder and the title of the rounds that a run has in common with others."""
+        return self.runs / key_of(parent), f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
+
+    def _followers(self, title: str, common: bool) -> list[Callback]:
+        return list(self.follow(title, common))
 
     def _outcome(self, cell: Cell) -> Outcome:
         outcome = kept(self.results, cell.config, cell.parent)
@@ -127,28 +170,53 @@ class Sweep:
             return outcome
         config = cell.config
         if cell.parent is not None:
-            start = self._run(
-                cell.parent, None, f"{self.preset.name}, common rounds, {cell.column}, seed {config.seed}", common=True
-            )
+            start, title = self._common(cell, cell.parent)
+            self._run(cell.parent, None, title, common=True)
             config = config.model_copy(update={"start_from": str(start)})
-        title = f"{cell.row}, {cell.column}, seed {config.seed}"
-        folder = self._run(config, cell.parent, title)
+        folder = self._run(config, cell.parent, self._title(cell))
         outcome = kept(self.results, cell.config, cell.parent)
         assert outcome is not None, f"the run in {folder} was not kept"
         return outcome
 
     def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
-        """Carry out a run in its folder unless it is finished; gives the folder."""
-        folder, shared = self.runs / key_of(config, parent), self.runs / SYNTHETIC
-        if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
-            history, summary = read_history(folder), json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        callbacks = partial(self._followers, title, common)
+        return carried_out((self.runs, self.results), self._last, config, parent, callbacks)
+
+
+def carried_out(
+    folders: tuple[Path, Path],
+    data: LastFederation,
+    config: Experiment,
+    parent: Experiment | None,
+    follow: Callable[[], list[Callback]],
+) -> Path:
+    """Carry out a run in its folder unless it is finished, and keep its outcome; gives the folder.
+
+    Args:
+        folders: Where run folders are made, and where outcomes are kept.
+        data: Gives its data.
+        config: The run.
+        parent: The one that it begins from, if there is one.
+        follow: Gives its followers, if it is made.
+    """
+    runs, results = folders
+    folder, shared = runs / key_of(config, parent), runs / SYNTHETIC
+    if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
+        history, summary = read_history(folder), json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    else:
+        federation, callbacks = data.of(config), follow()
+        if (folder / "config.yaml").is_file():
+            machine = {k: getattr(config, k) for k in ("engine", "workers", "together", "device")}
+            result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **machine)
         else:
-            federation, callbacks = self.federation(config), list(self.follow(title, common))
-            if (folder / "config.yaml").is_file():
-                machine = {k: getattr(config, k) for k in ("engine", "workers", "together", "device")}
-                result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **machine)
-            else:
-                result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)
-            history, summary = result.history, result.summary
-        keep(self.results, config, parent, history, summary)
-        return folder
+            result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)
+        history, summary = result.history, result.summary
+    keep(results, config, parent, history, summary)
+    return folder
+
+
+def _beside(
+    folders: tuple[Path, Path], config: Experiment, parent: Experiment | None, callbacks: list[Callback]
+) -> None:
+    """A run in a process of its own, which keeps its outcome."""
+    carried_out(folders, last, config, parent, lambda: callbacks)

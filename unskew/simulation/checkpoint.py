@@ -79,7 +79,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
                     put(f"{kind}s-{number:04d}.safetensors", encode(chunk))
                 for client, path in store.on_disk():
                     name = f"{kind}-{client}.safetensors"
-                    checksums[name] = _keep(path, fresh / name)
+                    checksums[name] = _keep(path, fresh / name, store.checksum(client))
             manifest = {
                 "format": FORMAT,
                 "round": round,
@@ -106,14 +106,14 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
     return final
 
 
-def _keep(path: Path, copy: Path) -> str:
-    """Keep a client's file under a second name; gives its checksum."""
+def _keep(path: Path, copy: Path, known: str | None) -> str:
+    """Keep a client's file under a second name; gives its checksum, which may be known."""
     try:
         os.link(path, copy)
     except OSError:  # not every file system has hard links
         shutil.copyfile(path, copy)
     sync_path(copy)
-    return _checksum(copy)
+    return known or _checksum(copy)
 
 
 def drop(folder: Path, keep: int | None = None, after: int | None = None) -> None:

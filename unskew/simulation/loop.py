@@ -16,6 +16,8 @@ from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 
+NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C was pressed, or SIGTERM sent; the round in progress was finished and saved in ``folder``.
@@ -41,7 +43,7 @@ def train(
     finished: Callable[[int, dict[str, Any]], bool],
 ) -> None:
     """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each, and says whether it was the last."""
-    with _interruptible() as stopped:
+    with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
             casts = [server.broadcast(t, k) for k in cohort]
@@ -58,7 +60,7 @@ def train(
 
 
 @contextmanager
-def _interruptible() -> Iterator[list[int]]:
+def interruptible() -> Iterator[list[int]]:
     """Within, the first Ctrl-C or SIGTERM waits for the end of the round and is in the list; the next one acts at once."""
     stopped: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -74,7 +76,7 @@ def _interruptible() -> Iterator[list[int]]:
         stopped.append(number)
         restore()
         # Not print: this may interrupt one.
-        os.write(2, b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n")
+        os.write(2, NOTICE)
 
     for number in before:
         signal.signal(number, handler)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import FederationFacts
-from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, changed, finite, flat
+from unskew.protocol.messages import Broadcast, Slices, Tensors, Update, bytes_of, changed, finite, flat
 from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training import Buffers
@@ -149,7 +149,7 @@ class Server:
         return changed(cast, report=True, keeps=False)
 
     def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
-        accepted = self.last.get(client)
+        accepted, (state, kept) = self.last.get(client), self.store.lent(client)
         extra = {name: half.extras(self.rules[name], client) for name, half in self.halves.items()}
         return Broadcast(
             round=round,
@@ -157,7 +157,8 @@ class Server:
             v=v,
             b=b if self.mode == "average" else self.b0,
             download={name: tensors for name, tensors in extra.items() if tensors},
-            state=ClientState.of(self.store.get(client)),
+            state=state,
+            kept=kept,
             weight=self.facts.weight(client),
             down=down,
             up=up,
@@ -289,7 +290,7 @@ class Server:
 
     def _keep(self, update: Update) -> None:
         """What stays at the client."""
-        self.store.put(update.client, ClientState.of(self.store.get(update.client)).updated(update.state).tensors())
+        self.store.keep(update.client, update.state, update.kept)
         self.last[update.client] = update.born
 
 

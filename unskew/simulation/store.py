@@ -12,21 +12,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from unskew.files import writing
-from unskew.protocol.messages import Tensors, bytes_of
-
-
-def encode(tensors: Tensors) -> bytes:
-    """Tensors as safetensors; one that lies in the memory of another is written on its own."""
-    seen: set[int] = set()
-    whole: Tensors = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        whole[name] = (tensor.clone() if memory in seen else tensor).contiguous()
-        seen.add(memory)
-    return save(whole)
+from unskew.protocol.messages import ClientState, Tensors, bytes_of
+from unskew.protocol.state_files import encode as encode
+from unskew.protocol.state_files import state_file
 
 
 class ClientStore:
@@ -73,6 +64,18 @@ class ClientStore:
         while self.folder is not None and self._bytes > self.limit and len(self._memory) > 1:
             self._spill(next(iter(self._memory)))
 
+    def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
+        """What a client begins a round with: its state, or where whoever trains it finds that."""
+        return ClientState.of(self.get(client)), None
+
+    def keep(self, client: int, newer: ClientState, file: tuple[str, str] | None) -> None:
+        """What a client ends a round with takes the place of what it kept; it is here, or in a file with a checksum."""
+        self.put(client, ClientState.of(self.get(client)).updated(newer).tensors())
+
+    def checksum(self, client: int) -> str | None:
+        """SHA-256 of a client's file, where it is known."""
+        return None
+
     def take(self, client: int) -> Tensors:
         """What the client kept, which is forgotten."""
         tensors = self.get(client)
@@ -109,3 +112,50 @@ class ClientStore:
             os.replace(fresh, path)
         self._forget(client)
         self._disk.add(client)
+
+
+class SharedStore(ClientStore):
+    """What clients keep, in files that whoever trains them reads and writes: none of it passes through this process.
+
+    Args:
+        folder: Seen by all of them under this path. It has a folder for every thousand clients.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, limit=0)
+        self._files: dict[int, tuple[Path, str]] = {}
+        self._number = 0
+        self.root = folder.absolute()
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
+        """See ``ClientStore``; every file has a name of its own, so nobody can read an older one from a cache."""
+        return ClientState(), (str(self._path(client)) if client in self._disk else "", str(self._fresh(client)))
+
+    def keep(self, client: int, newer: ClientState, file: tuple[str, str] | None) -> None:
+        """See ``ClientStore``."""
+        if file is not None:
+            self._forget(client)
+            self._files[client] = (Path(file[0]), file[1])
+            self._disk.add(client)
+
+    def put(self, client: int, tensors: Tensors) -> None:
+        """See ``ClientStore``."""
+        if tensors:
+            self.keep(client, ClientState(), state_file(self._fresh(client), tensors))
+
+    def checksum(self, client: int) -> str | None:
+        """See ``ClientStore``."""
+        return self._files[client][1]
+
+    def _fresh(self, client: int) -> Path:
+        self._number += 1
+        return self.root / f"{client // 1000:06d}" / f"{client}-{self._number}.safetensors"
+
+    def _path(self, client: int) -> Path:
+        return self._files[client][0]
+
+    def _forget(self, client: int) -> None:
+        if client in self._disk:
+            self._path(client).unlink(missing_ok=True)
+        super()._forget(client)

@@ -1,0 +1,39 @@
+"""The model of a round on many nodes: its page says what the script says, and its parts behave as they must."""
+
+import pytest
+
+from benchmarks.cluster import constants, table
+from benchmarks.scaling import MODELS, PAGE, Constants, filled, limit, parts, seconds
+
+
+def test_the_page_has_the_tables_of_the_script():
+    text = PAGE.read_text()
+    assert filled(text, Constants()) == text
+    assert filled(text, Constants(link=1.25e9)) != text
+
+
+@pytest.mark.parametrize("size", MODELS.values())
+def test_more_nodes_shorten_training_and_nothing_else(size):
+    few, many = (parts(Constants(), nodes, size, 1000, 16, 10.0) for nodes in (2, 8))
+    assert few["training"] == 4 * many["training"] - 10.0 * (4 * 8 - 32)
+    assert all(few[name] <= many[name] for name in few if name != "training")
+    assert seconds(few) >= few["training"]
+
+
+def test_a_part_that_grows_becomes_the_limit():
+    assert limit(parts(Constants(), 100, 62_000, 1000, 16, 10.0)) == "training"
+    assert limit(parts(Constants(), 100, 110_000_000, 1000, 16, 10.0)) == "link"
+    assert limit(parts(Constants(task=1.0), 100, 62_000, 1000, 16, 10.0)) == "tasks"
+    assert limit(parts(Constants(), 100, 62_000, 1000, 16, 10.0, clients=10**10)) == "drawing"
+
+
+def test_constants_are_the_line_through_what_was_measured():
+    rows = [
+        {"engine": engine, "parameters": d, "cohort": 10, "workers": 2, "seconds": s, "own_seconds": s, "megabytes": 1}
+        for d in (10**5, 10**6, 10**7)
+        for engine, s in (("processes", 0.1), ("ray", 10 * (0.001 + 4 * d / 2e9)))
+    ]
+    found = constants(rows)
+    assert found["task"] == pytest.approx(0.001)
+    assert found["store"] == pytest.approx(2e9)
+    assert "| 100,000 | 10 | 0.100 | 0.012 | -8.80 | 0.00 s |" in table(rows)[2]

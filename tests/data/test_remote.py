@@ -1,0 +1,61 @@
+"""Data that are named by a URL: fetched once, anew when they change, and refused in a sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import unskew
+from unskew.data.remote import fetched
+from unskew.errors import ConfigError, DataError
+
+TABLE = "".join(f"{n % 5}.5,{n % 7},{'ab'[n % 2]}\n" for n in range(40))
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store of objects, in the memory of this process."""
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/train.csv", f"x,y,label\n{TABLE}".encode())
+    memory.pipe("/bucket/test.csv", f"x,y,label\n{TABLE}".encode())
+    yield memory
+    memory.store.clear()
+
+
+@pytest.mark.parametrize(
+    "name", ["table:memory://bucket/train.csv", "memory://bucket/train.csv", "table:memory://bucket"]
+)
+def test_a_table_in_a_store_is_the_table(store, tmp_path, name):
+    store.get("/bucket", str(tmp_path / "here"), recursive=True)
+    there = unskew.load_federation(name, label="label", clients=3)
+    here = unskew.load_federation("table", data_path=tmp_path / "here", label="label", clients=3)
+    assert there.fingerprint == here.fingerprint
+    assert torch.equal(there.test[0], here.test[0])
+    assert there.clients.source[0].data == name, "what another machine opens"
+
+
+def test_what_was_fetched_is_fetched_anew_only_if_it_changed(store, monkeypatch):
+    first = fetched("memory://bucket")
+    monkeypatch.setattr(type(store), "get_file", lambda *_: pytest.fail("fetched again"))
+    assert fetched("memory://bucket") == first
+    monkeypatch.undo()
+    store.pipe("/bucket/train.csv", b"x,y,label\n1,2,a\n")
+    assert (fetched("memory://bucket") / "train.csv").read_text() == "x,y,label\n1,2,a\n"
+    assert fetched(f"file://{first}") == Path(first)
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "text"),
+    [
+        ("memory://bucket/nothing", DataError, "There is no file or folder memory://bucket/nothing"),
+        ("nonsense://bucket", ConfigError, "cannot be read: Protocol not known"),
+        ("memory://out", DataError, "leads out of its folder"),
+    ],
+)
+def test_what_cannot_be_fetched_is_told(store, url, error, text):
+    store.pipe("/out/../../x.csv", b"x")
+    with pytest.raises(error, match=text):
+        fetched(url)

@@ -1,0 +1,161 @@
+"""The engine ``ray`` against a cluster that is played: who is trained when, what waits, and what fails again and again."""
+
+import random
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.federations import blobs
+
+import unskew
+from unskew.engines import on_ray, ray_worker
+from unskew.errors import ConfigError, DataError, EngineError
+from unskew.protocol.state_files import with_state
+
+
+class Played:
+    """What of Ray the engine uses. A task is done when somebody waits for it, in an order of the dice."""
+
+    util = SimpleNamespace(register_serializer=lambda *args, **options: None)
+    exceptions = SimpleNamespace(RayError=KeyError)
+
+    def __init__(self, cores):
+        self.cores, self.dice = cores, random.Random(0)
+        self.values, self.tasks, self.most, self.flying, self.held, self.fetched = {}, {}, 0, 0, 0, []
+
+    def put(self, value):
+        self.values[len(self.values)] = value
+        return len(self.values) - 1
+
+    def get(self, reference):
+        value = self.values[reference]
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            self.held -= len(value)
+            self.fetched.append(reference)
+        return value
+
+    def remote(self, function):
+        def begin(*args):
+            self.flying += 1
+            self.most = max(self.most, self.flying)
+            ok, answer = self.put(None), self.put(None)
+            self.tasks[ok] = (function, args, answer)
+            return (ok, answer) if function is ray_worker.train_part else ok
+
+        task = SimpleNamespace(remote=begin)
+        task.options = lambda **options: task
+        return task
+
+    def wait(self, references, num_returns=1, timeout=None):
+        one = self.dice.choice(references)
+        if one in self.tasks:
+            function, args, answer = self.tasks.pop(one)
+            self.flying -= 1
+            done = function(*args)
+            if isinstance(done, tuple):
+                self.values[one], self.values[answer] = done
+                self.held += len(done[1]) if done[0] else 0
+                self.peak = max(getattr(self, "peak", 0), self.held)
+            else:
+                self.values[one] = done
+        return [one], []
+
+    def cluster_resources(self):
+        return {"CPU": float(self.cores)}
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0})
+
+
+@pytest.fixture
+def played(monkeypatch):
+    cluster = Played(3)
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    monkeypatch.setattr(on_ray, "load_ray", lambda: cluster)
+    monkeypatch.setattr(on_ray, "connect", lambda *where: None)
+    monkeypatch.setattr(on_ray, "HELD", 0)
+    return cluster
+
+
+def train(engine, method="scaffold", clients=40, federation=None, **options):
+    torch.manual_seed(0)
+    federation = federation or blobs([8 + k % 5 for k in range(clients)])
+    settings = {"rounds": 2, "local_epochs": 1, "batch_size": 4, "lr": 0.05, "model": "mlp", **options}
+    return unskew.run(federation, method=method, engine=engine, **settings)
+
+
+def test_few_updates_wait_however_large_the_cohort_is(played):
+    alone, there = train("inline"), train("ray")
+    assert torch.equal(alone.vector, there.vector)
+    assert played.most == 2 * 3, "two tasks for each worker"
+    assert 3 < played.peak <= 2 * 2 * 2 * 3
+
+
+def test_several_clients_as_one_network(played):
+    assert torch.equal(train("ray", together=4, rounds=1).vector, train("ray", together=4, rounds=1, workers=1).vector)
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_client_may_fail_twice(played, fails):
+    class Fails(unskew.ClientRule):
+        name, summary, paper = "fails", "-", "-"
+        left = fails
+
+        def begin(self, ctx):
+            if ctx.round == 1 and type(self).left:
+                type(self).left -= 1
+                raise ConfigError("client 3 has bad data")
+            return {}
+
+    if fails < 3:
+        assert torch.equal(train("ray", Fails(), 1).vector, train("inline", "fedavg", 1).vector)
+    else:
+        with pytest.raises(ConfigError, match="client 3 has bad data"):
+            train("ray", Fails(), 1)
+
+
+def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_path):
+    def run(name, engine, rounds, resume=False, **options):
+        return train(engine, clients=6, out=tmp_path / name, rounds=rounds, resume=resume, participation=0.5, **options)
+
+    nodes = {"ray": {"state": "nodes", "data": "store"}}
+    whole = run("whole", "inline", 4)
+    files = []
+    passed = ray_worker.without_state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_worker, "without_state", lambda *one: files.append(passed(*one)) or files[-1])
+        half = run("half", "ray", 2, **nodes)
+    assert all(not update.state.tensors() and update.kept[1] for update in files)
+    (checkpoint,) = (tmp_path / "half" / "checkpoints").iterdir()
+    assert len(list(checkpoint.glob("client-*.safetensors"))) == len({update.client for update in files})
+    assert half.history[-1]["loss"] == whole.history[1]["loss"]
+    shutil.copytree(tmp_path / "half", tmp_path / "alone")
+    assert torch.equal(run("half", "ray", 4, resume=True, **nodes).vector, whole.vector)
+    assert torch.equal(run("alone", "inline", 4, resume=True, **nodes).vector, whole.vector)
+    for options, text in (({}, "name one with out"), ({"out": tmp_path / "c", "network": "fixed:1"}, "without delays")):
+        with pytest.raises(ConfigError, match=text):
+            train("ray", "scaffold", 4, **options, **nodes)
+    with pytest.raises(DataError, match="does not see /nowhere"):
+        with_state(SimpleNamespace(kept=("", "/nowhere/000000/1-1.safetensors")))
+
+
+def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_worker.tempfile, "gettempdir", lambda: str(tmp_path))
+    nodes = {"ray": {"data": "nodes"}}
+    named = unskew.load_federation("digits", clients=4)
+    (kept,) = {train("inline", "fedavg", federation=named).vector.sum()}
+    assert train("ray", "fedavg", federation=named, **nodes).vector.sum() == kept
+    (sent,) = (v[0] for v in played.values.values() if isinstance(v, tuple) and hasattr(v[0], "federation"))
+    assert isinstance(sent.federation.clients, ray_worker.Described)
+    assert len(sent.federation.test[1]) == 1
+    (place,) = tmp_path.glob("*/*.data")
+    assert oct(place.parent.stat().st_mode & 0o777) == "0o700"
+    with pytest.raises(EngineError, match="given in Python"):
+        train("ray", "fedavg", 4, **nodes)
+    monkeypatch.setattr(
+        ray_worker, "federation_of", lambda spec, seed: unskew.load_federation("digits", clients=4, seed=5)
+    )
+    with pytest.raises(unskew.UnskewError, match="are not those of the server"):
+        train("ray", "fedavg", federation=named, **nodes)

@@ -1,0 +1,91 @@
+"""One run of a comparison, in this process or in another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.config.paths import anchored
+from unskew.config.reading import experiment, load_yaml
+from unskew.data.federation import Federation
+from unskew.data.load import federation_of
+from unskew.data.spec import DataSpec
+from unskew.errors import CheckpointError, ConfigError
+from unskew.protocol.rules import Method
+from unskew.records.recorder import Callback
+from unskew.records.result import read_history
+from unskew.runs.continuation import check_same
+from unskew.runs.model import ModelLike
+from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
+
+Figures = tuple[list[dict[str, Any]], dict[str, Any]]
+"""History and summary of a run."""
+Given = tuple[Federation | None, ModelLike | None, dict[str, Method]]
+"""What a comparison was given in Python: data and a model if they were, and the methods by name."""
+
+
+class LastFederation:
+    """The data of runs; the last are kept, as neighbours often share them."""
+
+    def __init__(self) -> None:
+        self._data: tuple[tuple[DataSpec, int], Federation] | None = None
+
+    def of(self, config: Experiment) -> Federation:
+        """The data of a run."""
+        key = config.data_spec, config.seed
+        if self._data is None or self._data[0] != key:
+            self._data = key, federation_of(*key)
+        return self._data[1]
+
+
+last = LastFederation()
+"""Of this process."""
+
+
+def one_run(
+    given: Given,
+    name: str,
+    config: Experiment,
+    folder: Path | None,
+    shared: Path | None,
+    callbacks: Sequence[Callback],
+) -> Figures:
+    """A run that is done already, to be resumed, or new.
+
+    Args:
+        given: What the comparison was given.
+        name: Its method.
+        config: All else.
+        folder: The run folder, or None.
+        shared: Where what methods make before training is kept for all runs.
+        callbacks: Its followers.
+
+    Raises:
+        ConfigError: The folder holds another run.
+    """
+    federation, model, methods = given
+    method = methods[name]
+    begun = folder is not None and (folder / "config.yaml").is_file()
+    if folder is not None and begun:
+        before = anchored(experiment(load_yaml(folder / "config.yaml"), method))
+        try:
+            check_same(before.model_dump(mode="json"), anchored(config))
+        except CheckpointError as error:
+            raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
+        if finished_rounds(folder) == config.rounds:
+            return read_history(folder), json.loads((folder / "summary.json").read_text())
+        check_unfinished(folder, config.rounds)
+    result = run_experiment(
+        config,
+        federation=federation or last.of(config),
+        model=model,
+        method=method,
+        out=folder,
+        resume=begun,
+        callbacks=callbacks,
+        shared=shared,
+    )
+    return result.history, result.summary

@@ -1,0 +1,101 @@
+"""Data that are named by a URL, such as ``s3://``, ``gs://``, ``https://`` or ``file://``: brought to this machine once.
+
+What was fetched lies in the user's cache, under a name that changes with the files' sizes and versions. So files that change
+at their source are fetched anew, and those that did not are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unskew.data.spec import DataSpec
+from unskew.errors import ConfigError, DataError
+from unskew.files import make_folder, waiting_for
+
+SCHEME = "://"
+VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")
+"""What file systems say of a file that changes with it."""
+
+
+def at_hand(spec: DataSpec) -> DataSpec:
+    """The same data, with files of this machine in the place of URLs.
+
+    Raises:
+        ConfigError: What reads such a URL is not installed.
+        DataError: Nothing is there, or it cannot be reached.
+    """
+    found: dict[str, Any] = {}
+    for name in ("data", "data_path", "server", "server_path"):
+        value = getattr(spec, name)
+        if isinstance(value, str) and SCHEME in value:
+            prefix, _, rest = value.partition(":")
+            url = rest if SCHEME in rest else value
+            place = fetched(url)
+            found[name] = f"{prefix}:{place}" if url is rest else str(place)
+    return replace(spec, **found) if found else spec
+
+
+def fetched(url: str) -> Path:
+    """A file or a folder of this machine with what is at ``url``.
+
+    Raises:
+        ConfigError: What reads such a URL is not installed.
+        DataError: Nothing is there, or it cannot be reached.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ConfigError(f"Data at {url!r} need fsspec: pip install 'unskew[cloud]'.") from error
+    try:
+        system, path = url_to_fs(url)
+        if "file" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
+            return Path(path)
+        files = system.find(path, detail=True)
+        whole = path.rstrip("/")
+        if list(files) == [whole] and Path(whole).stem == "train":  # the test.csv beside a train.csv belongs to it
+            beside = f"{whole.rpartition('/')[0]}/test{Path(whole).suffix}"
+            files |= system.find(beside, detail=True) if system.exists(beside) else {}
+        if not files:
+            raise DataError(f"There is no file or folder {url}.")
+        return _kept(url, system, whole, files)
+    except (ImportError, ValueError) as error:  # fsspec says which package reads the scheme, or that none does
+        raise ConfigError(f"Data at {url!r} cannot be read: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # each kind of store fails in its own ways
+        raise DataError(
+            f"{url} cannot be reached: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) -> Path:
+    """Fetch files, unless they are there from an earlier time."""
+    versions = {name: {key: str(about[key]) for key in VERSIONS if key in about} for name, about in files.items()}
+    key = hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:16]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew" / "data"
+    # A single file stays in a folder of the same name, by which a table is called.
+    folder, top = base / key, Path(Path(path).parent.name if path in files else "")
+    place = folder / top / Path(path).name
+    make_folder(base)
+    with waiting_for(base / f".{key}.lock", math.inf):
+        if not folder.exists():
+            fresh = base / f".{key}.new"
+            shutil.rmtree(fresh, ignore_errors=True)
+            for name in files:
+                inside = (
+                    Path(name).name if path in files else f"{Path(path).name}/{name.removeprefix(path).lstrip('/')}"
+                )
+                target = fresh / top / inside
+                if fresh.resolve() not in target.resolve().parents:
+                    raise DataError(f"{url} holds a file with the name {name!r}, which leads out of its folder.")
+                make_folder(target.parent)
+                system.get_file(name, str(target))
+            os.replace(fresh, folder)
+    return place

@@ -1,0 +1,65 @@
+"""An object in a file, its arrays as they lie in memory: processes of one machine that map it share one copy of them.
+
+Only for files of this program's own that no other user can write, as everything that is pickled.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.engines.ray_messages import as_array, as_tensor
+
+_ALIGN = 64  # vector instructions and BLAS give the same bits for the same alignment
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, which are then written apart."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if (
+            type(value) is Tensor
+            and value.device.type == "cpu"
+            and value.layout == torch.strided
+            and not value.requires_grad
+        ):
+            return as_tensor, (as_array(value),)
+        return NotImplemented
+
+
+def lay_out(value: Any, path: Path) -> None:
+    """Write an object into a new file.
+
+    Raises:
+        pickle.PicklingError: It, or a part of it, cannot be found by its name in another process.
+    """
+    places: list[tuple[int, int]] = []
+    with path.open("wb") as file:
+
+        def apart(buffer: pickle.PickleBuffer) -> None:
+            file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
+            raw = buffer.raw()
+            places.append((file.tell(), raw.nbytes))
+            file.write(raw)
+
+        body = io.BytesIO()
+        _Pickler(body, protocol=5, buffer_callback=apart).dump(value)
+        start = file.tell()
+        pickle.dump((body.getvalue(), places), file)
+        file.write(start.to_bytes(8, "little"))
+
+
+def taken_up(path: Path) -> Any:
+    """The object in a file; its arrays are the file's pages. Whoever writes to one gets a copy of that page."""
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = int.from_bytes(memory[-8:], "little")
+    body, places = pickle.loads(memory[start:-8])
+    whole = memoryview(memory)
+    return pickle.loads(body, buffers=[whole[at : at + size] for at, size in places])

@@ -1,0 +1,102 @@
+"""Where a Ray cluster is, and the connection to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from unskew.engines.machine import cores
+from unskew.engines.ray_messages import as_array, as_tensor
+from unskew.errors import ConfigError, EngineError
+
+TOKEN = Path.home() / ".ray" / "auth_token"
+
+
+@dataclass(frozen=True)
+class OnCluster:
+    """Where the cluster is, and what a client may use of it.
+
+    Attributes:
+        address: ``local`` starts one on this machine that ends with this process; ``auto`` is one that runs here already;
+            else ``HOST:PORT`` of its head.
+        cpus_per_worker: Cores, and threads, of a task.
+        gpus_per_worker: Accelerators of a task.
+        retries: How often a client is trained again after its worker or its node died.
+        deadline: Seconds without any answer after which the run ends; None waits on.
+        data: ``store`` sends the data through the object store, ``nodes`` lets nodes open them where they are named; ``auto``
+            does so where they are named by a URL.
+    """
+
+    address: str = "local"
+    cpus_per_worker: int = 1
+    gpus_per_worker: float = 0.0
+    retries: int = 5
+    deadline: float | None = None
+    data: Literal["auto", "store", "nodes"] = "auto"
+
+
+def load_ray() -> Any:
+    """The package; clusters ask for a token by default, and a process that has one shows it if told so before this.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    if TOKEN.exists() or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("engine=ray needs Ray: pip install 'unskew[ray]'.") from error
+    return ray
+
+
+def connect(address: str, workers: int | None) -> None:
+    """Connect this process to a cluster, unless it is connected already; tensors travel as NumPy arrays from then on."""
+    ray = load_ray()
+    if not ray.is_initialized():
+        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        if address == "local":
+            options |= {"num_cpus": workers or cores(), "include_dashboard": False}
+        host = address.rpartition(":")[0]
+        if _is_loopback(host):
+            options["_node_ip_address"] = host  # nodes of one machine, each with its address
+        if address not in ("local", "auto"):
+            check_reachable(address)
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
+            raise EngineError(
+                f"There is no Ray cluster at {address!r} that lets this process in: {str(error).splitlines()[0]} Start one "
+                f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or take "
+                "ray.address=local."
+            ) from error
+    ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address where nothing listens: Ray would end this whole process a minute after it failed to connect.
+
+    Raises:
+        EngineError: Nothing answers there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(
+            f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this is an address of a machine to itself, but for the usual one."""
+    try:
+        return ip_address(host).is_loopback and host != "127.0.0.1"
+    except ValueError:
+        return False

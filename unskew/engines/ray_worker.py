@@ -1,0 +1,136 @@
+"""What happens on a node of a Ray cluster: clients are trained, on data that were sent or that the node opens itself."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew import __version__
+from unskew.data.federation import ClientData, Federation
+from unskew.data.load import federation_of
+from unskew.data.spec import DataSpec
+from unskew.engines.base import Setup
+from unskew.engines.group import GroupTrainer
+from unskew.engines.inputs import as_dict, from_dict
+from unskew.engines.laid_out import lay_out, taken_up
+from unskew.engines.local import LocalTrainer
+from unskew.engines.machine import keep_freed_memory
+from unskew.engines.ray_messages import as_array, as_tensor, together
+from unskew.errors import DataError, EngineError, UnskewError
+from unskew.files import waiting_for
+from unskew.models.together import form_of
+from unskew.protocol.messages import Broadcast
+from unskew.protocol.state_files import with_state, without_state
+
+KEPT = 24 * 3600
+"""Seconds after which a node forgets the data of a run that ended without a word."""
+
+
+@dataclass(frozen=True)
+class Described(Sequence[ClientData]):
+    """Clients whose data a node opens by itself.
+
+    Attributes:
+        total: How many there are.
+        spec, seed: What decides who holds what.
+    """
+
+    total: int
+    spec: DataSpec
+    seed: int
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, k: Any) -> ClientData:  # type: ignore[override]
+        raise IndexError(f"Client {k} is not here: its data are opened on the node that trains it.")
+
+
+_trainers: dict[str, GroupTrainer] = {}
+"""The trainer of the run that this worker serves; the one before it is forgotten."""
+
+
+def train_part(run: str, everything: list[Any], common: list[Any], packed: list[Any]) -> tuple[bool, Any]:
+    """The training of some clients, and their updates or what went wrong.
+
+    Args:
+        run: Names it.
+        everything: Reference to what all clients of the run need: the setup, and how many clients are trained as one.
+        common: Reference to what all clients of the round receive.
+        packed: What each of these clients receives of its own.
+    """
+    import ray
+
+    try:
+        if run not in _trainers:
+            _begin(run, *ray.get(everything[0]))
+        shared = ray.get(common[0])
+        casts = [with_state(from_dict(Broadcast, together(one, shared))) for one in packed]
+        updates = _trainers[run].train(casts)
+        return True, [as_dict(without_state(*one)) for one in zip(casts, updates, strict=True)]
+    except UnskewError as error:
+        return False, error
+    except Exception:  # a bug in a rule must reach the user
+        return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
+
+
+def _begin(run: str, setup: Setup, at_once: int) -> None:
+    import ray
+
+    for other in _trainers:
+        _place(other).unlink(missing_ok=True)  # who has mapped it keeps it
+    _trainers.clear()
+    resources: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(max(1, int(resources.get("CPU", 1))))
+    keep_freed_memory()
+    ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+    if isinstance(setup.federation.clients, Described):
+        setup = replace(setup, federation=_opened(run, setup.federation, setup.federation.clients))
+    form = form_of(setup.spec) if at_once > 1 else None
+    _trainers[run] = GroupTrainer(setup, LocalTrainer(setup), form)
+
+
+def _opened(run: str, federation: Federation, described: Described) -> Federation:
+    """The federation with its clients: the first worker of a node loads them, the others map what it has laid out.
+
+    Raises:
+        DataError: They are others than those of the server.
+    """
+    place = _place(run)
+    place.parent.mkdir(mode=0o700, exist_ok=True)
+    if place.parent.stat().st_uid != os.getuid():
+        raise DataError(f"{place.parent} belongs to somebody else; data are not kept there. Remove it, or set TMPDIR.")
+    with waiting_for(place.with_suffix(".lock"), math.inf):
+        for old in place.parent.glob("*.data"):
+            if time.time() - old.stat().st_mtime > KEPT:
+                old.unlink(missing_ok=True)
+        if not place.exists():
+            there = federation_of(described.spec, described.seed)
+            lay_out((there.clients, there.fingerprint), place.with_suffix(".new"))
+            os.replace(place.with_suffix(".new"), place)
+        clients, fingerprint = taken_up(place)
+    if fingerprint != federation.fingerprint:
+        raise DataError(
+            f"The data that {os.uname().nodename} opens are not those of the server (partition {fingerprint} instead of "
+            f"{federation.fingerprint}): give all nodes the same files, or take ray.data=store."
+        )
+    return replace(federation, clients=clients)
+
+
+def _place(run: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"unskew-{os.getuid()}" / f"{run}.data"
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes."""
+    return {"unskew": __version__, "torch": torch.__version__}

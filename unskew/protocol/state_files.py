@@ -1,0 +1,59 @@
+"""What a client keeps, as a file: written whole or not at all, by whoever trained the client."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from safetensors.torch import load_file, save
+
+from unskew.errors import DataError
+from unskew.files import make_folder, write_atomic
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, changed
+
+
+def encode(tensors: Tensors) -> bytes:
+    """Tensors as safetensors; one that lies in the memory of another is written on its own."""
+    seen: set[int] = set()
+    whole: Tensors = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        whole[name] = (tensor.clone() if memory in seen else tensor).contiguous()
+        seen.add(memory)
+    return save(whole)
+
+
+def state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
+    """Write a client's state; gives its place and its SHA-256."""
+    data = encode(tensors)
+    make_folder(path.parent)
+    write_atomic(path, data)
+    return str(path), hashlib.sha256(data).hexdigest()
+
+
+def with_state(cast: Broadcast) -> Broadcast:
+    """The broadcast with the client's state, if that lies in a file.
+
+    Raises:
+        DataError: This machine does not see it.
+    """
+    if cast.kept is None:
+        return cast
+    read, write = map(Path, cast.kept)
+    seen = read.is_file() if cast.kept[0] else write.parents[1].is_dir()
+    if not seen:
+        raise DataError(
+            f"{os.uname().nodename} does not see {read if cast.kept[0] else write.parents[1]}, where clients keep things: "
+            "put the run folder on a file system that all nodes share, or take ray.state=driver."
+        )
+    return changed(cast, state=ClientState.of(load_file(read)) if cast.kept[0] else ClientState())
+
+
+def without_state(cast: Broadcast, update: Update) -> Update:
+    """The update with the client's new state in its file; one that the server will not take in stays as it is."""
+    if cast.kept is None or not update.is_finite():
+        return update
+    tensors = cast.state.updated(update.state).tensors()
+    kept = state_file(Path(cast.kept[1]), tensors) if tensors else None
+    return changed(update, state=ClientState(), kept=kept)

@@ -1,0 +1,107 @@
+"""What a process does that runs beside others: it carries out works and tells the process that began it what happens."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from unskew.engines.laid_out import taken_up
+from unskew.engines.machine import keep_freed_memory, take_share
+from unskew.errors import EngineError
+from unskew.records.recorder import Row
+from unskew.simulation import loop
+
+
+class _Relay:
+    """Follows a run, and tells the process that began it."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe = pipe
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        self.pipe.send(("call", name, arguments))
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        self._tell("start", config, rounds_done)
+
+    def prepare(self, text: str, done: float, total: float) -> None:
+        self._tell("prepare", text, done, total)
+
+    def round(self, row: Row) -> None:
+        self._tell("round", row)
+
+    def warn(self, text: str) -> None:
+        self._tell("warn", text)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        self._tell("end", summary)
+
+
+def work_beside(pipe: Connection, path: str, share: int) -> None:
+    """The life of a process: one work after another, until nobody asks for more.
+
+    Args:
+        pipe: To the process that began this one.
+        path: File with what all works are given.
+        share: Cores that it may use.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        _work(pipe, path, share)
+
+
+def _work(pipe: Connection, path: str, share: int) -> None:
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # a terminal's Ctrl-C is for the process that began us, which passes it on
+    signal.signal(signal.SIGTERM, _end)
+    loop.NOTICE = b""  # it says so itself
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    take_share(share)
+    keep_freed_memory()
+    given: list[Any] = []
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            if not given:
+                given.append(taken_up(Path(path)))
+            function, arguments = pickle.loads(task)
+            answer: tuple[Any, ...] = ("done", function(given[0], *arguments, callbacks=[_Relay(pipe)]))
+        except KeyboardInterrupt:
+            answer = ("stopped", None)
+        except Exception as error:
+            answer = ("failed", _sent(error), traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except OSError:  # nobody waits for it any more
+            return
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _sent(error: Exception) -> Exception:
+    """The error as it can be sent: a user's own class may not be."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+        return error if type(again) is type(error) else EngineError(str(error))
+    except Exception:
+        return EngineError(f"A run beside others failed:\n{traceback.format_exc()}")

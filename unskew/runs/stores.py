@@ -1,0 +1,33 @@
+"""Where what clients keep between rounds lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unskew.config.experiment import Experiment
+from unskew.errors import ConfigError
+from unskew.simulation.store import ClientStore, SharedStore
+
+
+def client_store(config: Experiment, folder: Path | None) -> ClientStore:
+    """The store of a run's clients.
+
+    Args:
+        config: The run.
+        folder: Its folder, or None.
+
+    Raises:
+        ConfigError: Nodes shall keep states, but there is no place for them, or updates wait on their way.
+    """
+    named = config.engine == "auto" and config.ray.address is not None
+    if config.ray.state == "driver" or not (config.engine == "ray" or named):
+        return ClientStore(None if folder is None else folder / "clients")
+    if folder is None:
+        raise ConfigError(
+            "ray.state=nodes keeps what clients keep in the run folder: name one with out, which nodes see."
+        )
+    if config.network.delay != "none":
+        raise ConfigError(
+            "ray.state=nodes is for runs without delays: with them, updates wait here with what clients keep."
+        )
+    return SharedStore(folder / "clients")
