@@ -168,6 +168,8 @@ QUANTITIES = {
 LABELS = {
     "label_distance_mean": "distance of a client's labels from all (total variation), mean",
     "label_distance_max": "distance of a client's labels from all, largest",
+    "label_distance_chance": "what chance alone would give, mean",
+    "feature_skew": "share of one class's inputs' variance between clients",
     "label_entropy_gap": "divergence of a client's labels from all, nats, mean",
     "effective_classes": "effective number of classes of a client, mean",
     "effective_clients": "effective number of clients",

@@ -18,11 +18,13 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.diagnosis.report import Report
+from unskew.diagnosis.situation import Setting
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import place as named_place
-from unskew.measures.heterogeneity import Scope, ids_of, label_figures, measure
+from unskew.measures.features import feature_skew
+from unskew.measures.heterogeneity import Scope, drawn, ids_of, label_figures, measure
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
@@ -138,7 +140,10 @@ def diagnose(
         "synthetic": source,
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
-    return Report(facts, label_figures(fed, ids), places)
+    labels = label_figures(fed, ids)
+    labels["feature_skew"] = feature_skew(lambda k: drawn(fed.clients[k], scope), ids)
+    setting = Setting(config, fed, unnamed(model), spec, federation is not None)
+    return Report(facts, labels, places, setting)
 
 
 def check_scope(scope: Scope) -> Scope:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
 from unskew.measures import lemma
+from unskew.measures.features import label_chance
 from unskew.measures.probe import Moments, Probe, Products, largest
 from unskew.seeding import derive, generator, normal, numpy_generator
 from unskew.tasks import TASKS
@@ -250,7 +251,8 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
 
     ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
     frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
-    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
+    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``label_distance_chance``: the mean distance that
+    chance alone gives for clients of these sizes; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
     as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy.
 
     Args:
@@ -271,6 +273,7 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
     return {
         "label_distance_mean": float(distances.mean()),
         "label_distance_max": float(distances.max()),
+        "label_distance_chance": label_chance(total, counts.sum(1).tolist()),
         "label_entropy_gap": float(gaps.mean()),
         "effective_clients": float(sizes.sum() ** 2 / np.square(sizes).sum()),
         "effective_classes": float(np.exp(entropies).mean()),
