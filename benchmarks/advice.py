@@ -2,14 +2,13 @@
 
 On federations of different skew, each with two seeds, all methods considered are trained: FedAvg, a list that is the same
 everywhere, and the three that are advised. What is scored is the mean test accuracy of the last five rounds. Every finished
-run is kept in ``results/advice.json`` and not made again, and so is what was advised, under a hash of the rules: if rules
-change, both stay. ``--show`` prints the tables of what is there and runs nothing; ``docs/advice.md`` has them.
+run is kept in ``results/advice.json`` and not made again, and so is what was advised, under the version of the rules: if
+rules change, both stay. ``--show`` prints the tables of what is there and runs nothing; ``docs/advice.md`` has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 import unskew
-from unskew.diagnosis import advice_rules
+from unskew.diagnosis.advice_rules import VERSION
 from unskew.files import write_atomic
 
 KEPT = Path("results/advice.json")
@@ -114,11 +113,6 @@ FEDERATIONS: dict[str, dict[str, Any] | Callable[[int], unskew.Federation]] = {
 }
 
 
-def rules_hash() -> str:
-    """What identifies the rules."""
-    return hashlib.sha256(Path(advice_rules.__file__).read_bytes()).hexdigest()[:8]
-
-
 def kept() -> dict[str, Any]:
     """What is there already: ``runs`` and ``advice``."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else {"runs": {}, "advice": {}}
@@ -147,7 +141,7 @@ def carry_out(name: str, seed: int, data_path: str | None) -> None:
     print(f"{name}, seed {seed}", flush=True)
     asked = {k: v for k, v in options.items() if v is not None}
     advice = unskew.diagnose(*given, model=model, samples=200, curvature=False, **asked).advice()
-    keep("advice", rules_hash(), name, str(seed), value=advice.methods[1:])
+    keep("advice", str(VERSION), name, str(seed), value=advice.methods[1:])
     server = ("fedft",) if "server" in options else ()
     for method in dict.fromkeys((*EVERYWHERE, *server, *advice.methods)):
         if method in kept()["runs"].get(name, {}).get(str(seed), {}):
@@ -216,7 +210,7 @@ def main() -> None:
         for seed in SEEDS:
             carry_out(name, seed, args.data_path)
     for rules in kept()["advice"]:
-        print(f"\nRules {rules}{' (those of today)' if rules == rules_hash() else ''}:\n")
+        print(f"\nRules, version {rules}:\n")
         print("\n".join(lines(rules)))
 
 

@@ -22,7 +22,6 @@ from unskew.cli.options import (
 from unskew.errors import ConfigError
 from unskew.files import place
 
-
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
 

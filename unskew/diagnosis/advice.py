@@ -194,8 +194,8 @@ def weighed(rule: Rule, situation: Situation, setting: Setting, limits: Limits) 
         if total > limits.traffic:
             return Excluded(
                 spelling,
-                f"It would send {total / 1e6:.3g} MB in {setting.config.rounds} rounds, more than the {limits.traffic / 1e6:.3g} "
-                "MB allowed.",
+                f"It would send {total / 1e6:.3g} MB in {setting.config.rounds} rounds, more than the "
+                f"{limits.traffic / 1e6:.3g} MB allowed.",
             )
     against = [c for c in CAUTIONS if caution_holds(c.methods, chosen) and c.when(situation)]
     return Suggestion(

@@ -12,8 +12,8 @@ def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:
     told = []
     if s.over_traffic is not None and limits.traffic is not None and s.over_traffic > 1:
         told.append(
-            f"FedAvg would send {s.over_traffic:.1f} times the {limits.traffic / 1e6:.3g} MB allowed; {rounds} rounds fit, and "
-            "the comparison has so many."
+            f"FedAvg would send {s.over_traffic:.1f} times the {limits.traffic / 1e6:.3g} MB allowed; {rounds} rounds fit, "
+            "and the comparison has so many."
         )
     if math.isfinite(s.noise) and s.noise < s.tau / 4:
         told.append(
@@ -22,8 +22,8 @@ def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:
         )
     elif math.isfinite(s.noise) and s.noise > 4 * s.tau:
         told.append(
-            f"Up to about {s.noise:.0f} local steps the noise of gradients outweighs drift (sigma^2 over the batch and zeta^2): "
-            f"by Corollary I more than the {s.tau:.0f} of a round would save rounds and traffic (docs/theory.md)."
+            f"Up to about {s.noise:.0f} local steps the noise of gradients outweighs drift (sigma^2 over the batch and "
+            f"zeta^2): by Corollary I more than the {s.tau:.0f} of a round would save rounds and traffic (docs/theory.md)."
         )
     return told
 
@@ -40,8 +40,8 @@ def notes(s: Situation, limits: Limits, any_method: bool) -> list[str]:
         )
     if s.features is not None and s.features >= 0.1:
         told.append(
-            f"{s.features:.0%} of the variance of one class's inputs lies between clients. Only models with normalisation have "
-            "a rule for that."
+            f"{s.features:.0%} of the variance of one class's inputs lies between clients. Only models with normalisation "
+            "have a rule for that."
         )
     if limits.epsilon is not None:
         told.append(

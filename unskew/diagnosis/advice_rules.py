@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from unskew.diagnosis.situation import Situation
 
+VERSION = 1
+"""Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""
+
 Condition = Callable[[Situation], bool]
 Sentence = Callable[[Situation], str]
 
@@ -124,7 +127,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: (
             f"{labels_differ(s)}, and with a quarter of shuffled synthetic images "
             + (f"theory predicts {s.predicted:.2f} times the rounds; " if s.predicted is not None else "")
-            + f"with p = 0.25 FedAvg took 3 rounds in the place of 23 on digits (Dirichlet 0.01), 7 in the place of 13 (0.1). "
+            + f"with p = 0.25 FedAvg took 3 rounds in the place of 23 on digits (Dirichlet 0.01), 7 for 13 (0.1). "
             f"{made(s)} images a client are a quarter beside its {s.mean_size:.0f}."
         ),
         "docs/results/fedssyn.md, the share of synthetic images; docs/theory.md, Lemma 1 and Corollary I",
@@ -250,7 +253,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: (s.over_traffic or 0.0) > 1 and not skewed(s) and not s.delayed,
         lambda s: (
             f"FedAvg sends {s.over_traffic:.1f} times the limit, and labels hardly differ; averaging the body less "
-            f"often saved nine tenths of the traffic for one point of accuracy on iid data. Try it with all {s.asked} rounds, too."
+            f"often saved nine tenths of the traffic for one point of accuracy on iid data. Try all {s.asked} rounds, too."
         ),
         "docs/results/fedals.md, Table 1",
         3,
