@@ -21,7 +21,7 @@ from torch import nn
 
 import unskew
 from unskew.diagnosis.advice_rules import VERSION
-from unskew.files import write_atomic
+from unskew.files import waiting_for, write_atomic
 
 KEPT = Path("results/advice.json")
 SEEDS = (0, 1)
@@ -119,13 +119,14 @@ def kept() -> dict[str, Any]:
 
 
 def keep(part: str, *keys: str, value: Any) -> None:
-    """Add one outcome to the file."""
-    whole = kept()
-    place = whole.setdefault(part, {})
-    for key in keys[:-1]:
-        place = place.setdefault(key, {})
-    place[keys[-1]] = value
-    write_atomic(KEPT, (json.dumps(whole, indent=1) + "\n").encode())
+    """Add one outcome to the file, which others may write to as well."""
+    with waiting_for(KEPT.with_suffix(".lock"), 60):
+        whole = kept()
+        place = whole.setdefault(part, {})
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = value
+        write_atomic(KEPT, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def carry_out(name: str, seed: int, data_path: str | None) -> None:

@@ -14,6 +14,7 @@ import typer
 from unskew.cli import info as cli_info
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
+from unskew.cli.init import init
 from unskew.cli.options import (
     BUDGET,
     DATA,
@@ -210,6 +211,7 @@ def resume(
 app.command()(cli_info.methods)
 app.command()(cli_info.models)
 app.command()(cli_info.partition)
+app.command()(init)
 app.command()(diagnose)
 app.command()(predict)
 app.command()(report)

@@ -17,14 +17,18 @@ from unskew.files import place, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List every method with the slot it fills, its options and its paper."""
+    """List every method with the slot it fills, its options and its paper; and what other packages offer."""
+    from unskew.cli.offered import offered_methods, offered_rest
     from unskew.cli.tables import methods_table
 
-    rows = described()
+    rows = [*described(), *offered_methods()]
     if as_json:
         print_json(rows)
-    else:
-        console_for().print(methods_table(rows))
+        return
+    console = console_for()
+    console.print(methods_table(rows))
+    for line in offered_rest():
+        console.print(line, markup=False, highlight=False)
 
 
 def described() -> list[dict[str, Any]]:
@@ -72,6 +76,7 @@ def models(
 ) -> None:
     """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
     from unskew.cli.layers import layers_of, spec_of, trained_together
+    from unskew.cli.offered import offered_models
     from unskew.cli.tables import layers_table, models_table
     from unskew.models.catalogue import MODELS
 
@@ -80,6 +85,7 @@ def models(
             {"name": m.name, "description": m.description, "reference": m.reference, "together": not m.pretrained}
             for m in MODELS.values()
         ]
+        rows += offered_models()
         print_json(rows) if as_json else console_for().print(models_table(rows))
         return
     spec = spec_of(model, shape, classes, sets or [])

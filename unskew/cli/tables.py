@@ -121,7 +121,9 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
         table.add_column(name)
     for row in methods:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
-        table.add_row(row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, row["paper"])
+        paper = f"{row['paper']} [{row['package']}]" if "package" in row else row["paper"]
+        cells = (row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, paper)
+        table.add_row(*map(escape, cells))
     return table
 
 
@@ -131,7 +133,8 @@ def models_table(models: Sequence[dict[str, Any]]) -> Table:
     for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:
-        table.add_row(row["name"], row["description"], "yes" if row["together"] else "no", row["reference"])
+        together = {True: "yes", False: "no", None: "-"}[row["together"]]
+        table.add_row(*map(escape, (row["name"], row["description"], together, row["reference"])))
     return table
 
 

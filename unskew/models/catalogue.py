@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from unskew.errors import ConfigError, shown, unknown
+from unskew import plugins
+from unskew.errors import ConfigError, shown
 from unskew.models.naming import HUB
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
@@ -131,9 +132,21 @@ def build_model(name: str, shape: tuple[int, ...], classes: int, /, **options: o
     Linear(in_features=3, out_features=2, bias=True)
     """
     if name not in MODELS:
-        hint = "A model of your own is written as 'package.module:factory'."
-        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
+        return _of_package(name, shape, classes, options)
     return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
+
+
+def _of_package(
+    name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, object], task: str = "classification"
+) -> nn.Module:
+    """A model that another package offers by this name."""
+    try:
+        plugin = plugins.find(plugins.MODELS, "model", name, MODELS)
+    except ConfigError as error:
+        raise ConfigError(f"{error} A model of your own is written as 'package.module:factory'.") from None
+    return _call(
+        f"The model {name!r} of the package {plugin.package}", plugin.load_callable(), shape, classes, options, task
+    )
 
 
 def resolve_model(
@@ -147,7 +160,7 @@ def resolve_model(
 
     Args:
         model: One of
-            a registered name;
+            a registered name, also one of another package;
             a module, which is returned as it is;
             a factory, called with those of `shape`, `classes` and `task` that its signature names, and with `options`;
             a string `"package.module:factory"`, which is imported and then treated like the factory;
@@ -168,6 +181,8 @@ def resolve_model(
     """
     options = options or {}
     if isinstance(model, str) and ":" not in model:
+        if model not in MODELS:
+            return _of_package(model, shape, classes, options, task)
         return build_model(model, shape, classes, **options)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:
