@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.loudness import LOUDNESS
 from unskew.cli.options import DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place, write_atomic
@@ -158,8 +159,17 @@ def partition(
 
 def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Results, warnings and errors only, anywhere in the line.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="A line per round, and the traceback of an error.")
+    ] = False,
 ) -> None:
     """Federated learning for skewed data: run, compare and resume methods that add up."""
+    if quiet and verbose:
+        raise ConfigError("--quiet and --verbose contradict each other; give one of them.")
+    LOUDNESS.quiet, LOUDNESS.verbose = quiet, verbose
     if show:
         from unskew import __version__
 

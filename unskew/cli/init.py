@@ -17,9 +17,13 @@ from unskew.files import place, write_atomic
 def init(
     data: Annotated[
         str | None,
-        typer.Argument(help="A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits without."),
+        typer.Argument(
+            help="A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits without."
+        ),
     ] = None,
-    label: Annotated[str | None, typer.Option("--label", help="Label column of a table, where it is not guessed.")] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", help="Label column of a table, where it is not guessed.")
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", parser=place, metavar="PATH", help="The file that is written; it must be new.")
     ] = Path("experiment.yaml"),

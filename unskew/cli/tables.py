@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from unskew.cli.wide import Fitting
 from unskew.data.reading.columns import described
 from unskew.reporting.wording import F1, megabytes, number, percent
 
@@ -87,7 +88,7 @@ def partition_table(
     """What each client holds: counts ``[K, C]`` and (without several labels a sample, their sums) samples ``[K]``."""
     sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
-    table = Table(title="Training samples per client and class", title_justify="left")
+    table = Fitting(title="Training samples per client and class", title_justify="left")
     table.add_column("client", justify="right")
     if client_names:
         table.add_column("name")
@@ -116,7 +117,7 @@ def columns_table(columns: Mapping[str, str]) -> Table:
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew methods`` prints."""
-    table = Table()
+    table = Fitting()
     for name in ("method", "slot", "server needs", "what it does", "options", "paper"):
         table.add_column(name)
     for row in methods:
@@ -129,7 +130,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
 
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew models`` prints."""
-    table = Table()
+    table = Fitting()
     for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:

@@ -17,7 +17,10 @@ from unskew.data.sources.catalogue import SOURCES
 from unskew.errors import ConfigError, DataError, UnskewError, unknown
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
-OWNERS = r"(client|site|hospital|clinic|ward|user|patient|writer|device|cent(er|re)|institution|station|plant|machine|branch|shop|school|region)"
+OWNERS = (
+    r"(client|site|hospital|clinic|ward|user|patient|writer|device|cent(er|re)|institution|station|plant|machine|branch|"
+    r"shop|school|region)"
+)
 SIDE = 32
 """Larger images are brought to this side: small models are made for it."""
 
@@ -53,7 +56,8 @@ class Draft:
         for name, value in self.values.items():
             if name in ("model", "rounds", "target"):
                 lines.append("")
-            written = yaml.safe_dump({name: value}, default_flow_style=None, width=1000, allow_unicode=True).strip()
+            flow = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
+            written = f"{name}: {flow.strip().removesuffix('...').strip()}"
             lines.append(f"{written}  # {self.why[name]}" if self.why[name] else written)
         return "\n".join(lines) + "\n"
 
@@ -85,7 +89,7 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
     _budget(made)
     fed = federation_of(experiment(made.values).data_spec, seed)  # it runs as it is, or says why not
     sizes = fed.sizes
-    counts, names = fed.holdings()
+    names = fed.holdings()[1]
     made.seen.append(
         f"{len(fed.clients)} clients hold {int(sizes.min())} to {int(sizes.max())} training samples each, of {len(names)} "
         f"classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
@@ -108,7 +112,9 @@ def _look(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.set("image_size", SIDE, "images are brought to this side; larger ones take longer")
         _images(made)
     else:
-        raise DataError(f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images.")
+        raise DataError(
+            f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
+        )
 
 
 def _is_table_folder(path: Path) -> bool:
@@ -161,7 +167,11 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
             f"{path}: no column looks like a label, few values that repeat; name it with --label: {', '.join(columns)}."
         )
     owner = next(
-        (c for c in columns if c != label and re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I) and 2 <= distinct[c] <= n // 10),
+        (
+            c
+            for c in columns
+            if c != label and re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I) and 2 <= distinct[c] <= n // 10
+        ),
         None,
     )
     made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values")
@@ -191,7 +201,9 @@ def _without_gaps(made: Draft, table: Any, numbers: list[str]) -> None:
     except UnskewError:
         gaps = [c for c in numbers if table.column(c).null_count]
         if gaps:
-            made.set("exclude", [*made.values.get("exclude", []), *gaps], "identifiers, and columns with missing values")
+            made.set(
+                "exclude", [*made.values.get("exclude", []), *gaps], "identifiers, and columns with missing values"
+            )
 
 
 def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:

@@ -228,13 +228,8 @@ def of_package(spec: str, labels: np.ndarray, clients: int | None, rng: Generato
     plugin = plugins.find(plugins.PARTITIONS, "partition", name, PARTITIONS)
     function = plugin.load_callable()
     said: dict[str, str] = {**({"value": value} if value else {}), **options}
-    try:
-        divided = functools.partial(function, **said)
-        return given.from_function(divided, labels, clients, rng)[0]
-    except TypeError as error:
-        raise ConfigError(
-            f"The partition {spec!r} of the package {plugin.package} cannot be called so: {error}."
-        ) from error
+    divided = functools.update_wrapper(functools.partial(function, **said), function)
+    return given.from_function(divided, labels, clients, rng).owner
 
 
 def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Arrays in one file: ``npz:PATH`` with ``x`` and ``y``, perhaps ``x_test`` and ``y_test``, and columns such as ``client``."""
+"""Arrays in one file: ``npz:PATH`` with ``x`` and ``y``, perhaps ``x_test`` and ``y_test``, and columns such as a client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path} cannot be read as a file of arrays (.npz): {error}.") from error
     for one, other in (("x", "y"), ("x_test", "y_test")):
         if (one in found) != (other in found) or (one == "x" and one not in found):
-            raise DataError(f"{path} must hold the arrays {one} and {other}; it has: {', '.join(sorted(found)) or 'none'}.")
+            raise DataError(
+                f"{path} must hold the arrays {one} and {other}; it has: {', '.join(sorted(found)) or 'none'}."
+            )
         if one in found and (not found[one].ndim or found[one].shape[:1] != found[other].shape[:1]):
             raise DataError(f"{path}: {one} and {other} must have as many rows as each other.")
     return found
@@ -39,7 +41,11 @@ def npz_source(path: Path, test_share: float) -> Source:
     """
     found = arrays(path)
     n = len(found["y"])
-    columns = {k: v for k, v in found.items() if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")}
+    columns = {
+        k: v
+        for k, v in found.items()
+        if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
+    }
     x, y = as_inputs(found["x"], str(path)), as_targets(found["y"], str(path))
     whole = Table(x, y, columns)
     if "x_test" in found:
