@@ -185,8 +185,9 @@ def lines(rules: str) -> list[str]:
             "",
             f"The best of the three advised is above FedAvg in {wins} of {total} cases (three drawn at random from the list: "
             f"{100 * statistics.fmean(chance):.0f} %). It is {100 * statistics.fmean(gaps):.1f} points below the best of all "
-            f"methods considered on average, {100 * max(gaps):.1f} at most. The best of three at random is "
-            f"{100 * statistics.fmean(chance_gaps):.1f} points below it on average, FedAvg {100 * statistics.fmean(base_gaps):.1f}.",
+            f"methods considered on average, {100 * max(gaps):.1f} at most. The best of three at random "
+            f"is {100 * statistics.fmean(chance_gaps):.1f} points below it on average, FedAvg "
+            f"{100 * statistics.fmean(base_gaps):.1f}.",
         ]
     return shown
 

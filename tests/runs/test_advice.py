@@ -157,7 +157,7 @@ def test_trying_says_what_held_and_ends_in_time():
 def test_the_command_prints_a_comparison_that_can_be_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "--data digits --clients 3 --model logistic --samples 20 --no-curvature --rounds 1 --local-steps 1 --batch-size 9"
-    limits = "--traffic 1MB --secure-aggregation --server-data 100 --privacy epsilon=5 --set engine=inline --set weights=uniform"
+    limits = "--traffic 1MB --secure-aggregation --server-data 100 --privacy epsilon=5 --set engine=inline"
     outcome = call(capsys, "diagnose", *words.split(), *limits.split(), "--out", "x.png")
     assert outcome.code == 0, outcome.err
     line = next(line for line in outcome.out.splitlines() if line.startswith("unskew compare"))
