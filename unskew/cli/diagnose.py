@@ -79,6 +79,7 @@ def diagnose(
 ) -> None:
     """Measure how skewed the clients are, predict what synthetic data would change, and advise what to do about it."""
     from unskew.cli.advice import follower, print_advice, print_trial
+    from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
     from unskew.diagnosis.diagnose import diagnose as measure
     from unskew.diagnosis.situation import Limits
@@ -97,22 +98,24 @@ def diagnose(
     if plot is not None:
         check_place(plot)
     model_name = options.pop("model", None)
-    report = measure(
-        run=run,
-        model=model_name,
-        synthetic=images,
-        shares=shares,
-        sample_clients=sample_clients or None,
-        samples=samples or None,
-        curvature=curvature,
-        epsilon=epsilon,
-        mu=mu,
-        **options,
-    )
+    console = console_for(as_json)
+    with make_progress(console, transient=True) as progress:
+        report = measure(
+            run=run,
+            model=model_name,
+            synthetic=images,
+            shares=shares,
+            sample_clients=sample_clients or None,
+            samples=samples or None,
+            curvature=curvature,
+            epsilon=epsilon,
+            mu=mu,
+            follow=ProgressLine(progress, "diagnose").prepare,
+            **options,
+        )
     advice = report.advice(
         traffic=traffic, secure_aggregation=secure_aggregation, server_data=server_data, privacy=privacy
     )
-    console = console_for(as_json)
     # What was measured is printed first: the figure may fail all the same, on a disk that is full by now.
     if as_json:
         found = {**report.as_json(), "advice": {**advice.as_json(), "command": advice.command(COMPARED)}}

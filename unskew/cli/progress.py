@@ -25,8 +25,8 @@ from unskew.reporting.wording import percent
 
 
 @contextmanager
-def make_progress(console: Console) -> Iterator[Progress]:
-    """A live display with one line per run; it appears with the first."""
+def make_progress(console: Console, transient: bool = False) -> Iterator[Progress]:
+    """A live display with one line per run; it appears with the first, and goes at the end if it is ``transient``."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -37,6 +37,7 @@ def make_progress(console: Console) -> Iterator[Progress]:
         console=console,
         refresh_per_second=4,
         disable=LOUDNESS.quiet,
+        transient=transient,
     )
     try:
         yield progress

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ Pair = tuple[Tensor, Tensor]
 SyntheticOf = Callable[[int], Pair]
 """The synthetic set ``x [n, ...], y`` of a client, as stored."""
 Figures = dict[str, float | None]
+Follow = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and of how much."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,12 @@ def drawn(client: ClientData, scope: Scope) -> Pair:
 
 
 def measure(
-    probe: Probe, federation: Federation, scope: Scope, synthetic: SyntheticOf | None = None, place: str = "model"
+    probe: Probe,
+    federation: Federation,
+    scope: Scope,
+    synthetic: SyntheticOf | None = None,
+    place: str = "model",
+    follow: Follow | None = None,
 ) -> Heterogeneity:
     """Measure all at the probe's model.
 
@@ -112,13 +120,16 @@ def measure(
         scope: What is looked at.
         synthetic: Each client's synthetic set; without it there is no part about shares.
         place: What the model is called.
+        follow: Told what is measured, and of how many clients.
     """
     ids = ids_of(federation, scope)
+    follow = follow or (lambda text, done, total: None)
     gradients, pool = Moments(0, torch.zeros_like(probe.v)), Moments(0, torch.zeros_like(probe.v))
     noise: list[tuple[float, float, float]] = []
     together = 0.0  # the scatter of real and synthetic gradients with each other
     last: tuple[Pair, Moments] | None = None
-    for k in ids:
+    for done, k in enumerate(ids):
+        follow(f"gradients at the {place}", done, len(ids))
         mine = probe.moments(*drawn(federation.clients[k], scope))
         if synthetic is None:
             noise.append((mine.variance, 0.0, 0.0))
@@ -146,7 +157,7 @@ def measure(
     result = Heterogeneity(place, figures)
     smooth: dict[str, float | list[float] | None] = {}
     if scope.curvature:
-        smooth = curvature(probe, federation, scope, ids, synthetic)
+        smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature at the {place}"))
         figures |= {name: smooth[name] for name in ("L_max", "L_avg")}  # type: ignore[misc]
     if synthetic is None:
         return result
@@ -176,7 +187,12 @@ def measure(
 
 
 def curvature(
-    probe: Probe, federation: Federation, scope: Scope, ids: Sequence[int], synthetic: SyntheticOf | None
+    probe: Probe,
+    federation: Federation,
+    scope: Scope,
+    ids: Sequence[int],
+    synthetic: SyntheticOf | None,
+    follow: Callable[[int, int], None],
 ) -> dict[str, float | list[float] | None]:
     """``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and for each share ``L_p``, the largest of a client."""
     shares = torch.tensor(scope.shares, dtype=probe.v.dtype, device=probe.v.device)[:, None]
@@ -212,7 +228,11 @@ def curvature(
 
         return times
 
+    passes = len(ids) + 1 + (synthetic is not None)
+    done = iter(range(passes))
+
     def top(products: Products, count: int = 1) -> Tensor:
+        follow(next(done), passes)
         return largest(products, start.expand(count, -1).contiguous(), scope.iterations, scope.tolerance)
 
     each = torch.stack([top(mixed(k), rows) for k in ids]).max(0).values
