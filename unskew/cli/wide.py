@@ -16,6 +16,9 @@ class Fitting(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         needed = self.__rich_measure__(console, options.update(max_width=10_000)).minimum
         if needed <= options.max_width:
+            for column in self.columns:  # rich shares what is missing among columns, whatever the words in them
+                cells = (as_text(cell, console).plain for cell in (column.header, *column.cells))
+                column.min_width = max((len(word) for cell in cells for word in cell.split()), default=0)
             yield from super().__rich_console__(console, options)
         else:
             yield from below(self, console)

@@ -35,11 +35,11 @@ def feature_skew(pairs: Callable[[int], Pair], ids: Sequence[int]) -> float | No
     for k in ids:
         x, y = pairs(k)
         flat = x.reshape(len(x), -1).double()
-        for c in y.unique().tolist():
+        for c in np.unique(y.cpu().numpy()).tolist():
             rows = flat[y == c]
             if len(rows) > 1:
                 mean = rows.mean(0)
-                sums.setdefault(int(c), []).append((len(rows), mean, float((rows - mean).square().sum())))
+                sums.setdefault(c, []).append((len(rows), mean, float((rows - mean).square().sum())))
     weights, shares = [], []
     for held in sums.values():
         n, K = sum(count for count, _, _ in held), len(held)

@@ -178,9 +178,9 @@ def of_package(name: str, path: str | Path | None, more: object, size: int | Non
 
 def from_pairs(name: str, train: tuple[object, object], test: tuple[object, object]) -> Source:
     """A source of arrays: inputs as ``Federation.from_arrays`` takes them, and one class a sample."""
-    parts = [Table(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test)]
-    classes = 1 + max(int(part.y.max()) for part in parts)
-    return Source(name, *parts, tuple(str(c) for c in range(classes)), classes)
+    first, last = (Table(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
+    classes = 1 + int(max(first.y.max(), last.y.max()))
+    return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
 
 
 class Request(NamedTuple):
