@@ -11,9 +11,10 @@ def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:
     """About rounds, local steps and traffic."""
     told = []
     if s.over_traffic is not None and limits.traffic is not None and s.over_traffic > 1:
+        fits = "not even one round fits" if s.over_traffic > s.asked else f"{rounds} rounds fit"
         told.append(
-            f"FedAvg would send {s.over_traffic:.1f} times the {limits.traffic / 1e6:.3g} MB allowed; {rounds} rounds fit, "
-            "and the comparison has so many."
+            f"FedAvg would send {s.over_traffic:.1f} times the {limits.traffic / 1e6:.3g} MB allowed; {fits}, "
+            f"and the comparison has {rounds}."
         )
     if math.isfinite(s.noise) and s.noise < s.tau / 4:
         told.append(
@@ -50,6 +51,8 @@ def notes(s: Situation, limits: Limits, any_method: bool) -> list[str]:
         )
     if s.task == "language":
         told.append("Nothing was measured here on texts: what is said of them is published, no more.")
+    elif s.task not in ("classification", "multilabel"):
+        told.append(f"Nothing was measured here for the task {s.task}: what is said of it is published, no more.")
     elif not s.images:
         told.append("The tables of results are about images; on other inputs their rules are a guess.")
     if s.participation < 1:

@@ -170,7 +170,7 @@ class Situation:
         zeta2, sigma2 = figures["zeta2"] or 0.0, figures["sigma2_mean"] or 0.0
         gradient2 = figures["gradient2"] or 0.0
         excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
-        distance, chance = labels["label_distance_mean"] or 0.0, labels["label_distance_chance"] or 0.0
+        distance, chance = labels.get("label_distance_mean") or 0.0, labels.get("label_distance_chance") or 0.0
         linear = sum(
             p.numel() for m in setting.spec.module.modules() if isinstance(m, nn.Linear) for p in m.parameters()
         )
@@ -180,7 +180,7 @@ class Situation:
             pixels=int(max(x.shape[2:])) if x.dim() == 4 else 0,
             clients=len(fed.clients),
             mean_size=float(sizes.mean()),
-            even=(labels["effective_clients"] or 0.0) / len(fed.clients),
+            even=(labels.get("effective_clients") or 0.0) / len(fed.clients),
             participation=config.participation,
             rounds=config.rounds,
             tau=float(facts["tau"]),
