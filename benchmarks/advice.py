@@ -3,7 +3,7 @@
 On federations of different skew, each with two seeds, all methods considered are trained: FedAvg, a list that is the same
 everywhere, and the three that are advised. What is scored is the mean test accuracy of the last five rounds. Every finished
 run is kept in ``results/advice.json`` and not made again, and so is what was advised, under the version of the rules: if
-rules change, both stay. ``--show`` prints the tables of what is there and runs nothing; ``docs/advice.md`` has them.
+rules change, both stay. The tables are written into ``docs/advice.md``; ``--show`` does that with what is there, and runs nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unskew.diagnosis.advice_rules import VERSION
 from unskew.files import waiting_for, write_atomic
 
 KEPT = Path("results/advice.json")
+PAGE, MARK = Path("docs/advice.md"), "<!-- scores -->"
 SEEDS = (0, 1)
 EVERYWHERE = ("fedavg", "fedavgm", "fedprox:mu=0.1", "scaffold", "feddyn", "fednova", "fedexp")
 SMALL = {
@@ -88,7 +89,7 @@ def texts(partition: str) -> dict[str, Any]:
 
 
 def cifar(partition: str) -> dict[str, Any]:
-    return {"data": "cifar10", "partition": partition, "keep_samples": 2000, "image_size": 16, **CNN}
+    return {"data": "cifar10", "partition": partition, "keep_samples": 1000, "clients": 5, "image_size": 16, **CNN}
 
 
 FEDERATIONS: dict[str, dict[str, Any] | Callable[[int], unskew.Federation]] = {
@@ -109,8 +110,8 @@ FEDERATIONS: dict[str, dict[str, Any] | Callable[[int], unskew.Federation]] = {
     "wine, by the first column": lambda seed: table("load_wine", "first column", seed),
     "sentences, by genre": texts("sorted:genre"),
     "sentences, Dirichlet 0.1": texts("dirichlet:0.1"),
-    "CIFAR-10, 2,000 images, Dirichlet 0.1": cifar("dirichlet:0.1"),
-    "CIFAR-10, 2,000 images, Dirichlet 1": cifar("dirichlet:1"),
+    "CIFAR-10, 1,000 images, Dirichlet 0.1": cifar("dirichlet:0.1"),
+    "CIFAR-10, 1,000 images, Dirichlet 1": cifar("dirichlet:1"),
 }
 
 
@@ -201,8 +202,9 @@ def lines(rules: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="this federation; repeatable")
+    parser.add_argument("--seed", type=int, action="append", help="this seed; repeatable")
     parser.add_argument("--data-path", help="folder of CIFAR-10; without it its federations are left out")
-    parser.add_argument("--show", action="store_true", help="print the table; run nothing")
+    parser.add_argument("--show", action="store_true", help="write the tables of what is there; run nothing")
     parser.add_argument("--list", action="store_true", help="list the federations")
     args = parser.parse_args()
     if args.list:
@@ -212,11 +214,13 @@ def main() -> None:
     for name in [] if args.show else args.only or FEDERATIONS:
         if name.startswith("CIFAR") and args.data_path is None:
             continue
-        for seed in SEEDS:
+        for seed in args.seed or SEEDS:
             carry_out(name, seed, args.data_path)
-    for rules in kept()["advice"]:
-        print(f"\nRules, version {rules}:\n")
-        print("\n".join(lines(rules)))
+    scores = "\n\n".join("\n".join([f"**Rules, version {r}**", "", *lines(r)]) for r in kept()["advice"])
+    print(scores)
+    text = PAGE.read_text()
+    before, rest = text.split(f"{MARK}\n", 1)
+    PAGE.write_text(f"{before}{MARK}\n\n{scores}\n\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}")
 
 
 if __name__ == "__main__":
