@@ -3,7 +3,7 @@
 On federations of different skew, each with two seeds, all methods considered are trained: FedAvg, a list that is the same
 everywhere, and the three that are advised. What is scored is the mean test accuracy of the last five rounds. Every finished
 run is kept in ``results/advice.json`` and not made again, and so is what was advised, under the version of the rules: if
-rules change, both stay. The tables are written into ``docs/advice.md``; ``--show`` does that with what is there, and runs nothing.
+rules change, both stay. The tables are written into ``docs/advice.md``; ``--show`` does that and runs nothing.
 """
 
 from __future__ import annotations
