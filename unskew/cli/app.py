@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,8 @@ from unskew.cli import info as cli_info
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
 from unskew.cli.export import export
+from unskew.cli.init import init
+from unskew.cli.loudness import LOUDNESS, in_front
 from unskew.cli.options import (
     BUDGET,
     DATA,
@@ -54,7 +57,6 @@ EVALUATION = ("eval_every", "target")
 app = typer.Typer(
     help="Federated learning for skewed data: run, compare and resume methods that add up.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -195,9 +197,12 @@ def compare(
         console.print(f"{note}\n", markup=False)
     for table in filter(None, (comparison_table(rows), metrics_table(rows), clients_table(rows), costs)):
         console.print(table)
-    console.print(f"{folder}/convergence.png and clients.png show the curves and what each client holds.", markup=False)
+    if not LOUDNESS.quiet:
+        text = f"{folder}/convergence.png and clients.png show the curves and what each client holds."
+        console.print(text, markup=False)
     report_at_the_end(console, [folder])
-    console.print(f"{len(methods) * len(which)} runs in {time.perf_counter() - started:.0f} s.")
+    if not LOUDNESS.quiet:
+        console.print(f"{len(methods) * len(which)} runs in {time.perf_counter() - started:.0f} s.")
 
 
 @app.command()
@@ -233,6 +238,7 @@ def resume(
 app.command()(cli_info.methods)
 app.command()(cli_info.models)
 app.command()(cli_info.partition)
+app.command()(init)
 app.command()(diagnose)
 app.command()(export)
 app.command()(predict)
@@ -252,6 +258,8 @@ def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
         print_json({**result.summary, "folder": str(folder)})
         return
     console.print(summary_table(result.summary))
+    if LOUDNESS.quiet:
+        return
     text = f"Everything is in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -266,8 +274,10 @@ def _refuse(text: str) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     try:
-        app(prog_name="unskew")
+        app(prog_name="unskew", args=in_front(sys.argv[1:]))
     except (UnskewError, OSError) as error:
+        if LOUDNESS.verbose:
+            traceback.print_exc()
         _refuse(f"unskew: {error}")
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:

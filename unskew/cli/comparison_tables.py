@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from unskew.cli.wide import below
 from unskew.comparison.target import TargetCost
 from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
 from unskew.score import SCORES, score_of
@@ -60,7 +61,10 @@ class ByMethod(Table):
         figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))
         self.padding = (0, 1) if figures + self.least <= options.max_width else (0, 1, 0, 0)
-        yield from super().__rich_console__(console, options)
+        if super().__rich_measure__(console, options.update(max_width=10_000)).minimum > options.max_width:
+            yield from below(self, console)
+        else:
+            yield from super().__rich_console__(console, options)
 
 
 def over_seeds(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``unskew diagnose``: how skewed the clients are at a model, and what synthetic data would change."""
+"""``unskew diagnose``: how skewed the clients are at a model, what synthetic data would change, and what to do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import BUDGET, DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.options import (
+    BUDGET,
+    DATA,
+    FLAGS,
+    AsJson,
+    ConfigFile,
+    Sets,
+    console_for,
+    overridden_by,
+    print_json,
+    values_of,
+)
 from unskew.errors import ConfigError
 from unskew.files import place
 
+COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
+"""Fields for which ``unskew compare`` has a flag."""
 
-@overridden_by(*DATA, "model", *BUDGET, "seed", "device")
+
+@overridden_by(*DATA, "model", "rounds", "participation", *BUDGET, "lr", "seed", "device")
 def diagnose(
     context: typer.Context,
     run: Annotated[
@@ -36,6 +50,21 @@ def diagnose(
     ] = True,
     epsilon: Annotated[float | None, typer.Option("--epsilon", help="Accuracy for which rounds are predicted.")] = None,
     mu: Annotated[float | None, typer.Option("--mu", help="Strong convexity, if the loss has it.")] = None,
+    traffic: Annotated[
+        str | None, typer.Option("--traffic", help="The run may send so much, up and down, over all clients: 100MB.")
+    ] = None,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="The server may see sums of updates only.")
+    ] = False,
+    server_data: Annotated[
+        int | None, typer.Option("--server-data", min=1, help="So many labelled samples are at the server.")
+    ] = None,
+    privacy: Annotated[
+        str | None, typer.Option("--privacy", help="What clients make and share keeps to this: epsilon=5.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--try", metavar="MINUTES", help="Try the advice for so long: successive halving.")
+    ] = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,
@@ -48,11 +77,18 @@ def diagnose(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure gradient dissimilarity, noise and smoothness, and predict what shuffled synthetic data would change."""
+    """Measure how skewed the clients are, predict what synthetic data would change, and advise what to do about it."""
+    from unskew.cli.advice import follower, print_advice, print_trial
+    from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
     from unskew.diagnosis.diagnose import diagnose as measure
+    from unskew.diagnosis.situation import Limits
+    from unskew.diagnosis.trying import check_minutes, try_out
     from unskew.plots.figure import check_place
 
+    Limits.read(traffic, secure_aggregation, server_data, privacy)  # a mistake is told before anything is measured
+    if minutes is not None:
+        check_minutes(minutes)
     options: dict[str, Any] = values_of(config, context)
     try:
         shares = [float(piece) for piece in p.split(",")]
@@ -62,25 +98,34 @@ def diagnose(
     if plot is not None:
         check_place(plot)
     model_name = options.pop("model", None)
-    report = measure(
-        run=run,
-        model=model_name,
-        synthetic=images,
-        shares=shares,
-        sample_clients=sample_clients or None,
-        samples=samples or None,
-        curvature=curvature,
-        epsilon=epsilon,
-        mu=mu,
-        **options,
+    console = console_for(as_json)
+    with make_progress(console, transient=True) as progress:
+        report = measure(
+            run=run,
+            model=model_name,
+            synthetic=images,
+            shares=shares,
+            sample_clients=sample_clients or None,
+            samples=samples or None,
+            curvature=curvature,
+            epsilon=epsilon,
+            mu=mu,
+            follow=ProgressLine(progress, "diagnose").prepare,
+            **options,
+        )
+    advice = report.advice(
+        traffic=traffic, secure_aggregation=secure_aggregation, server_data=server_data, privacy=privacy
     )
     # What was measured is printed first: the figure may fail all the same, on a disk that is full by now.
     if as_json:
-        print_json(report.as_json())
+        found = {**report.as_json(), "advice": {**advice.as_json(), "command": advice.command(COMPARED)}}
+        if minutes is not None:
+            with follower(console) as follow:
+                found["trial"] = try_out(advice, minutes, follow).as_json()
+        print_json(found)
         if plot is not None:
             report.plot(plot)
         return
-    console = console_for()
     facts = report.facts
     console.print(
         f"{facts['data']}, {facts['partition']}, {facts['clients_measured']} of {facts['clients']} clients, "
@@ -93,3 +138,8 @@ def diagnose(
     if plot is not None:
         report.plot(plot)
         console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+    print_advice(console, advice, advice.command(COMPARED))
+    if minutes is not None:
+        with follower(console) as follow:
+            trial = try_out(advice, minutes, follow)
+        print_trial(console, trial)

@@ -11,20 +11,25 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.loudness import LOUDNESS
 from unskew.cli.options import DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List every method with the slot it fills, its options and its paper."""
+    """List every method with the slot it fills, its options and its paper; and what other packages offer."""
+    from unskew.cli.offered import offered_methods, offered_rest
     from unskew.cli.tables import methods_table
 
-    rows = described()
+    rows = [*described(), *offered_methods()]
     if as_json:
         print_json(rows)
-    else:
-        console_for().print(methods_table(rows))
+        return
+    console = console_for()
+    console.print(methods_table(rows))
+    for line in offered_rest():
+        console.print(line, markup=False, highlight=False)
 
 
 def described() -> list[dict[str, Any]]:
@@ -72,6 +77,7 @@ def models(
 ) -> None:
     """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
     from unskew.cli.layers import layers_of, spec_of, trained_together
+    from unskew.cli.offered import offered_models
     from unskew.cli.tables import layers_table, models_table
     from unskew.models.catalogue import MODELS
 
@@ -80,6 +86,7 @@ def models(
             {"name": m.name, "description": m.description, "reference": m.reference, "together": not m.pretrained}
             for m in MODELS.values()
         ]
+        rows += offered_models()
         print_json(rows) if as_json else console_for().print(models_table(rows))
         return
     spec = spec_of(model, shape, classes, sets or [])
@@ -152,8 +159,17 @@ def partition(
 
 def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Results, warnings and errors only, anywhere in the line.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="A line per round, and the traceback of an error.")
+    ] = False,
 ) -> None:
     """Federated learning for skewed data: run, compare and resume methods that add up."""
+    if quiet and verbose:
+        raise ConfigError("--quiet and --verbose contradict each other; give one of them.")
+    LOUDNESS.quiet, LOUDNESS.verbose = quiet, verbose
     if show:
         from unskew import __version__
 

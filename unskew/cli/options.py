@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import re
 import shlex
 import signal
@@ -185,11 +186,11 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
 
 
 def console_for(as_json: bool = False) -> Console:
-    """Progress goes to standard error when standard output must be JSON; a file has no narrow lines."""
+    """Progress goes to standard error when standard output must be JSON; a file has wide lines, unless COLUMNS is set."""
     from rich.console import Console
 
     stream = sys.stderr if as_json else sys.stdout
-    return Console(stderr=as_json, width=None if stream.isatty() else 120)
+    return Console(stderr=as_json, width=None if stream.isatty() or "COLUMNS" in os.environ else 120)
 
 
 def print_json(value: object) -> None:

@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from unskew.cli.loudness import LOUDNESS
 from unskew.cli.tables import columns_table
 from unskew.data.federation import Federation
 from unskew.records.recorder import Row
@@ -25,8 +26,8 @@ from unskew.score import SCORES, score_of
 
 
 @contextmanager
-def make_progress(console: Console) -> Iterator[Progress]:
-    """A live display with one line per run; it appears with the first."""
+def make_progress(console: Console, transient: bool = False) -> Iterator[Progress]:
+    """A live display with one line per run; it appears with the first, and goes at the end if it is ``transient``."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -36,6 +37,8 @@ def make_progress(console: Console) -> Iterator[Progress]:
         TimeRemainingColumn(),
         console=console,
         refresh_per_second=4,
+        disable=LOUDNESS.quiet,
+        transient=transient,
     )
     try:
         yield progress
@@ -81,7 +84,7 @@ class ProgressLine:
             self.progress.remove_task(self.making)
             self.making = None
         self.line = self.progress.add_task(self.title, total=config["rounds"], completed=rounds_done, accuracy="")
-        if rounds_done:
+        if rounds_done and not LOUDNESS.quiet:
             self.progress.console.print(f"{self.title}: going on after round {rounds_done}", markup=False)
 
     def prepare(self, text: str, done: float, total: float) -> None:
@@ -99,6 +102,12 @@ class ProgressLine:
         elif row[scored] is not None and "perplexity" not in row:
             self.progress.update(self.line, accuracy=f"test {SCORES[scored]} {percent(row[scored])}%")
         self.progress.update(self.line, completed=row["round"])
+        if LOUDNESS.verbose:
+            figures = (
+                f"{name} {row[name]:.4f}" for name in ("accuracy", "loss", "train_loss") if row.get(name) is not None
+            )
+            text = f"{self.title}: round {row['round']}, {', '.join(figures)}, {row['seconds']:.1f} s"
+            self.progress.console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
         """Something the user should know."""

@@ -47,9 +47,8 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
-    from rich.table import Table
-
     from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.cli.wide import Fitting
     from unskew.options import seeds_in
     from unskew.reproduction import report
     from unskew.reproduction.earlier import notes
@@ -67,7 +66,7 @@ def reproduce(
                 [{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in presets]
             )
             return
-        overview = Table("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
+        overview = Fitting("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
         for p in presets:
             overview.add_row(p.name, p.title, p.where)
         console.print(overview)
@@ -175,13 +174,13 @@ def _print(
     done: bool,
 ) -> None:
     """What is reproduced, and its tables."""
-    from rich.table import Table
+    from unskew.cli.wide import Fitting
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
     if preset.text:
         console.print(preset.text.strip())
     for title, header, lines in tables:
-        table = Table(*header, title=title, title_justify="left")
+        table = Fitting(*header, title=title, title_justify="left")
         for line in lines:
             table.add_row(*line)
         console.print(table)

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from unskew.cli.wide import Fitting
 from unskew.data.reading.columns import described
 from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
 from unskew.score import SCORES, score_of
@@ -97,7 +98,7 @@ def partition_table(
     """What each client holds: counts ``[K, C]`` and (without several labels a sample, their sums) samples ``[K]``."""
     sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
-    table = Table(title="Training samples per client and class", title_justify="left")
+    table = Fitting(title="Training samples per client and class", title_justify="left")
     table.add_column("client", justify="right")
     if client_names:
         table.add_column("name")
@@ -126,22 +127,25 @@ def columns_table(columns: Mapping[str, str]) -> Table:
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew methods`` prints."""
-    table = Table()
+    table = Fitting()
     for name in ("method", "slot", "server needs", "what it does", "options", "paper"):
         table.add_column(name)
     for row in methods:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
-        table.add_row(row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, row["paper"])
+        paper = f"{row['paper']} [{row['package']}]" if "package" in row else row["paper"]
+        cells = (row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, paper)
+        table.add_row(*map(escape, cells))
     return table
 
 
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew models`` prints."""
-    table = Table()
+    table = Fitting()
     for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:
-        table.add_row(row["name"], row["description"], "yes" if row["together"] else "no", row["reference"])
+        together = {True: "yes", False: "no", None: "-"}[row["together"]]
+        table.add_row(*map(escape, (row["name"], row["description"], together, row["reference"])))
     return table
 
 
@@ -178,6 +182,8 @@ QUANTITIES = {
 LABELS = {
     "label_distance_mean": "distance of a client's labels from all (total variation), mean",
     "label_distance_max": "distance of a client's labels from all, largest",
+    "label_distance_chance": "what chance alone would give, mean",
+    "feature_skew": "share of one class's inputs' variance between clients",
     "label_entropy_gap": "divergence of a client's labels from all, nats, mean",
     "effective_classes": "effective number of classes of a client, mean",
     "effective_clients": "effective number of clients",

@@ -18,11 +18,13 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.diagnosis.report import Report
+from unskew.diagnosis.situation import Setting
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import place as named_place
-from unskew.measures.heterogeneity import Scope, ids_of, label_figures, measure
+from unskew.measures.features import feature_skew
+from unskew.measures.heterogeneity import Follow, Scope, drawn, ids_of, label_figures, measure
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
@@ -45,6 +47,7 @@ def diagnose(
     iterations: int = Scope.iterations,
     epsilon: float | None = None,
     mu: float | None = None,
+    follow: Follow | None = None,
     **options: Any,
 ) -> Report:
     """Measure how far the clients of a federation disagree, at a model or along a run, and what theory says of it.
@@ -67,6 +70,7 @@ def diagnose(
         epsilon: Accuracy, of the squared gradient norm, for which rounds are predicted; a tenth of the present one if None.
         mu: Strong convexity, if the loss has it; ``epsilon`` is then in units of the loss, by default a tenth of the present
             ``||grad f||^2 / (2 mu)``, which bounds its distance from the minimum.
+        follow: A function of a text and two numbers, told what is being measured and how much of it is done.
         options: Any field of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget that predictions are for.
 
     Returns:
@@ -86,6 +90,8 @@ def diagnose(
     0.0
     """
     check_federation(federation)
+    if follow is not None and not callable(follow):
+        raise ConfigError(f"follow is a function of a text and two numbers, not {shown(follow)}.")
     shares = items(shares, ConfigError(f"shares is a list such as [0, 0.5, 1], not {shown(shares)}."))
     if run is not None:
         folder = run_folder(named_place(run))
@@ -124,7 +130,7 @@ def diagnose(
     ids = ids_of(fed, scope)
     sets, source = synthetic_of(synthetic, fed, scope, ids)
     places = [
-        measure(Probe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place)
+        measure(Probe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place, follow)
         for place, v, b in models_of(None if run is None else Path(run), spec)
     ]
     facts = {
@@ -137,7 +143,10 @@ def diagnose(
         "synthetic": source,
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
-    return Report(facts, label_figures(fed, ids), places)
+    labels = label_figures(fed, ids)
+    labels["feature_skew"] = feature_skew(lambda k: drawn(fed.clients[k], scope), ids)
+    setting = Setting(config, fed, unnamed(model), spec, federation is not None)
+    return Report(facts, labels, places, setting)
 
 
 def check_scope(scope: Scope) -> Scope:

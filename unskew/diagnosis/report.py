@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unskew.measures.heterogeneity import Figures, Heterogeneity
 from unskew.plots.figure import new_figure, save_figure
+
+if TYPE_CHECKING:
+    from unskew.diagnosis.advice import Advice
+    from unskew.diagnosis.situation import Setting
 
 PANELS = {
     "zeta2": "dissimilarity of gradients ζ̂²",
@@ -26,11 +30,38 @@ class Report:
         facts: Which data, which model, and what was looked at.
         labels: How labels and sizes differ; see ``unskew.measures.heterogeneity.label_figures``.
         places: What was measured at each model, in order.
+        setting: What was looked at, which advice checks methods against.
     """
 
     facts: dict[str, Any]
     labels: Figures
     places: list[Heterogeneity]
+    setting: Setting | None = field(default=None, repr=False, compare=False)
+
+    def advice(
+        self,
+        *,
+        traffic: str | float | None = None,
+        secure_aggregation: bool = False,
+        server_data: int | None = None,
+        privacy: str | float | None = None,
+    ) -> Advice:
+        """What to do about it: methods in the order in which evidence speaks for them, with reasons.
+
+        Args:
+            traffic: Of the whole run, up and down, over all clients, as ``"100MB"`` or a number of bytes.
+            secure_aggregation: Whether the server may see sums of updates only.
+            server_data: So many labelled samples are at the server; they are taken out of the test set.
+            privacy: ``"epsilon=5"``: what everything that clients make and share must keep to.
+
+        Raises:
+            ConfigError: A limit cannot be read.
+            DataError: It does not fit the data.
+        """
+        from unskew.diagnosis.advice import advise
+        from unskew.diagnosis.situation import Limits
+
+        return advise(self, Limits.read(traffic, secure_aggregation, server_data, privacy))
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values; what is not known is None."""

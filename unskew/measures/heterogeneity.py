@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
 from unskew.measures import lemma
+from unskew.measures.features import label_chance
 from unskew.measures.probe import Moments, Probe, Products, largest
 from unskew.seeding import derive, generator, normal, numpy_generator
 
@@ -32,6 +34,8 @@ Pair = tuple[Tensor, Tensor]
 SyntheticOf = Callable[[int], Pair]
 """The synthetic set ``x [n, ...], y`` of a client, as stored."""
 Figures = dict[str, float | None]
+Follow = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and of how much."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,12 @@ def drawn(client: ClientData, scope: Scope) -> Pair:
 
 
 def measure(
-    probe: Probe, federation: Federation, scope: Scope, synthetic: SyntheticOf | None = None, place: str = "model"
+    probe: Probe,
+    federation: Federation,
+    scope: Scope,
+    synthetic: SyntheticOf | None = None,
+    place: str = "model",
+    follow: Follow | None = None,
 ) -> Heterogeneity:
     """Measure all at the probe's model.
 
@@ -110,13 +119,16 @@ def measure(
         scope: What is looked at.
         synthetic: Each client's synthetic set; without it there is no part about shares.
         place: What the model is called.
+        follow: Told what is measured, and of how many clients.
     """
     ids = ids_of(federation, scope)
+    follow = follow or (lambda text, done, total: None)
     gradients, pool = Moments(0, torch.zeros_like(probe.v)), Moments(0, torch.zeros_like(probe.v))
     noise: list[tuple[float, float, float]] = []
     together = 0.0  # the scatter of real and synthetic gradients with each other
     last: tuple[Pair, Moments] | None = None
-    for k in ids:
+    for done, k in enumerate(ids):
+        follow(f"gradients at the {place}", done, len(ids))
         mine = probe.moments(*drawn(federation.clients[k], scope))
         if synthetic is None:
             noise.append((mine.variance, 0.0, 0.0))
@@ -144,7 +156,7 @@ def measure(
     result = Heterogeneity(place, figures)
     smooth: dict[str, float | list[float] | None] = {}
     if scope.curvature:
-        smooth = curvature(probe, federation, scope, ids, synthetic)
+        smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature at the {place}"))
         figures |= {name: smooth[name] for name in ("L_max", "L_avg")}  # type: ignore[misc]
     if synthetic is None:
         return result
@@ -174,7 +186,12 @@ def measure(
 
 
 def curvature(
-    probe: Probe, federation: Federation, scope: Scope, ids: Sequence[int], synthetic: SyntheticOf | None
+    probe: Probe,
+    federation: Federation,
+    scope: Scope,
+    ids: Sequence[int],
+    synthetic: SyntheticOf | None,
+    follow: Callable[[int, int], None],
 ) -> dict[str, float | list[float] | None]:
     """``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and for each share ``L_p``, the largest of a client."""
     shares = torch.tensor(scope.shares, dtype=probe.v.dtype, device=probe.v.device)[:, None]
@@ -210,7 +227,11 @@ def curvature(
 
         return times
 
+    passes = len(ids) + 1 + (synthetic is not None)
+    done = iter(range(passes))
+
     def top(products: Products, count: int = 1) -> Tensor:
+        follow(next(done), passes)
         return largest(products, start.expand(count, -1).contiguous(), scope.iterations, scope.tolerance)
 
     each = torch.stack([top(mixed(k), rows) for k in ids]).max(0).values
@@ -249,7 +270,8 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
 
     ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
     frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
-    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
+    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``label_distance_chance``: the mean distance that
+    chance alone gives for clients of these sizes; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
     as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy. Without
     labels, as of texts and numbers, only clients are counted, and the others are None.
 
@@ -260,7 +282,9 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
     task, sizes = federation.objective, federation.sizes.astype(float)
     effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
     if not task.labelled:
-        nothing = dict.fromkeys(("label_distance_mean", "label_distance_max", "label_entropy_gap"))
+        nothing = dict.fromkeys(
+            ("label_distance_mean", "label_distance_max", "label_distance_chance", "label_entropy_gap")
+        )
         return {**nothing, "effective_clients": effective, "effective_classes": None}
     counts = np.stack([task.counts(federation.clients[k].y.cpu(), federation.classes).numpy() for k in ids]).astype(
         float
@@ -274,6 +298,7 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
     return {
         "label_distance_mean": float(distances.mean()),
         "label_distance_max": float(distances.max()),
+        "label_distance_chance": label_chance(total, counts.sum(1).tolist()),
         "label_entropy_gap": float(gaps.mean()),
         "effective_clients": effective,
         "effective_classes": float(np.exp(entropies).mean()),

@@ -14,7 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from unskew.errors import ConfigError, MethodConflict, shown, unknown
+from unskew import plugins
+from unskew.errors import ConfigError, MethodConflict, shown
 from unskew.options import build, check_finite, imported, options_of, read_options
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ def check_name(name: str) -> None:
     """Refuse a name that no method has, before PyTorch is loaded.
 
     Raises:
-        ConfigError: It is none of the catalogue, and no dotted path.
+        ConfigError: It is none of the catalogue, no other package's, and no dotted path.
     """
     if name not in CATALOGUE and "." not in name:
-        raise ConfigError(unknown("method", name, CATALOGUE))
+        plugins.find(plugins.METHODS, "method", name, CATALOGUE)
 
 
 def rule_class(name: str) -> type[Rule]:
@@ -81,8 +82,10 @@ def rule_class(name: str) -> type[Rule]:
     check_name(name)
     from unskew.protocol.rules import Rule
 
-    path = CATALOGUE.get(name)
-    cls = imported(path or ":".join(name.rsplit(".", 1)), f"the method {name!r}")
+    if name not in CATALOGUE and "." not in name:
+        cls = plugins.find(plugins.METHODS, "method", name, CATALOGUE).load()
+    else:
+        cls = imported(CATALOGUE.get(name) or ":".join(name.rsplit(".", 1)), f"the method {name!r}")
     if isinstance(cls, type) and issubclass(cls, Rule):
         return cls
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
@@ -263,17 +266,26 @@ def own_diagnoses() -> list[str]:
 
 def describe() -> list[dict[str, Any]]:
     """Every method of the catalogue: name, slots, one line, options with their defaults, paper."""
-    rows = []
-    for name in CATALOGUE:
-        cls = rule_class(name)
-        rows.append(
-            {
-                "name": name,
-                "slots": slots_of(cls),
-                "summary": cls.summary,
-                "needs": "individual" if "individual" in cls().needs else "sum",
-                "options": options_of(cls),
-                "paper": cls.paper,
-            }
-        )
-    return rows
+    return [described(name) for name in CATALOGUE]
+
+
+def described(name: str) -> dict[str, Any]:
+    """One method, as ``describe`` has it.
+
+    Raises:
+        ConfigError: There is no such method, or another package's cannot be loaded.
+    """
+    cls = rule_class(name)
+    try:
+        needs = "individual" if "individual" in cls().needs else "sum"
+        texts = {"summary": cls.summary, "paper": cls.paper}
+    except (AttributeError, TypeError) as error:  # another package's, with options that have no defaults
+        raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
+    return {
+        "name": name,
+        "slots": slots_of(cls),
+        "summary": texts["summary"],
+        "needs": needs,
+        "options": options_of(cls),
+        "paper": texts["paper"],
+    }

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from unskew.errors import ConfigError, shown, unknown
+from unskew import plugins
+from unskew.errors import ConfigError, shown
 from unskew.models.naming import HUB
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
@@ -138,9 +139,25 @@ def build_model(name: str, shape: tuple[int, ...], classes: int, /, **options: o
     Linear(in_features=3, out_features=2, bias=True)
     """
     if name not in MODELS:
-        hint = "A model of your own is written as 'package.module:factory'."
-        raise ConfigError(f"{unknown('model', name, MODELS)} {hint}")
+        return _of_package(name, shape, classes, options)
     return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
+
+
+def _of_package(
+    name: str,
+    shape: tuple[int, ...],
+    classes: int,
+    options: Mapping[str, object],
+    task: str = "classification",
+    categories: tuple[int, ...] = (),
+) -> nn.Module:
+    """A model that another package offers by this name."""
+    try:
+        plugin = plugins.find(plugins.MODELS, "model", name, MODELS)
+    except ConfigError as error:
+        raise ConfigError(f"{error} A model of your own is written as 'package.module:factory'.") from None
+    label = f"The model {name!r} of the package {plugin.package}"
+    return _call(label, plugin.load_callable(), shape, classes, options, task, categories)
 
 
 def resolve_model(
@@ -155,7 +172,7 @@ def resolve_model(
 
     Args:
         model: One of
-            a registered name;
+            a registered name, also one of another package;
             a module, which is returned as it is;
             a factory, called with those of `shape`, `classes`, `task` and `categories` that its signature names, and with
                 `options`;
@@ -179,7 +196,7 @@ def resolve_model(
     options = options or {}
     if isinstance(model, str) and ":" not in model:
         if model not in MODELS:
-            return build_model(model, shape, classes, **options)  # which refuses it
+            return _of_package(model, shape, classes, options, task, categories)
         return _call(f"The model {model!r}", MODELS[model].constructor, shape, classes, options, task, categories)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:

@@ -6,6 +6,7 @@ never from global state.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -14,9 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import Generator
 
+from unskew import plugins
 from unskew.data.federation import fingerprint_of
 from unskew.data.partition import given, rules
-from unskew.data.partition.spelling import parse, positive, truth, whole
+from unskew.data.partition.spelling import PARTITIONS, parse, positive, truth, whole
 from unskew.errors import ConfigError, DataError, unknown
 
 
@@ -110,6 +112,9 @@ def make_partition(
 
         ``quantity:ALPHA[,min=1]`` gives everyone ``min`` samples and cuts the rest by one Dirichlet draw.
 
+        Another package's partition is a function ``(labels, clients, rng)`` as above, which gets the value after its colon
+        as ``value`` and its options by their names, all as text.
+
         ``natural:COLUMN[,min=1]`` makes a client of each value (in sorted order) that has ``min`` samples. If
         ``clients`` is smaller than the number of values, that many are drawn by the seed: then the samples of the
         other values belong to nobody. A Flower partitioner may leave samples out too; everything else uses every
@@ -172,6 +177,8 @@ def from_text(
 ) -> np.ndarray:
     """The owner of each sample, for a partition written as text."""
     name, value, options = parse(spec)
+    if name not in PARTITIONS:
+        return of_package(spec, labels, clients, rng)
     if name == "natural":
         smallest = whole(options.get("min", "1"), f"min in {spec!r}")
         return rules.natural(column(columns, value, spec), clients, rng, smallest=smallest, column=value)
@@ -213,6 +220,16 @@ def from_text(
         block=whole(options.get("blocks", str(clients)), f"blocks in {spec!r}"),
         draws=whole(options.get("draws", str(rules.DRAWS)), f"draws in {spec!r}"),
     )
+
+
+def of_package(spec: str, labels: np.ndarray, clients: int | None, rng: Generator) -> np.ndarray:
+    """The owner of each sample, as a function of another package has it."""
+    name, value, options = parse(spec)
+    plugin = plugins.find(plugins.PARTITIONS, "partition", name, PARTITIONS)
+    function = plugin.load_callable()
+    said: dict[str, str] = {**({"value": value} if value else {}), **options}
+    divided = functools.update_wrapper(functools.partial(function, **said), function)
+    return given.from_function(divided, labels, clients, rng).owner
 
 
 def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:

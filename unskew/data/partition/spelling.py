@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from unskew import plugins
 from unskew.errors import ConfigError, unknown
 
 PARTITIONS: dict[str, str] = {
@@ -34,7 +35,7 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
     head, *rest = (part.strip() for part in spec.split(","))
     name, _, value = (part.strip() for part in head.partition(":"))
     if name not in PARTITIONS:
-        raise ConfigError(unknown("partition", name, PARTITIONS))
+        plugins.find(plugins.PARTITIONS, "partition", name, PARTITIONS)
     if name in EXAMPLES and not value:
         raise ConfigError(f"The partition {name} needs a value, for example {EXAMPLES[name]}.")
     if name == "iid" and value:
@@ -45,9 +46,9 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
         allowed = OPTIONS.get(name, ())
         if not equals or not text:
             raise ConfigError(f"In the partition {spec!r}, {part!r} is not of the form option=value.")
-        if not allowed:
+        if not allowed and name in PARTITIONS:
             raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
-        if key not in allowed:
+        if key not in allowed and name in PARTITIONS:
             raise ConfigError(unknown(f"{name} option", key, allowed))
         if key in options:
             raise ConfigError(f"The partition {spec!r} gives {key} twice.")

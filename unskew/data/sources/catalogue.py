@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unskew import plugins
+from unskew.data.checks import as_inputs, as_targets
 from unskew.data.reading.columns import Choice
 from unskew.data.reading.files import (
     TABLES,
@@ -29,8 +31,9 @@ from unskew.data.reading.tables import Source, Table, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_root, leaf_source
+from unskew.data.sources.npz import npz_source
 from unskew.data.sources.shapes import shapes
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "Source", "Table", "load_source"]
 
@@ -47,6 +50,7 @@ SOURCES: dict[str, str] = {
     "shapes": "textured shapes on cloudy backgrounds, 32 x 32 colour, 20 classes, 12,000 images; drawn, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; drawn, no download",
+    "npz": "npz:PATH, arrays x and y of one class a sample, x_test and y_test if there are any, and columns such as client",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
     "sentences": "made-up pairs of sentences in five genres, 4,000 and 1,000 to test on, three classes; no download",
@@ -55,7 +59,7 @@ SOURCES: dict[str, str] = {
 }
 DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
 """Sources that need no file."""
-PATHS = ("folder", "table", "leaf")
+PATHS = ("folder", "table", "leaf", "npz")
 """Sources that are written with their path."""
 
 
@@ -124,7 +128,8 @@ def load_source(
     if count is not None and not count.isdecimal():
         raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
     if count is None and kind not in SOURCES:
-        raise ConfigError(unknown("data set", name, SOURCES))
+        said = {"label": label, "image": image, "label_separator": label_separator}
+        return of_package(kind, path, {k: v for k, v in said.items() if v is not None} or choice != ALL, size, classes)
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
     if kind in DRAWN and (path is not None or label is not None or image is not None):
@@ -133,6 +138,8 @@ def load_source(
         raise ConfigError("dSprites takes no label or image column; its label is the shape.")
     if kind == "folder" and (label is not None or image is not None):
         raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
+    if kind == "npz" and (label is not None or image is not None):
+        raise ConfigError("A file of arrays takes no label or image column; its inputs are x and its labels are y.")
     if kind == "leaf" and label is not None:
         raise ConfigError("Data in LEAF's layout take no label column; their labels are y.")
     if label_separator is not None and kind != "table":
@@ -148,6 +155,34 @@ def load_source(
         LAYOUTS[kind](where)
     request = Request(kind, where, label, image, label_separator, size, classes, choice, test_share)
     return cached(request, stamp(where))
+
+
+def of_package(name: str, path: str | Path | None, more: object, size: int | None, classes: int | None) -> Source:
+    """A data set of another package: a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays.
+
+    It is called with ``path=`` where files of it are named, and without anything where none are.
+    """
+    plugin = plugins.find(plugins.DATA, "data set", name, SOURCES)
+    if more:
+        raise ConfigError(f"The data set {name!r} of the package {plugin.package} takes no options of tables.")
+    function = plugin.load_callable()
+    try:
+        made = function() if path is None else function(path=path)
+        source = made if isinstance(made, Source) else from_pairs(name, *made)
+    except UnskewError:
+        raise
+    except Exception as error:  # somebody else's function may fail in any way
+        raise DataError(
+            f"The data set {name!r} of the package {plugin.package} cannot be loaded ({type(error).__name__}: {error})."
+        ) from error
+    return source.sized(size).first(classes)
+
+
+def from_pairs(name: str, train: tuple[object, object], test: tuple[object, object]) -> Source:
+    """A source of arrays: inputs as ``Federation.from_arrays`` takes them, and one class a sample."""
+    first, last = (Table(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
+    classes = 1 + int(max(first.y.max(), last.y.max()))
+    return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
 
 
 class Request(NamedTuple):
@@ -185,6 +220,8 @@ def loaded(request: Request) -> Source:
     assert path is not None
     if kind == "leaf":
         return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
+    if kind == "npz":
+        return npz_source(path, request.test_share)
     if kind == "folder":
         return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
     train, test = file_tables(path)

@@ -1,0 +1,99 @@
+"""``unskew init``: it looks at the data, and what it writes runs as it is."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.running import call
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write_csv(path, n=80, gaps=False):
+    draws = np.random.default_rng(0)
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["patient_id", "age", "dose", "hospital", "outcome"])
+        for i in range(n):
+            sick = int(draws.integers(0, 2))
+            age = "" if gaps and i % 7 == 0 else round(50 + 20 * sick + draws.normal(), 2)
+            rows.writerow([1000 + i, age, round(draws.normal(), 3), "ABCD"[i % 4], ("well", "ill")[sick]])
+
+
+def runs(capsys, *more):
+    outcome = call(capsys, "run", "experiment.yaml", "--rounds", "1", "--engine", "inline", "--json", *more)
+    assert outcome.code == 0, outcome.err
+    return outcome.json()
+
+
+def test_a_table_is_looked_at_and_the_file_runs(capsys):
+    write_csv("study.csv")
+    outcome = call(capsys, "init", "study.csv")
+    assert outcome.code == 0, outcome.err
+    text = Path("experiment.yaml").read_text()
+    values = yaml.safe_load(text)
+    assert (values["data"], values["label"], values["partition"]) == ("study.csv", "outcome", "natural:hospital")
+    assert values["exclude"] == ["patient_id"]
+    assert "# no measurement" not in text
+    assert text.startswith("# Written by: unskew init study.csv\n")
+    commands = [line.strip() for line in outcome.out.splitlines() if line.startswith("  unskew ")]
+    assert [c.split()[1] for c in commands] == ["partition", "diagnose", "run"]
+    assert "80 rows" in outcome.out
+    assert "4 clients" in outcome.out
+    summary = runs(capsys)
+    assert (summary["clients"], summary["partition"]) == (4, "natural:hospital")
+    again = call(capsys, "init", "study.csv")
+    assert (again.code, "already there" in again.err) == (2, True)
+    other = call(capsys, "init", "study.csv", "--label", "hospital", "--out", "other.yaml")
+    assert other.code == 0, other.err
+    assert yaml.safe_load(Path("other.yaml").read_text())["label"] == "hospital"
+    assert call(capsys, "init", "study.csv", "--label", "cost", "--out", "x.yaml").code == 2
+    assert call(capsys, "init", "nowhere.csv", "--out", "x.yaml").code == 2
+
+
+def test_missing_values_do_not_keep_it_from_running(capsys):
+    write_csv("study.csv", gaps=True)
+    outcome = call(capsys, "init", "study.csv")
+    assert outcome.code == 0, outcome.err
+    runs(capsys)
+
+
+def test_arrays_name_their_clients(capsys):
+    draws = np.random.default_rng(0)
+    y = draws.integers(0, 3, 60)
+    x = (draws.normal(size=(60, 4)) + y[:, None]).astype("float32")
+    np.savez("study.npz", x=x, y=y, client=np.arange(60) % 3)
+    assert call(capsys, "init", "study.npz").code == 0
+    summary = runs(capsys)
+    assert (summary["clients"], summary["partition"]) == (3, "natural:client")
+    np.savez("wrong.npz", x=x)
+    outcome = call(capsys, "init", "wrong.npz", "--out", "x.yaml")
+    assert (outcome.code, "arrays x and y" in outcome.err) == (2, True)
+    np.savez("objects.npz", x=np.array([{}], dtype=object), y=np.zeros(1, int))
+    assert call(capsys, "init", "objects.npz", "--out", "x.yaml").code == 2
+
+
+def test_without_data_the_digits_are_taken(capsys):
+    assert call(capsys, "init").code == 0
+    assert runs(capsys, "--model", "logistic")["data"] == "digits"
+
+
+@pytest.mark.slow
+def test_a_folder_of_images(capsys, tmp_path):
+    from PIL import Image
+
+    draws = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(30):
+            pixels = draws.integers(0, 256, (40, 50 + i % 3, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{i}.png")
+    assert call(capsys, "init", "pets").code == 0
+    assert runs(capsys)["model"] == "cnn"

@@ -1,0 +1,124 @@
+"""Methods, models, data and partitions of other packages, by entry points."""
+
+import sys
+
+import pytest
+from support.running import call
+
+import unskew
+from unskew import plugins
+from unskew.errors import ConfigError
+
+CODE = '''
+"""What a package of somebody else's offers."""
+from dataclasses import dataclass
+import numpy as np
+from torch import nn
+import unskew
+
+
+@dataclass(frozen=True)
+class Damped(unskew.ClientRule):
+    name, summary, paper = "damped", "smaller updates", "nobody 2020"
+    by: float = 0.5
+
+    def sends(self, ctx, carry, delta):
+        return delta * self.by
+
+
+def tiny(shape, classes, width=3):
+    """A tiny network."""
+    n = int(np.prod(shape))
+    return nn.Sequential(nn.Flatten(), nn.Linear(n, width), nn.ReLU(), nn.Linear(width, classes))
+
+
+def moons(path=None):
+    draws = np.random.default_rng(0)
+    y = draws.integers(0, 2, 90)
+    x = (draws.normal(size=(90, 3)) + y[:, None]).astype("float32")
+    return (x[:60], y[:60]), (x[60:], y[60:])
+
+
+def halves(labels, clients, rng, value="0", shift="0"):
+    order = np.roll(np.argsort(labels, kind="stable"), int(value) + int(shift))
+    return np.array_split(order, clients)
+'''
+ENTRIES = """
+[unskew.methods]
+damped = PACKAGE:Damped
+broken = PACKAGE_missing:Rule
+fedavg = PACKAGE:Damped
+[unskew.models]
+tiny = PACKAGE:tiny
+[unskew.data]
+moons = PACKAGE:moons
+[unskew.partitions]
+halves = PACKAGE:halves
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package, as an installer leaves it."""
+    site = tmp_path / "site"
+    info = site / "friend-1.2.dist-info"
+    info.mkdir(parents=True)
+    (site / "friend_of_unskew.py").write_text(CODE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: friend\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(ENTRIES.replace("PACKAGE", "friend_of_unskew"))
+    monkeypatch.syspath_prepend(str(site))
+    yield site
+    sys.modules.pop("friend_of_unskew", None)
+    plugins._plugins.cache_clear()
+
+
+RUN = {"rounds": 1, "local_steps": 2, "clients": 3, "engine": "inline", "lr": 0.1}
+
+
+def test_what_a_package_offers_is_used_by_its_name(package):
+    result = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="damped:by=0.25", **RUN)
+    assert result.summary["method"] == "damped:by=0.25"
+    assert result.summary["partition"] == "halves:3,shift=1"
+    assert result.summary["parameters"] == 3 * 3 + 3 + 3 * 2 + 2
+    whole = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="fedavg", **RUN)
+    start = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="damped:by=0", **RUN).vector
+    assert (result.vector - start - 0.25 * (whole.vector - start)).abs().max() < 1e-6
+
+
+def test_a_broken_one_is_told_with_its_package_and_the_others_are_shown(package, capsys):
+    outcome = call(capsys, "methods", "--json")
+    assert outcome.code == 0
+    (row,) = (row for row in outcome.json() if row["name"] == "damped")
+    assert (row["package"], row["options"], row["slots"]) == ("friend 1.2", {"by": 0.5}, ["client"])
+    told = outcome.err.splitlines()
+    assert len(told) == 2
+    assert "friend 1.2" in told[0]
+    assert "'broken'" in told[0]
+    assert "ModuleNotFoundError" in told[0]
+    assert "unskew's own" in told[1]
+    shown = call(capsys, "methods").out
+    assert "Other packages' partitions: halves [friend 1.2]" in shown
+    assert "friend 1.2" in call(capsys, "models").out
+    with pytest.raises(ConfigError, match=r"friend 1\.2 offers 'broken'.*cannot be loaded"):
+        unskew.method("broken")
+    with pytest.raises(ConfigError, match="Did you mean 'damped'"):
+        unskew.method("dampd")
+
+
+def test_a_package_in_the_folder_one_works_in_is_not_installed(package, monkeypatch):
+    monkeypatch.chdir(package)
+    with pytest.raises(ConfigError, match="There is no method 'damped'"):
+        unskew.method("damped")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data": "moons", "label": "y"}, "takes no options of tables"),
+        ({"data": "moons", "partition": "halves:1,other=2"}, "halves cannot be called with.*other"),
+        ({"data": "moons", "partition": "halves:1", "model": "tiny", "model_options": {"depth": 2}}, "friend 1.2"),
+    ],
+)
+def test_what_a_package_cannot_do_is_told(package, options, words):
+    with pytest.raises(ConfigError, match=words):
+        unskew.run(**options, **RUN)

@@ -1,0 +1,96 @@
+"""What a terminal shows: narrow ones, without colours, quiet or verbose, and completion."""
+
+import re
+
+import pytest
+from rich.console import Console
+from support.running import TINY, call
+
+from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.tables import partition_table
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def whole(text, *words):
+    """Nothing is cut off or broken, and nothing is wider than the terminal."""
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text
+    flat = text.replace("\N{NO-BREAK SPACE}", " ")
+    for word in words:
+        assert word in flat, word
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["methods"], ["discard_late=False", "arXiv:1602.05629", "start_round=50"]),
+        (["models"], ["arXiv:2404.11754", "convolutions", "resnet-18"]),
+        (["reproduce", "--list"], ["fedcog/table-1", "fedssyn/quadratic"]),
+    ],
+)
+def test_listings_are_whole_in_a_narrow_terminal(command, words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = call(capsys, *command)
+    assert outcome.code == 0
+    whole(outcome.out, *words)
+
+
+def test_tables_of_a_comparison_are_whole_in_a_narrow_terminal():
+    figures = dict.fromkeys(("accuracy", "best_accuracy", "client_accuracy_mean", "client_accuracy_worst"), 0.927)
+    row = {**figures, **{f"{name}_std": 0.012 for name in figures}}
+    row |= {"seeds": 3, "target": 0.9, "rounds_to_target": 15.7, "bytes_up": 5.8e6, "bytes_down": 5.8e6, "seconds": 0.9}
+    names = ("fedavg", "fedssyn:generator=ddpm-small,epochs=100+scaffold")
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(comparison_table([{"method": name, **row} for name in names]))
+    shown = console.export_text()
+    whole(shown, *names, "92.7 ± 1.2", "15.7")
+    counts = [[1234] * 20, [5] * 20]
+    import numpy as np
+
+    console.print(partition_table(np.array(counts), [f"class-{i}" for i in range(20)]))
+    whole(console.export_text(), "class-19: 1234")
+    wide = Console(width=200, record=True, file=console.file)
+    wide.print(comparison_table([{"method": name, **row} for name in names]))
+    assert "────" in wide.export_text()  # where there is room it is a table
+    console.file.close()
+
+
+def test_quiet_says_the_result_and_verbose_every_round(capsys):
+    quiet = call(capsys, "run", *TINY, "--rounds", "2", "--out", "a", "--quiet")
+    assert (quiet.code, quiet.err) == (0, "")
+    assert "test accuracy, last round" in quiet.out
+    assert "━" not in quiet.out
+    assert "Everything is in" not in quiet.out
+    verbose = call(capsys, "--verbose", "run", *TINY, "--rounds", "2", "--out", "b")
+    assert re.findall(r"round (\d), accuracy 0\.\d+, loss", verbose.out) == ["1", "2"]
+    assert "Everything is in" in verbose.out
+    plain = call(capsys, "run", *TINY, "--rounds", "2", "--out", "c")  # the one before left nothing behind
+    assert "━" in plain.out
+    assert "round 1, accuracy" not in plain.out
+    wrong = call(capsys, "run", "--method", "fedprix", "--verbose")
+    assert (wrong.code, "Traceback" in wrong.err, "There is no method" in wrong.err) == (2, True, True)
+    assert call(capsys, "run", "--quiet", "--verbose").code == 2
+
+
+def test_colours_can_be_turned_off(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = r"\x1b\[[\d;]*3[1-7]m"
+    assert re.search(coloured, call(capsys, "run", "--method", "fedprix").err)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(coloured, call(capsys, "run", "--method", "fedprix").err)
+
+
+def test_the_shell_can_complete(capsys, monkeypatch):
+    shown = call(capsys, "--help").out
+    assert "--install-completion" in shown
+    monkeypatch.setenv("_UNSKEW_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "unskew dia")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert call(capsys).out.split() == ["diagnose"]

@@ -1,0 +1,84 @@
+"""What ``unskew diagnose`` prints of its advice, and of trying it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from unskew.cli.progress import ProgressLine, make_progress
+
+if TYPE_CHECKING:
+    from unskew.config.experiment import Experiment
+    from unskew.diagnosis.advice import Advice
+    from unskew.diagnosis.trying import Trial
+    from unskew.records.recorder import Callback
+
+EVIDENCE = {
+    3: "measured here, decided",
+    2: "measured here, not decided",
+    1: "published, not measured here",
+}
+
+
+class Rung(ProgressLine):
+    """A line that does not say that a run goes on: every run of a trial does."""
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """Show the line."""
+        super().start(config, 0)
+        self.progress.update(self.line, completed=rounds_done)
+
+
+def print_advice(console: Console, advice: Advice, command: str) -> None:
+    """The methods in their order with reasons, those that do not fit, what else there is to know, and the command."""
+
+    def say(text: str, indent: int = 0, style: str | None = None) -> None:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        console.print(Padding(Text(text, style=style or ""), (0, 0, 0, indent)))
+
+    console.print()
+    say("What to try beside fedavg, most evidence first", style="italic")
+    for number, one in enumerate(advice.suggestions, 1):
+        sent = "" if one.megabytes is None else f"; {one.megabytes:.3g} MB in all"
+        say(f"{number}. {one.method}", style="bold")
+        for text in (*one.reasons, *one.cautions):
+            say(text, 3)
+        doubt = ", and something speaks against it" if one.rank < one.evidence else ""
+        say(f"[{EVIDENCE[one.evidence]}{doubt}: {'; '.join(dict.fromkeys(one.sources))}{sent}]", 3, "dim")
+    if advice.excluded:
+        say("Does not fit", style="italic")
+        for left in advice.excluded:
+            say(f"{left.method}: {left.reason}", 3)
+    for text in advice.notes:
+        say(text)
+    if len(advice.methods) > 1:
+        say("This compares the best with fedavg:", style="italic")
+        console.print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[Callback]]]:
+    """Within, a live display, and what gives each run its line in it."""
+    with make_progress(console) as progress:
+        yield lambda name, config: [Rung(progress, f"{name} to round {config.rounds}", transient=True, warnings=False)]
+
+
+def print_trial(console: Console, trial: Trial) -> None:
+    """A line per advised method, and how many pieces of advice held."""
+    words = {True: "held", False: "did not hold", None: "not decided"}
+    table = Table(title="The advice, tried", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):
+        table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
+    for one in trial.tried:
+        figures = ("-" if value is None else f"{value:.4f}" for value in (one.accuracy, one.baseline))
+        table.add_row(escape(one.method), str(one.rounds), *figures, words[one.held])
+    console.print(table)
+    console.print(trial.verdict(), markup=False, highlight=False)

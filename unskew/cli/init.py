@@ -1,0 +1,50 @@
+"""``unskew init``: a first configuration for one's own data."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unskew.cli.options import console_for
+from unskew.errors import ConfigError
+from unskew.files import place, write_atomic
+
+
+def init(
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits without."
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", help="Label column of a table, where it is not guessed.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", parser=place, metavar="PATH", help="The file that is written; it must be new.")
+    ] = Path("experiment.yaml"),
+) -> None:
+    """Write a commented experiment.yaml for your own data, after looking at them, and say what to do next."""
+    if out.exists():
+        raise ConfigError(f"{out} is already there; choose another name with --out, or remove it.")
+    if not out.parent.is_dir():
+        raise ConfigError(f"There is no folder {out.parent} to write {out.name} into.")
+    from unskew.config.draft import draft
+
+    made = draft(data, label)
+    write_atomic(out, made.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
+    console = console_for()
+    for line in made.seen:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    name = shlex.quote(str(out))
+    console.print(f"{out} is written. Look at it; then, for example:", markup=False, highlight=False, soft_wrap=True)
+    for command in (
+        f"unskew partition {name}",
+        f"unskew diagnose {name} --no-curvature",
+        f"unskew run {name}",
+    ):
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)

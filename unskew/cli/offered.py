@@ -1,0 +1,52 @@
+"""What other packages offer, for the commands that list; one that is broken is told, and the rest is shown."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from unskew import plugins
+from unskew.errors import ConfigError
+
+
+def offered_methods() -> list[dict[str, Any]]:
+    """The methods of other packages, as ``unskew.methods.catalogue.describe`` has them, with their ``package``."""
+    rows: list[dict[str, Any]] = []
+    for name, plugin in sorted(plugins.plugins(plugins.METHODS).items()):
+        from unskew.methods.catalogue import CATALOGUE, described
+
+        if name in CATALOGUE:
+            _warn(f"The package {plugin.package} offers a method {name!r}; unskew's own of that name is taken.")
+            continue
+        try:
+            rows.append({**described(name), "package": plugin.package})
+        except ConfigError as error:
+            _warn(str(error))
+    return rows
+
+
+def offered_models() -> list[dict[str, Any]]:
+    """The models of other packages as rows of ``unskew models``."""
+    rows = []
+    for name, plugin in sorted(plugins.plugins(plugins.MODELS).items()):
+        try:
+            text = (getattr(plugin.load_callable(), "__doc__", None) or "").strip().partition("\n")[0]
+        except ConfigError as error:
+            _warn(str(error))
+            continue
+        rows.append({"name": name, "description": text, "reference": plugin.package, "together": None})
+    return rows
+
+
+def offered_rest() -> list[str]:
+    """What else there is: models, data and partitions of other packages, a line each kind."""
+    lines = []
+    for group, what in ((plugins.MODELS, "models"), (plugins.DATA, "data"), (plugins.PARTITIONS, "partitions")):
+        names = [f"{name} [{plugin.package}]" for name, plugin in sorted(plugins.plugins(group).items())]
+        if names:
+            lines.append(f"Other packages' {what}: {', '.join(names)}")
+    return lines
+
+
+def _warn(text: str) -> None:
+    print(f"unskew: {text}", file=sys.stderr)

@@ -1,0 +1,54 @@
+"""Tables that are never broken: where a word would not fit into its column, each row becomes a few lines of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+
+class Fitting(Table):
+    """A table where there is room for every word of it, else its rows one below the other."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = self.__rich_measure__(console, options.update(max_width=10_000)).minimum
+        if needed <= options.max_width:
+            for column in self.columns:  # rich shares what is missing among columns, whatever the words in them
+                cells = (as_text(cell, console).plain for cell in (column.header, *column.cells))
+                column.min_width = max((len(word) for cell in cells for word in cell.split()), default=0)
+            yield from super().__rich_console__(console, options)
+        else:
+            yield from below(self, console)
+
+
+def below(table: Table, console: Console) -> Iterator[RenderableType]:
+    """The rows of a table one below the other: the first cell as a heading, then a line with the others."""
+    if table.title:
+        yield console.render_str(table.title, style="italic") if isinstance(table.title, str) else table.title
+    names = [str(column.header) for column in table.columns]
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        head, *rest = (as_text(cell, console) for cell in cells)
+        head.stylize("bold")
+        yield head
+        line = Text()
+        for name, cell in zip(names[1:], rest, strict=True):
+            if not cell.plain or cell.plain == "·":
+                continue
+            line.append("; " if line else "")
+            line.append(f"{name}: " if name else "")
+            # A figure and its spread stay in one line.
+            line.append(cell.plain.replace(" ", "\N{NO-BREAK SPACE}") if len(cell.plain) < 20 else cell.plain)
+        if line:
+            yield Padding(line, (0, 0, 0, 2))
+    if table.caption:
+        yield Text(str(table.caption))
+
+
+def as_text(cell: RenderableType, console: Console) -> Text:
+    """What a cell says."""
+    if isinstance(cell, Text):
+        return cell.copy()
+    return console.render_str(cell if isinstance(cell, str) else str(getattr(cell, "text", cell)))

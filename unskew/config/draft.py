@@ -1,0 +1,224 @@
+"""A first configuration for somebody's own data, written after looking at them: ``unskew init``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unskew.config.reading import experiment
+from unskew.data.load import federation_of
+from unskew.data.reading.columns import is_identifier, is_numeric, is_string
+from unskew.data.reading.files import TABLES, class_folders, joined, table_files
+from unskew.data.sources.catalogue import SOURCES
+from unskew.errors import ConfigError, DataError, UnskewError, unknown
+
+LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
+OWNERS = (
+    r"(client|site|hospital|clinic|ward|user|patient|writer|device|cent(er|re)|institution|station|plant|machine|branch|"
+    r"shop|school|region)"
+)
+SIDE = 32
+"""Larger images are brought to this side: small models are made for it."""
+
+
+@dataclass
+class Draft:
+    """What is written, and what was seen.
+
+    Attributes:
+        values: Fields of the experiment with their values.
+        why: A comment for some of them.
+        seen: Lines on what the data hold.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Any, why: str = "") -> None:
+        """Add a field."""
+        self.values[name] = value
+        self.why[name] = why
+
+    def text(self, command: str) -> str:
+        """The file."""
+        lines = [
+            f"# Written by: {command}",
+            "# Every field that is not named here has its default; unskew run prints all of them into config.yaml of its",
+            "# folder, and the page on the command line explains them.",
+            *(f"# {line}" for line in self.seen),
+            "",
+        ]
+        for name, value in self.values.items():
+            if name in ("model", "rounds", "target"):
+                lines.append("")
+            flow = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
+            written = f"{name}: {flow.strip().removesuffix('...').strip()}"
+            lines.append(f"{written}  # {self.why[name]}" if self.why[name] else written)
+        return "\n".join(lines) + "\n"
+
+
+def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
+    """A configuration that runs as it is.
+
+    Args:
+        data: A file of a table (.csv, .jsonl, .parquet), of arrays (.npz), a folder of images or of tables, or the name of a
+            data source; the digits if None.
+        label: The label column of a table, where the guess would be wrong.
+        seed: Of the partition that is tried out.
+
+    Raises:
+        ConfigError: There is no such data, or its label cannot be guessed.
+        DataError: The data cannot be used.
+    """
+    made = Draft()
+    path = Path(data).expanduser() if data else Path("digits")
+    if data is not None and path.exists():
+        _look(made, path, data, label)
+    elif data is None or data.partition(":")[0] in SOURCES:
+        made.set("data", data or "digits", "a data source that unskew knows")
+        _images(made)
+    else:
+        raise ConfigError(f"There is no file or folder {data}, and as a name: {unknown('data set', data, SOURCES)}")
+    if label is not None and "label" not in made.values:
+        raise ConfigError(f"--label names a column of a table, but {data or 'digits'} is none.")
+    _budget(made)
+    fed = federation_of(experiment(made.values).data_spec, seed)  # it runs as it is, or says why not
+    sizes = fed.sizes
+    names = fed.holdings()[1]
+    made.seen.append(
+        f"{len(fed.clients)} clients hold {int(sizes.min())} to {int(sizes.max())} training samples each, of {len(names)} "
+        f"classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
+    )
+    return made
+
+
+def _look(made: Draft, path: Path, data: str, label: str | None) -> None:
+    """Fields for data that lie somewhere."""
+    if path.is_file() and path.suffix.lower() == ".npz":
+        made.set("data", f"npz:{data}", "arrays x and y, and x_test and y_test if they are there")
+        _arrays(made, path)
+    elif path.is_file() and path.suffix.lower() in TABLES:
+        _table(made, path, data, label)
+    elif path.is_dir() and _is_table_folder(path):
+        _table(made, path, f"table:{data}", label)
+    elif path.is_dir():
+        class_folders(path)  # says what such a folder needs
+        made.set("data", f"folder:{data}", "one folder of images per class")
+        made.set("image_size", SIDE, "images are brought to this side; larger ones take longer")
+        _images(made)
+    else:
+        raise DataError(
+            f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
+        )
+
+
+def _is_table_folder(path: Path) -> bool:
+    try:
+        table_files(path)
+    except DataError:
+        return False
+    return True
+
+
+def _images(made: Draft) -> None:
+    """Who holds what, and the model, where nothing is known of owners."""
+    made.set("partition", "dirichlet:0.3", "label skew; iid, classes:2 or natural:COLUMN are others")
+    made.set("clients", 10)
+    texts = made.values["data"] in ("sentences", "multi_nli") or str(made.values["data"]).startswith("text")
+    if texts:
+        raise ConfigError(
+            "Texts need a model of transformers, which init does not choose; write data, text and model: hf:NAME yourself."
+        )
+    flat = made.values["data"] == "gaussians"
+    made.set("model", "mlp" if flat else "cnn", "unskew models lists others")
+
+
+def _arrays(made: Draft, path: Path) -> None:
+    """Fields for a file of arrays."""
+    from unskew.data.sources.npz import arrays
+
+    found = arrays(path)
+    n = len(found["y"])
+    made.seen.append(f"x {found['x'].shape}, y {found['y'].shape}")
+    owner = next((k for k in found if re.fullmatch(OWNERS + r"(_?id)?", k, re.I) and len(found[k]) == n), None)
+    if owner is not None:
+        made.set("partition", f"natural:{owner}", f"a client for each value of {owner}")
+    else:
+        made.set("partition", "dirichlet:0.3", "label skew; the file has no array that names clients")
+        made.set("clients", max(2, min(10, n // 20)))
+    made.set("model", "cnn" if found["x"].ndim > 2 else "mlp", "unskew models lists others")
+
+
+def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
+    """Fields for a table, after a look at its columns."""
+    table = joined(table_files(path)[0])
+    n, columns = table.num_rows, list(table.column_names)
+    distinct = {c: len(table.column(c).unique()) for c in columns}
+    if label is not None and label not in columns:
+        raise ConfigError(unknown("column", label, columns))
+    label = label or _label(columns, distinct, n)
+    if label is None:
+        raise ConfigError(
+            f"{path}: no column looks like a label, few values that repeat; name it with --label: {', '.join(columns)}."
+        )
+    owner = next(
+        (
+            c
+            for c in columns
+            if c != label and re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I) and 2 <= distinct[c] <= n // 10
+        ),
+        None,
+    )
+    made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values")
+    made.set("data", data)
+    made.set("label", label, f"{distinct[label]} values; another one with --label")
+    rest = [c for c in columns if c not in (label, owner)]
+    numbers = [c for c in rest if is_numeric(table.column(c).type)]
+    identifiers = [c for c in numbers if is_identifier(table.column(c), c)]
+    if identifiers:
+        made.set("exclude", identifiers, "another number in nearly every row: no measurement")
+    texts = [c for c in rest if is_string(table.column(c).type)]
+    if texts:
+        made.seen.append(f"columns of text: {', '.join(texts)}")
+    if owner is not None:
+        made.set("partition", f"natural:{owner}", f"a client for each of the {distinct[owner]} values of {owner}")
+    else:
+        made.set("partition", "dirichlet:0.3", "label skew; no column looks as if it named clients")
+        made.set("clients", max(2, min(10, n // 40)))
+    made.set("model", "mlp", "unskew models lists others")
+    _without_gaps(made, table, [c for c in numbers if c not in identifiers])
+
+
+def _without_gaps(made: Draft, table: Any, numbers: list[str]) -> None:
+    """Leave out columns with missing values, if the data cannot be used with them."""
+    try:
+        federation_of(experiment(made.values).data_spec, 0)
+    except UnskewError:
+        gaps = [c for c in numbers if table.column(c).null_count]
+        if gaps:
+            made.set(
+                "exclude", [*made.values.get("exclude", []), *gaps], "identifiers, and columns with missing values"
+            )
+
+
+def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:
+    """The column that is most likely predicted: by its name, or else the last one with few values."""
+    few = [c for c in columns if 2 <= distinct[c] <= max(2, min(100, n // 4))]
+    named = [c for c in few if re.fullmatch(LABELS, c, re.I)]
+    rest = [c for c in few if distinct[c] <= 20 and not re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I)]
+    return named[0] if named else rest[-1] if rest else None
+
+
+def _budget(made: Draft) -> None:
+    """Fields of the training."""
+    made.set("method", "fedavg", "unskew methods lists all; sums such as fedprox:mu=0.1+scaffold are methods, too")
+    made.set("rounds", 20)
+    made.set("local_epochs", 1, "passes over a client's data in each round; or local_steps")
+    made.set("batch_size", 16)
+    made.set("lr", 0.05, "too large if the loss grows, too small if nothing happens")
+    made.set("seed", 0, "decides every random draw")

@@ -1,0 +1,63 @@
+"""Arrays in one file: ``npz:PATH`` with ``x`` and ``y``, perhaps ``x_test`` and ``y_test``, and columns such as a client."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.reading.tables import SPLIT_SEED, Source, Table
+from unskew.errors import DataError
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file; nothing executable is loaded.
+
+    Raises:
+        DataError: It cannot be read, or has no ``x`` and ``y`` of one length.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{path} cannot be read as a file of arrays (.npz): {error}.") from error
+    for one, other in (("x", "y"), ("x_test", "y_test")):
+        if (one in found) != (other in found) or (one == "x" and one not in found):
+            raise DataError(
+                f"{path} must hold the arrays {one} and {other}; it has: {', '.join(sorted(found)) or 'none'}."
+            )
+        if one in found and (not found[one].ndim or found[one].shape[:1] != found[other].shape[:1]):
+            raise DataError(f"{path}: {one} and {other} must have as many rows as each other.")
+    return found
+
+
+def npz_source(path: Path, test_share: float) -> Source:
+    """The data set; arrays of one dimension and as many rows as ``y`` are columns, such as who holds a sample.
+
+    Raises:
+        DataError: The arrays cannot be used.
+    """
+    found = arrays(path)
+    n = len(found["y"])
+    columns = {
+        k: v
+        for k, v in found.items()
+        if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
+    }
+    x, y = as_inputs(found["x"], str(path)), as_targets(found["y"], str(path))
+    whole = Table(x, y, columns)
+    if "x_test" in found:
+        test = Table(as_inputs(found["x_test"], str(path)), as_targets(found["y_test"], str(path)), {})
+        train = whole
+    else:
+        order = np.random.default_rng(SPLIT_SEED).permutation(n)
+        cut = max(1, round(n * test_share))
+        if n - cut < 1:
+            raise DataError(f"{path} has {n} rows, too few to train and to test on.")
+        test, train = whole.rows(np.sort(order[:cut])), whole.rows(np.sort(order[cut:]))
+    classes = 1 + max(int(part.y.max()) for part in (train, test))
+    for part in (train, test):
+        check_targets(part.y, classes, str(path))
+    return Source(path.stem, train, test, tuple(str(c) for c in range(classes)), classes)

@@ -1,0 +1,219 @@
+"""What to do about skew: methods in the order in which evidence speaks for them, and those that do not fit."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
+from unskew.diagnosis.advice_notes import budget_notes, notes
+from unskew.diagnosis.advice_rules import CAUTIONS, RULES, Rule
+from unskew.diagnosis.situation import Limits, Setting, Situation
+from unskew.diagnosis.traffic import traffic_of
+from unskew.errors import UnskewError
+from unskew.methods.catalogue import method
+from unskew.protocol.rules import Method
+from unskew.runs.checks import check_method
+
+if TYPE_CHECKING:
+    from unskew.diagnosis.report import Report
+
+MOST = 3
+"""Methods that the printed comparison tests, beside FedAvg."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A method that fits.
+
+    Attributes:
+        method: As it is written in a command.
+        evidence: 3: measured here and decided; 2: measured here, not decided; 1: published, not measured here.
+        rank: The evidence without what cautions take; methods are sorted by it.
+        reasons: Sentences with the numbers they go by.
+        cautions: What speaks against it.
+        sources: The theory and the tables that they rest on.
+        megabytes: Its traffic, up and down, over all clients; None where no limit was stated.
+    """
+
+    method: str
+    evidence: int
+    rank: int
+    reasons: list[str]
+    cautions: list[str]
+    sources: list[str]
+    megabytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A method that a rule proposes and that does not fit.
+
+    Attributes:
+        method: As it is written in a command.
+        reason: Why, as a sentence.
+    """
+
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to try, in this order, beside FedAvg.
+
+    Attributes:
+        suggestions: Methods that fit, those with the most evidence first.
+        excluded: Methods that do not fit, with the reason.
+        notes: What else there is to know, also what is not known.
+        rounds: Of the comparison: fewer than configured where FedAvg's traffic would be above the limit.
+        setting: What was looked at, under the limits.
+        situation: The numbers that the rules went by.
+    """
+
+    suggestions: list[Suggestion]
+    excluded: list[Excluded]
+    notes: list[str]
+    rounds: int
+    setting: Setting = field(repr=False, compare=False)
+    situation: Situation = field(repr=False)
+
+    @property
+    def methods(self) -> list[str]:
+        """What the comparison tests: FedAvg, and the three best."""
+        return ["fedavg", *(s.method for s in self.suggestions[:MOST])]
+
+    def options(self) -> dict[str, Any]:
+        """The fields of the comparison that are not the defaults."""
+        config = self.setting.config.model_copy(update={"rounds": self.rounds})
+        values, usual = config.model_dump(mode="json"), experiment({}).model_dump(mode="json")
+        if values["local_steps"] is not None:
+            usual["local_epochs"] = None
+        return {k: v for k, v in values.items() if v != usual[k] and k not in ("method", "seed", "diagnose", "target")}
+
+    def command(self, flags: Collection[str] = ()) -> str:
+        """The line that compares them; in Python's words where the data were given in Python.
+
+        Args:
+            flags: Fields that have a flag of their own; the others are written with ``--set``.
+        """
+        values = self.options()
+        if self.setting.given or self.setting.model is not None:
+            for name in ("data", "partition", "clients", "model"):
+                values.pop(name, None)
+            rest = "".join(f", {name}={value!r}" for name, value in values.items())
+            return f"unskew.compare(federation, methods={self.methods!r}, model=model{rest})"
+        words = ["unskew", "compare", *self.methods]
+        for name, value in values.items():
+            if name in flags and isinstance(value, str | int | float) and not isinstance(value, bool):
+                words += [f"--{name.replace('_', '-')}", str(value)]
+            else:
+                words += [
+                    "--set",
+                    f"{name}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}",
+                ]
+        return shlex.join(words)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "suggestions": [asdict(one) for one in self.suggestions],
+            "excluded": [asdict(one) for one in self.excluded],
+            "notes": self.notes,
+            "methods": self.methods,
+            "command": self.command(),
+        }
+
+    def __str__(self) -> str:
+        """The advice as text."""
+        lines = []
+        for number, one in enumerate(self.suggestions, 1):
+            lines += [f"{number}. {one.method}", *(f"   {text}" for text in (*one.reasons, *one.cautions))]
+        lines += [f"not {one.method}: {one.reason}" for one in self.excluded]
+        return "\n".join([*lines, *self.notes, self.command()])
+
+
+def advise(report: Report, limits: Limits) -> Advice:
+    """What the rules say of a diagnosis, under limits.
+
+    Raises:
+        DataError: The limits do not fit the data.
+    """
+    assert report.setting is not None
+    setting = report.setting.under(limits)
+    # The first model of a run is the one that training begins with, which is what is decided upon.
+    situation = Situation.of(setting, report.labels, report.places[0], report.facts)
+    rounds = setting.config.rounds
+    if limits.traffic is not None:
+        before, each = traffic_of(setting, method("fedavg"))
+        situation = replace(situation, over_traffic=(before + each * rounds) / limits.traffic)
+        rounds = max(1, min(rounds, int((limits.traffic - before) // each)))
+        if rounds < setting.config.rounds:
+            # What is proposed for a number of rounds is proposed for those that there can be.
+            situation = replace(situation, rounds=rounds)
+            setting = replace(setting, config=shortened(setting.config, rounds))
+    suggestions: list[Suggestion] = []
+    excluded: list[Excluded] = []
+    for rule in RULES:
+        if rule.when(situation):
+            found = weighed(rule, situation, setting, limits)
+            (suggestions if isinstance(found, Suggestion) else excluded).append(found)  # type: ignore[arg-type]
+    suggestions.sort(key=lambda one: -one.rank)  # stable: those of the same rank stay in their order
+    told = [*budget_notes(situation, limits, rounds), *notes(situation, limits, bool(suggestions))]
+    return Advice(suggestions, excluded, told, rounds, setting, situation)
+
+
+def shortened(config: Experiment, rounds: int) -> Experiment:
+    """The same run with fewer rounds."""
+    return config.model_copy(update={"rounds": rounds})
+
+
+def weighed(rule: Rule, situation: Situation, setting: Setting, limits: Limits) -> Suggestion | Excluded:
+    """What a rule's method comes to: with what speaks for and against it, or why it does not fit."""
+    spelling = rule.method(situation)
+    chosen = method(spelling)
+    try:
+        _, warnings = check_method(setting.config, setting.federation, setting.model, chosen)
+    except UnskewError as error:
+        return Excluded(spelling, str(error))
+    if limits.epsilon is not None and any(made.makes for made in chosen.data):
+        return Excluded(
+            spelling,
+            f"What clients make would have to be private at epsilon = {limits.epsilon:g}, and private generators took more "
+            "rounds than no images (docs/results/fedssyn.md, privacy).",
+        )
+    total = None
+    if limits.traffic is not None:
+        before, each = traffic_of(setting, chosen)
+        total = before + each * setting.config.rounds
+        if total > limits.traffic:
+            return Excluded(
+                spelling,
+                f"It would send {total / 1e6:.3g} MB in {setting.config.rounds} rounds, more than the "
+                f"{limits.traffic / 1e6:.3g} MB allowed.",
+            )
+    against = [c for c in CAUTIONS if caution_holds(c.methods, chosen) and c.when(situation)]
+    return Suggestion(
+        method=spelling,
+        evidence=rule.evidence,
+        rank=rule.evidence - sum(c.takes for c in against),
+        reasons=[sentence(rule.because(situation))],
+        cautions=[*(sentence(c.because(situation)) for c in against), *warnings],
+        sources=[rule.source, *(c.source for c in against)],
+        megabytes=None if total is None else total / 1e6,
+    )
+
+
+def caution_holds(names: Collection[str], chosen: Method) -> bool:
+    """Whether a caution is about some rule of a method."""
+    return any(rule.name in names for rule in chosen.rules)
+
+
+def sentence(text: str) -> str:
+    """With a capital letter."""
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,307 @@
+"""The rules of advice: each names a method, when it is proposed, why, and what that rests on.
+
+They are few on purpose. A rule's ``evidence`` says how far it can be trusted, and nothing else ranks methods:
+
+- 3: measured here, in a table of ``docs/results``, and the interval of the difference to FedAvg does not hold 0;
+- 2: measured here, and not decided: one seed, an interval that holds 0, or not in all settings that were tried;
+- 1: published, and not measured here in a setting like this one.
+
+A caution takes from the evidence of a method where tables or papers speak against it. ``docs/advice.md`` shows all of them,
+and how often their advice was right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unskew.diagnosis.situation import Situation
+
+VERSION = 1
+"""Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""
+
+Condition = Callable[[Situation], bool]
+Sentence = Callable[[Situation], str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One piece of advice.
+
+    Attributes:
+        method: The method with its options, as it is written in a command.
+        when: Whether it is proposed.
+        because: Why, with the numbers it goes by.
+        source: The theory or the table that it rests on.
+        evidence: How far it can be trusted, 1 to 3.
+    """
+
+    method: Sentence
+    when: Condition
+    because: Sentence
+    source: str
+    evidence: int
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What speaks against methods.
+
+    Attributes:
+        methods: Names of the methods.
+        when: Whether it does.
+        because: Why, with the numbers it goes by.
+        source: The theory or the table that it rests on.
+        takes: From the evidence of their rules.
+    """
+
+    methods: tuple[str, ...]
+    when: Condition
+    because: Sentence
+    source: str
+    takes: int = 2
+
+
+def skewed(s: Situation) -> bool:
+    """Labels differ clearly more than by chance; Dirichlet 1 over ten classes is about here."""
+    return s.skew >= 0.15
+
+
+def strong(s: Situation) -> bool:
+    """As strong as in the tables of results: Dirichlet 0.1 over ten classes is about 0.6."""
+    return s.skew >= 0.4
+
+
+def one_class(s: Situation) -> bool:
+    """Each sample has one class."""
+    return s.task == "classification"
+
+
+def rounded(value: float) -> float:
+    """One significant digit, as options are written."""
+    return float(f"{value:.1g}")
+
+
+def proximal(s: Situation) -> float:
+    """``mu`` such that the term pulls back the drifting share of a round: ``mu lr tau = 1 - 1/B^2``.
+
+    ``B^2 = 1 + zeta^2 / ||grad f||^2`` is FedProx's dissimilarity. With ``mu lr tau`` far below 1 the term does nothing in
+    ``tau`` steps, above 1 it holds the model where it is.
+    """
+    return max(0.001, rounded(s.dissimilarity / (1 + s.dissimilarity) / (s.rate * s.tau)))
+
+
+def horizon(s: Situation) -> float:
+    """Server momentum whose memory ``1 / (1 - beta)`` is a third of the run at most, and 0.9 at most."""
+    return max(0.1, min(0.9, round(1 - 3 / max(4, s.rounds), 1)))
+
+
+def made(s: Situation) -> int:
+    """Images a client makes so that a quarter of its data are synthetic."""
+    return max(1, round(s.mean_size / 3))
+
+
+LABELS = "clients' labels are {distance:.2f} away from all clients' on average (chance alone: {chance:.2f})"
+
+
+def labels_differ(s: Situation) -> str:
+    """The number that most rules go by."""
+    return LABELS.format(distance=s.distance, chance=s.chance)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda s: "fedft",
+        lambda s: strong(s) and s.task != "language",
+        lambda s: (
+            f"{labels_differ(s)}, and training on labelled samples at the server was 8 to 25 points above FedAvg "
+            "where clients do little in a round; with five local epochs it was even with Feddle."
+        ),
+        "docs/results/feddle.md, Table 5",
+        3,
+    ),
+    Rule(
+        lambda s: f"fedssyn:generator=gan-small,n_syn={made(s)}",
+        lambda s: strong(s) and one_class(s) and s.images and s.mean_size >= 50,
+        lambda s: (
+            f"{labels_differ(s)}, and with a quarter of shuffled synthetic images "
+            + (f"theory predicts {s.predicted:.2f} times the rounds; " if s.predicted is not None else "")
+            + f"with p = 0.25 FedAvg took 3 rounds in the place of 23 on digits (Dirichlet 0.01), 7 for 13 (0.1). "
+            f"{made(s)} images a client are a quarter beside its {s.mean_size:.0f}."
+        ),
+        "docs/results/fedssyn.md, the share of synthetic images; docs/theory.md, Lemma 1 and Corollary I",
+        3,
+    ),
+    Rule(
+        lambda s: "scaffold",
+        lambda s: skewed(s) and s.linear > 0.99,
+        lambda s: (
+            f"{labels_differ(s)}, and gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; "
+            "control variates halved the rounds of networks of linear layers, as this one."
+        ),
+        "docs/results/fedssyn.md, Table 1",
+        3,
+    ),
+    Rule(
+        lambda s: "feddle",
+        lambda s: strong(s) and s.task != "language",
+        lambda s: (
+            f"{labels_differ(s)}; a search for coefficients with data at the server was 2 to 12 points above FedAvg."
+        ),
+        "docs/results/feddle.md, Table 5",
+        3,
+    ),
+    Rule(
+        lambda s: f"fedavgm:beta={horizon(s):g}",
+        lambda s: skewed(s) and not s.delayed,
+        lambda s: (
+            f"{labels_differ(s)}; momentum at the server costs no traffic and was above FedAvg on both divisions of "
+            f"CIFAR-10. beta = {horizon(s):g} remembers {1 / (1 - horizon(s)):.0f} of the {s.rounds} rounds."
+        ),
+        "docs/results/fedcog.md, Table 1 (one seed each); README.md, the demo",
+        2,
+    ),
+    Rule(
+        lambda s: "fedpvr",
+        lambda s: skewed(s) and s.linear <= 0.99,
+        lambda s: (
+            f"{labels_differ(s)}; variates on the classifier alone took eleven rounds fewer than FedAvg on a part of "
+            "CIFAR-10, where those on all layers did harm."
+        ),
+        "docs/results/fedssyn.md, a part of CIFAR-10 (Dirichlet 0.1; the interval holds 0)",
+        2,
+    ),
+    Rule(
+        lambda s: f"fedcog:start_round={s.rounds - max(1, s.rounds // 10)}",
+        lambda s: strong(s) and s.images and s.rounds >= 10 and not s.delayed,
+        lambda s: (
+            f"{labels_differ(s)}; distilling from inputs that only the global model knows, in the last tenth of the "
+            f"{s.rounds} rounds, gave 3 points at two classes a client."
+        ),
+        "docs/results/fedcog.md, Table 1 (decided on one of two divisions)",
+        2,
+    ),
+    Rule(
+        lambda s: "feddyn",
+        lambda s: skewed(s) and s.participation == 1 and not s.delayed,
+        lambda s: (
+            f"{labels_differ(s)}; dynamic regularisation took 4 to 5 rounds fewer on digits, within what seeds differ."
+        ),
+        "docs/results/fedssyn.md, Table 1",
+        2,
+    ),
+    Rule(
+        lambda s: f"fedbuff:buffer_size={max(2, round(s.clients * s.participation))}",
+        lambda s: s.delayed,
+        lambda s: (
+            "updates arrive late; a buffer was up to 4 points above FedAvg with long delays, within what seeds differ."
+        ),
+        "docs/results/feddle.md, Table 5",
+        2,
+    ),
+    Rule(
+        lambda s: "fednova",
+        lambda s: s.by_epochs and s.even < 0.8 and not s.delayed,
+        lambda s: (
+            f"sizes are those of {s.even:.0%} as many equal clients, and with epochs larger clients take more steps; "
+            "FedAvg then moves towards them more than its weights say."
+        ),
+        "Wang et al. 2020, arXiv:2007.07481, Theorem 1; not measured here",
+        1,
+    ),
+    Rule(
+        lambda s: f"fedprox:mu={proximal(s):g}",
+        lambda s: skewed(s) and s.dissimilarity > 0.1,
+        lambda s: (
+            f"gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; mu = {proximal(s):g} makes "
+            f"mu lr tau {proximal(s) * s.rate * s.tau:.1g} for {s.tau:.0f} steps at rate {s.rate:g}. The usual 0.01 changed "
+            "nothing in our tables."
+        ),
+        "Li et al. 2018, arXiv:1812.06127, Theorem 4; docs/results/fedssyn.md, Table 1",
+        1,
+    ),
+    Rule(
+        lambda s: "fedadam",
+        lambda s: s.task == "language",
+        lambda s: "on texts adaptive steps at the server were best in their paper; its rate eta wants tuning.",
+        "Reddi et al. 2020, arXiv:2003.00295, Table 1; not measured here",
+        1,
+    ),
+    Rule(
+        lambda s: f"fedavgm:beta={horizon(s):g}",
+        lambda s: not skewed(s) and not s.delayed,
+        lambda s: (
+            f"{labels_differ(s)}: no label skew to speak of; momentum at the server only makes a short run of "
+            f"{s.rounds} rounds go further."
+        ),
+        "Hsu et al. 2019, arXiv:1909.06335; not measured here without skew",
+        1,
+    ),
+    Rule(
+        lambda s: "fedbn",
+        lambda s: s.norms and (s.features or 0.0) >= 0.1 and not skewed(s) and not s.delayed,
+        lambda s: (
+            f"{s.features:.0%} of the variance of one class's inputs lies between clients while labels hardly "
+            "differ; each client keeps its own normalisation. Read its personal accuracy."
+        ),
+        "Li et al. 2021, arXiv:2102.07623; not measured here",
+        1,
+    ),
+    Rule(
+        lambda s: f"fedals:alpha={max(2, min(25, math.ceil(s.over_traffic or 2)))}",
+        lambda s: (s.over_traffic or 0.0) > 1 and not skewed(s) and not s.delayed,
+        lambda s: (
+            f"FedAvg sends {s.over_traffic:.1f} times the limit, and labels hardly differ; averaging the body less "
+            f"often saved nine tenths of the traffic for one point of accuracy on iid data. Try all {s.asked} rounds, too."
+        ),
+        "docs/results/fedals.md, Table 1",
+        3,
+    ),
+)
+"""In the order in which those of the same evidence are ranked."""
+
+CAUTIONS: tuple[Caution, ...] = (
+    Caution(
+        ("scaffold", "fedpvr"),
+        lambda s: s.tau < 10,
+        lambda s: (
+            f"With {s.tau:.0f} local steps a variate is a mean of few gradients; with 5 SCAFFOLD stayed near chance."
+        ),
+        "docs/results/fedals.md, Table 1",
+    ),
+    Caution(
+        ("scaffold", "fedpvr", "feddyn"),
+        lambda s: s.participation < 0.5,
+        lambda s: (
+            f"Only {s.participation:.0%} of the clients take part in a round, so what each keeps is old; our tables "
+            "have all clients in every round."
+        ),
+        "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured here",
+        1,
+    ),
+    Caution(
+        ("feddyn", "fedpvr"),
+        lambda s: s.linear <= 0.99 and s.skew >= 0.65,
+        lambda s: (
+            f"Labels are {s.distance:.2f} away; at the strongest skew, with a convolutional network, it was 6 points "
+            "below FedAvg, within what seeds differ."
+        ),
+        "docs/results/fedssyn.md, a part of CIFAR-10",
+        1,
+    ),
+    Caution(
+        ("fedssyn",),
+        lambda s: s.pixels > 16,
+        lambda s: f"Images of {s.pixels} pixels are larger than the 16 that small generators were tried on.",
+        "docs/results/fedssyn.md, a part of CIFAR-10",
+        1,
+    ),
+    Caution(
+        ("feddle",),
+        lambda s: s.tau >= 20,
+        lambda s: "With much local work its lead over training at the server was gone.",
+        "docs/results/feddle.md, more work at the clients",
+        1,
+    ),
+)

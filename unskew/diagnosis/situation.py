@@ -1,0 +1,201 @@
+"""What advice goes by: the figures of a diagnosis, the budget, and the limits that the user states."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation, ServerData
+from unskew.errors import ConfigError, DataError, shown
+from unskew.measures.heterogeneity import Figures, Heterogeneity
+from unskew.models.vector import ModelSpec
+from unskew.runs.model import ModelLike
+
+UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows.
+
+    Attributes:
+        traffic: Bytes of the whole run, up and down, over all clients.
+        secure_aggregation: Whether the server sees nothing but the sum of a round's updates.
+        server_data: So many labelled samples are at the server; None: what the run or the federation has there.
+        epsilon: Privacy budget that everything a client sends must keep to.
+    """
+
+    traffic: float | None = None
+    secure_aggregation: bool = False
+    server_data: int | None = None
+    epsilon: float | None = None
+
+    @classmethod
+    def read(
+        cls,
+        traffic: str | float | None = None,
+        secure_aggregation: bool = False,
+        server_data: int | None = None,
+        privacy: str | float | None = None,
+    ) -> Limits:
+        """The limits as they are written: ``traffic="100MB"``, ``privacy="epsilon=5"``.
+
+        Raises:
+            ConfigError: One of them cannot be read.
+        """
+        if server_data is not None and (isinstance(server_data, bool) or not isinstance(server_data, int)):
+            raise ConfigError(f"server_data={shown(server_data)} is not valid: it is a number of samples, such as 500.")
+        if server_data is not None and server_data < 1:
+            raise ConfigError(f"server_data={server_data} is not valid: it must be at least 1.")
+        budget = None
+        if traffic is not None:
+            found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKMGT]?B)?", str(traffic).strip())
+            try:
+                budget = float(found[1]) * UNITS[found[2] or "B"] if found else 0.0
+            except ValueError:
+                budget = 0.0
+            if not 0 < budget < math.inf:
+                raise ConfigError(
+                    f"traffic={shown(traffic)} is no amount of data; write a number and B, kB, MB or GB: 100MB."
+                )
+        epsilon = None
+        if privacy is not None:
+            try:
+                epsilon = float(str(privacy).strip().removeprefix("epsilon="))
+            except ValueError:
+                epsilon = 0.0
+            if not 0 < epsilon < math.inf:
+                raise ConfigError(f"privacy={shown(privacy)} is no privacy budget; write epsilon=5.")
+        return cls(budget, bool(secure_aggregation), server_data, epsilon)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was looked at, so that methods can be checked and tried on it."""
+
+    config: Experiment
+    federation: Federation
+    model: ModelLike | None
+    spec: ModelSpec
+    given: bool
+    """Whether the federation was given in Python, so that no command can name it."""
+
+    def under(self, limits: Limits) -> Setting:
+        """The setting with the limits as parts of its configuration.
+
+        Raises:
+            DataError: The test set has not so many samples to spare for the server.
+        """
+        changes: dict[str, Any] = {}
+        fed = self.federation
+        if limits.secure_aggregation:
+            changes["secure_aggregation"] = "required"
+        if limits.server_data is not None:
+            x, y = fed.test
+            n = limits.server_data
+            if n >= len(y):
+                raise DataError(
+                    f"server_data={n} is taken out of the test set, which has {len(y)} samples and must keep some."
+                )
+            order = torch.randperm(len(y), generator=torch.Generator().manual_seed(self.config.seed))
+            fed = replace(fed, server=ServerData(x[order[:n]], y[order[:n]]), test=(x[order[n:]], y[order[n:]]))
+            changes["server"] = n
+        return replace(self, config=self.config.model_copy(update=changes), federation=fed)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The numbers that the rules look at.
+
+    Attributes:
+        task: What is trained for.
+        images: Whether inputs are 8-bit images.
+        pixels: Their longer side.
+        clients, mean_size: How many there are, and how many samples they train on.
+        even: Effective number of clients over their number, 1 where sizes are equal.
+        participation, rounds, tau, momentum: Of the budget; ``tau`` are a mean client's local steps.
+        by_epochs: Whether a larger client takes more steps.
+        rate: The clients' learning rate.
+        delayed: Whether updates arrive late.
+        skew: How far clients' labels are from all clients' (total variation), beyond what chance alone gives; 0 to 1.
+        distance, chance: That distance as measured, and what chance gives for clients of these sizes.
+        features: Share of the variance of inputs of one class that lies between clients; None where not measured.
+        dissimilarity: ``zeta^2`` beyond what finite clients give, over ``||grad f||^2``.
+        noise: ``sigma^2`` over the batch and ``zeta^2``: the local steps from which drift outweighs noise.
+        linear: Share of the parameters that are in linear layers.
+        norms: Whether the model has normalisation statistics.
+        predicted: Corollary I's rounds with a quarter of shuffled synthetic data, over those without.
+        asked: Rounds that were configured; ``rounds`` are fewer where a limit of traffic says so.
+        over_traffic: FedAvg's traffic over the limit; None without a limit.
+    """
+
+    task: str
+    images: bool
+    pixels: int
+    clients: int
+    mean_size: float
+    even: float
+    participation: float
+    rounds: int
+    tau: float
+    momentum: float
+    by_epochs: bool
+    rate: float
+    delayed: bool
+    skew: float
+    distance: float
+    chance: float
+    features: float | None
+    dissimilarity: float
+    noise: float
+    linear: float
+    norms: bool
+    predicted: float | None
+    asked: int
+    over_traffic: float | None = None
+
+    @classmethod
+    def of(cls, setting: Setting, labels: Figures, place: Heterogeneity, facts: dict[str, Any]) -> Situation:
+        """What a diagnosis found at one model."""
+        fed, config, figures = setting.federation, setting.config, place.figures
+        sizes = fed.sizes
+        x = fed.test[0]
+        seen = min(float(sizes.mean()), float(facts["samples"] or math.inf))
+        zeta2, sigma2 = figures["zeta2"] or 0.0, figures["sigma2_mean"] or 0.0
+        gradient2 = figures["gradient2"] or 0.0
+        excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
+        distance, chance = labels.get("label_distance_mean") or 0.0, labels.get("label_distance_chance") or 0.0
+        linear = sum(
+            p.numel() for m in setting.spec.module.modules() if isinstance(m, nn.Linear) for p in m.parameters()
+        )
+        return cls(
+            task=fed.task,
+            images=x.dim() == 4 and x.dtype == torch.uint8,
+            pixels=int(max(x.shape[2:])) if x.dim() == 4 else 0,
+            clients=len(fed.clients),
+            mean_size=float(sizes.mean()),
+            even=(labels.get("effective_clients") or 0.0) / len(fed.clients),
+            participation=config.participation,
+            rounds=config.rounds,
+            tau=float(facts["tau"]),
+            momentum=config.momentum,
+            by_epochs=config.local_epochs is not None,
+            rate=config.lr,
+            delayed=config.network.delay != "none",
+            skew=max(0.0, distance - chance),
+            distance=distance,
+            chance=chance,
+            features=labels.get("feature_skew"),
+            dissimilarity=excess / gradient2 if gradient2 > 0 else 0.0,
+            noise=sigma2 / facts["batch"] / excess if excess > 0 else math.inf,
+            linear=linear / max(1, setting.spec.size),
+            norms=bool(setting.spec.buffer_names),
+            predicted=next((row["rounds"] for row in place.shares if row["p"] == 0.25), None),
+            asked=config.rounds,
+        )

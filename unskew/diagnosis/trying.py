@@ -1,0 +1,228 @@
+"""Advice put to the test: successive halving of the advised methods beside FedAvg, under a budget of minutes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.diagnosis.advice import Advice
+from unskew.errors import ConfigError, shown
+from unskew.methods.catalogue import method
+from unskew.records.recorder import Callback, Row
+from unskew.runs.run import run_experiment
+
+CANDIDATES = 7
+"""Advised methods that are tried at most."""
+BASELINE = "fedavg"
+
+
+class TimeIsUp(Exception):
+    """The budget is spent."""
+
+
+class Deadline:
+    """A callback that ends a run when its time is up.
+
+    Args:
+        end: When, as ``time.monotonic`` counts.
+    """
+
+    def __init__(self, end: float):
+        self.end_at = end
+
+    def check(self) -> None:
+        """Go on only while there is time.
+
+        Raises:
+            TimeIsUp: There is none.
+        """
+        if time.monotonic() > self.end_at:
+            raise TimeIsUp
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """A run begins."""
+
+    def prepare(self, text: str, done: float, total: float) -> None:
+        """Something is made before the first round."""
+        self.check()
+
+    def round(self, row: Row) -> None:
+        """A round is done."""
+        self.check()
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """A run ends."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of one method.
+
+    Attributes:
+        method: As it is written.
+        rounds: How far it came; 0 if the time was up before.
+        accuracy: Test accuracy there, or the test loss where the task has no accuracy.
+        baseline: The same figure of FedAvg after as many rounds.
+        selected: What rungs are decided by: mean accuracy on what clients hold out, never on the test set.
+        held: Whether the advice held: the figure is better than FedAvg's. None where nothing can be said.
+        seconds: Of its training.
+    """
+
+    method: str
+    rounds: int
+    accuracy: float | None
+    baseline: float | None
+    selected: float | None
+    held: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What trying the advice showed, with one seed.
+
+    Attributes:
+        tried: The advised methods, in the order of the advice.
+        rungs: How many methods were trained to how many rounds.
+        minutes: The budget; ``spent`` is what was used of it.
+        spent: Minutes.
+        figure: What is compared: ``accuracy``, or ``loss``, where lower is better.
+    """
+
+    tried: list[Tried]
+    rungs: list[tuple[int, int]]
+    minutes: float
+    spent: float
+    figure: str
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A line for each method, and how many held."""
+        words = {True: "held", False: "did not hold", None: "not decided"}
+        lines = [
+            f"{t.method}: {words[t.held]} after {t.rounds} rounds"
+            + (f" ({self.figure} {t.accuracy:.4f}, FedAvg {t.baseline:.4f})" if t.held is not None else "")
+            for t in self.tried
+        ]
+        return "\n".join([*lines, self.verdict()])
+
+    def verdict(self) -> str:
+        """How many pieces of advice held, as a sentence."""
+        decided = [t for t in self.tried if t.held is not None]
+        if not decided:
+            return "The time was up before anything could be said; give --try more minutes."
+        held = sum(bool(t.held) for t in decided)
+        return (
+            f"{held} of {len(decided)} pieces of advice held, with one seed: unskew compare with several seeds decides. "
+            f"{self.spent:.1f} of {self.minutes:g} minutes were used."
+        )
+
+
+def try_out(
+    advice: Advice, minutes: float, follow: Callable[[str, Experiment], Sequence[Callback]] | None = None
+) -> Trial:
+    """Train the advised methods and FedAvg for few rounds, go on with the better half for twice as many, and so on.
+
+    Args:
+        advice: What is tried.
+        minutes: Budget of time. A run that is under way when it is spent ends after its round.
+        follow: Gives the callbacks of a run from its method and configuration.
+
+    Raises:
+        ConfigError: ``minutes`` is no time, or there is nothing to try.
+    """
+    check_minutes(minutes)
+    advised = [one.method for one in advice.suggestions[:CANDIDATES] if one.method != BASELINE]
+    if not advised:
+        raise ConfigError("There is no method to try: no rule speaks for any that fits.")
+    began = time.monotonic()
+    deadline = Deadline(began + 60 * minutes)
+    alive, last = list(advised), advice.rounds
+    rungs = max(1, math.ceil(math.log2(len(advised) + 1)))
+    plan = sorted({max(1, last // 2 ** (rungs - 1 - step)) for step in range(rungs)} | {last})
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in (BASELINE, *advised)}
+    reached: list[tuple[int, int]] = []
+    with tempfile.TemporaryDirectory(prefix="unskew-try-") as place:
+        try:
+            for rounds in plan:
+                for name in (BASELINE, *alive):
+                    deadline.check()
+                    found[name][rounds] = trained(advice, name, rounds, Path(place), deadline, follow)
+                reached.append((len(alive), rounds))
+                alive.sort(key=lambda name: -merit(found[name][rounds]))
+                alive = alive[: math.ceil(len(alive) / 2)]
+        except TimeIsUp:
+            pass
+    figure = "accuracy" if all(s.get("accuracy") is not None for r in found.values() for s in r.values()) else "loss"
+    tried = [outcome(name, found[name], found[BASELINE], figure) for name in advised]
+    return Trial(tried, reached, float(minutes), (time.monotonic() - began) / 60, figure)
+
+
+def check_minutes(minutes: object) -> None:
+    """Refuse what is no time.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
+        raise ConfigError(f"--try {shown(minutes, str)} is not valid: it is a number of minutes above 0.")
+
+
+def trained(
+    advice: Advice,
+    name: str,
+    rounds: int,
+    place: Path,
+    deadline: Deadline,
+    follow: Callable[[str, Experiment], Sequence[Callback]] | None,
+) -> dict[str, Any]:
+    """The summary of a method after so many rounds; it goes on where it ended before, if its rates allow that."""
+    setting = advice.setting
+    changes = {"method": name, "rounds": rounds, "target": None, "diagnose": ()}
+    # In the first rungs there may be too few rounds for a method that acts at the end of a run.
+    config = setting.config.model_copy(update={**changes, "to_be_continued": rounds < advice.rounds})
+    folder = place / "".join(c if c.isalnum() else "-" for c in name)
+    if folder.exists() and config.training.schedule.ends:  # rates that depend on the number of rounds
+        shutil.rmtree(folder)
+    callbacks = [deadline, *(follow(name, config) if follow else ())]
+    result = run_experiment(
+        config,
+        federation=setting.federation,
+        model=setting.model,
+        method=method(name),
+        out=folder,
+        resume=folder.exists(),
+        callbacks=callbacks,
+    )
+    return result.summary
+
+
+def merit(summary: dict[str, Any]) -> float:
+    """What rungs are decided by; higher is better."""
+    for figure in ("client_accuracy_mean", "accuracy"):
+        if summary.get(figure) is not None:
+            return float(summary[figure])
+    return -math.inf if summary.get("loss") is None else -float(summary["loss"])
+
+
+def outcome(name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict[str, Any]], figure: str) -> Tried:
+    """What became of a method, at the last rung that it and FedAvg both came to."""
+    rounds = max((r for r in runs if r in baseline), default=0)
+    if not rounds:
+        return Tried(name, 0, None, None, None, None, 0.0)
+    mine, theirs = runs[rounds].get(figure), baseline[rounds].get(figure)
+    held = None
+    # A loss that is not finite is worse than any; a method that did nothing yet has FedAvg's own figure.
+    if theirs is not None and mine != theirs:
+        held = mine is not None and (mine > theirs if figure == "accuracy" else mine < theirs)
+    return Tried(name, rounds, mine, theirs, merit(runs[rounds]), held, float(runs[rounds].get("seconds") or 0.0))
