@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from support.toys import Toys
 from unskew.config.reading import experiment
 from unskew.deployment.run import Deployment, run
 from unskew.deployment.site import Site
@@ -62,13 +63,13 @@ class LoopPlace:
     """Where such sites are."""
 
     def __init__(self, folder: Path, config: dict, **site: object):
-        self.folder, self.sites = folder, []
+        self.folder, self.sites, self.primitives = folder, [], Toys()
         for client in range(config["clients"]):
             place = folder / "sites" / str(client)
             place.mkdir(parents=True, exist_ok=True)
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
-            one = Site(place / "site.yaml")
+            one = Site(place / "site.yaml", self.primitives)
             one.log = lambda line: None
             self.sites.append(one)
         self.link = LoopLink(self.sites)

@@ -7,6 +7,7 @@ from typing import Any
 
 from unskew.deployment.arrays import Nonsense
 from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
+from unskew.deployment.primitives import Primitives
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup
@@ -26,6 +27,7 @@ class FlowerEngine:
     """
 
     name = "flower"
+    primitives: Primitives | None = None  # where updates are masked
 
     def __init__(self, setup: Setup, sites: Sites, server: Server, terms: Terms, budget: dict[str, int]):
         self.setup, self.sites, self.server, self.terms, self.budget = setup, sites, server, terms, budget
@@ -100,6 +102,10 @@ class FlowerEngine:
             return {name: number(frame.figures, name) for name in names}
 
         return dict(sorted(self.sites.ask(requests, "scores", take)))
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of the round beside those of its updates."""
+        return {}
 
     def close(self) -> None:
         """The sites stay; their link is closed by who opened it."""

@@ -16,6 +16,7 @@ from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.load import federation_of
 from unskew.deployment.agreement import Reference, digest_of
+from unskew.deployment.masked_engine import check_maskable
 from unskew.deployment.messages import Terms
 from unskew.deployment.places import Given, Local
 from unskew.deployment.preparing import federation_of_sites, prepare
@@ -34,6 +35,7 @@ from unskew.records.trackers import make_trackers
 from unskew.runs.checks import check_method
 from unskew.runs.model import as_wanted
 from unskew.runs.run import check_unfinished, moved, resumed, tell_data, worth_keeping
+from unskew.simulation.sampler import Sampler
 
 FILE = "deployment.json"
 """In a run folder: how it was deployed, so that it can be resumed."""
@@ -191,6 +193,8 @@ def _carried_out(
     if deployment.local not in (None, total):
         raise ConfigError(f"--local {deployment.local} starts as many sites, but the experiment has {total} clients.")
     spec, warnings = check_method(config, reference, None, method)
+    if config.secure_aggregation == "required":
+        check_maskable(method, Sampler(total, config.participation, config.seed).size)
     for rule in method.data:
         rule.of_client(0, total, 1)
     reference = as_wanted(reference, spec)
@@ -211,6 +215,7 @@ def _carried_out(
         prepared = prepare(method, Prepared(federation, config.training), config.seed, sites, deployment.norm)
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
         session.connect(sites, terms, budget_of(config, prepared))
+        session.primitives = place.primitives
         for client, (up, down) in prepared.traffic:
             session.server.traffic.count(client, "up", up, 0)
             session.server.traffic.count(client, "down", down, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.deployment.engine import FlowerEngine
+from unskew.deployment.masked_engine import MaskedEngine
 from unskew.deployment.messages import Terms
+from unskew.deployment.primitives import Primitives
 from unskew.deployment.sites import Sites
 from unskew.engines.base import Engine
 from unskew.engines.choice import Choice
@@ -26,11 +29,16 @@ class SitesNetwork(Network):
     """Updates arrive when they arrive; the round's line tells of those that did not."""
 
     sites: Sites
+    more: Callable[[], dict[str, Any]] = staticmethod(dict)
 
     def figures(self) -> dict[str, Any]:
         """What went wrong so far, where something did."""
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
-        return {**counts, **({"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {})}
+        return {
+            **self.more(),
+            **counts,
+            **({"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}),
+        }
 
 
 class DeployedSession(Session):
@@ -39,6 +47,8 @@ class DeployedSession(Session):
     sites: Sites
     terms: Terms
     budget: dict[str, int]
+    network: SitesNetwork
+    primitives: Primitives | None = None
 
     def connect(self, sites: Sites, terms: Terms, budget: dict[str, int]) -> None:
         """Take the sites that train."""
@@ -50,7 +60,12 @@ class DeployedSession(Session):
 
     def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
         """The sites."""
-        return FlowerEngine(self.setup, self.sites, self.server, self.terms, self.budget), Choice("flower", 0)
+        masked = self.config.secure_aggregation == "required"
+        kind = MaskedEngine if masked else FlowerEngine
+        engine = kind(self.setup, self.sites, self.server, self.terms, self.budget)
+        engine.primitives = self.primitives
+        self.network.more = engine.figures
+        return engine, Choice("flower", 0)
 
     def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What the final model, and the clients' own, are worth: each site measures on what it holds out."""
@@ -113,8 +128,3 @@ def check_deployable(config: Experiment) -> None:
         raise ConfigError("start_from and to_be_continued join simulated runs; a deployed run begins by itself.")
     if config.synthetic is not None:
         raise ConfigError("synthetic names images that were made before; sites make their own. Leave it out.")
-    if config.secure_aggregation == "required":
-        raise ConfigError(
-            "secure_aggregation=required cannot be had over Flower here: the server would see single updates. Turn it off if "
-            "you accept that."
-        )

@@ -162,7 +162,12 @@ class Sites:
         return identity
 
     def ask(
-        self, requests: Mapping[int, Frame], round: str, take: Callable[[int, Frame], Any], strict: bool = False
+        self,
+        requests: Mapping[int, Frame],
+        round: str,
+        take: Callable[[int, Frame], Any],
+        strict: bool = False,
+        least: int = 1,
     ) -> Iterator[tuple[int, Any]]:
         """Send each client its message, and give what ``take`` makes of the answers, as they come.
 
@@ -171,11 +176,13 @@ class Sites:
             round: What logs call it.
             take: Checks an answer.
             strict: Whether all must answer, without a deadline.
+            least: Answers that are needed, if that is more than the patience says.
 
         Raises:
             EngineError: Too few have answered, and the run is to stop then.
         """
         patience = self.patience
+        least = max(patience.least, least)
         deadline = None if strict else patience.deadline
         end = None if deadline is None else time.monotonic() + deadline
         left = {k for k in requests if k not in self.excluded}
@@ -220,18 +227,16 @@ class Sites:
                     done += 1
                     yield client, made
             if end is not None and left and time.monotonic() > end:
-                if done >= patience.least or patience.short == "go":
+                if done >= least or patience.short == "go":
                     break
                 if patience.short == "stop":
                     raise EngineError(
-                        f"Round {round}: {done} of at least {patience.least} updates came within {deadline:g} s, so the run "
+                        f"Round {round}: {done} of at least {least} updates came within {deadline:g} s, so the run "
                         "stops (short: stop). Resume it when the sites are back."
                     )
                 if not told:
                     told = True
-                    self.tell(
-                        f"Round {round}: {done} of at least {patience.least} updates came in time; waiting for more."
-                    )
+                    self.tell(f"Round {round}: {done} of at least {least} updates came in time; waiting for more.")
             heard = time.monotonic() if answers else heard
             if left and time.monotonic() - heard > SILENCE:
                 heard = time.monotonic()
