@@ -37,13 +37,13 @@ class LoopLink:
     """Answers at once; ``spoil(client, frame, answer)`` may give another answer, or None for none at all."""
 
     def __init__(self, sites: list[Site]):
-        self.sites, self.answers = sites, {}
+        self.sites, self.answers, self.away = sites, {}, set()
         self.sent: list[tuple[int, Frame]] = []
         self.received: list[tuple[int, Frame]] = []
         self.spoil: Callable[[int, Frame, Frame], Frame | None] = lambda client, frame, answer: answer
 
     def nodes(self) -> list[int]:
-        return [100 + k for k in range(len(self.sites))]
+        return [100 + k for k in range(len(self.sites)) if k not in self.away]
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
         client = node - 100

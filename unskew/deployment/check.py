@@ -20,10 +20,10 @@ from unskew.data.federation import ClientData, Federation
 from unskew.deployment.agreement import Reference
 from unskew.deployment.folder import is_private
 from unskew.deployment.holdings import own_source, split
+from unskew.deployment.joining import SKEW
 from unskew.deployment.messages import cast_frame, update_frame
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
-from unskew.deployment.sites import SKEW
 from unskew.deployment.state import SiteState
 from unskew.deployment.thin.frames import Frame
 from unskew.deployment.work import Work

@@ -69,6 +69,8 @@ class MaskedEngine(FlowerEngine):
         for _ in range(TRIES):
             self.shapes = None
             try:
+                if sum(cast.client not in self.sites.excluded for cast in casts) < LEAST:
+                    raise Unopened
                 return Summation(self.sites, round, least, self.primitives).of(requests, self._taking(casts))
             except Unopened:
                 text = f"Round {round}: fewer than {least} of {len(casts)} sites are left, so that the sum stays masked"
@@ -187,7 +189,7 @@ def as_type(tensor: Tensor, dtype: str) -> Tensor:
     return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
 
 
-def check_maskable(method: Method, cohort: int) -> None:
+def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
     """Refuse what masked sums cannot do, before anything is sent.
 
     Raises:
@@ -197,6 +199,11 @@ def check_maskable(method: Method, cohort: int) -> None:
         raise ConfigError(
             f"secure_aggregation=required needs {LEAST} sites in a round at least, but there are {cohort}: of two, each "
             "would know the other's update. Let more sites take part, or turn it off if the server may see updates."
+        )
+    if asynchronous:
+        raise ConfigError(
+            "--asynchronous takes each update by itself as it comes, but secure_aggregation=required gives sums only. Leave "
+            "out one of the two."
         )
     if method.server is not None and method.server.buffer() is not None:
         raise ConfigError(
