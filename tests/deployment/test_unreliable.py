@@ -74,14 +74,19 @@ def test_updates_are_taken_as_they_come_with_their_real_delay(method, tmp_path):
     [
         ({"asynchronous": True}, "fedrep", "in that round; it cannot be run with --asynchronous"),
         ({"quorum": 4}, "fedavg", "the experiment has 3 clients"),
-        ({"quorum": 2}, "fedpvr", "fedpvr must know of all sites' data before the first round"),
+        (
+            {"quorum": 2, "weights": "samples"},
+            "scaffold",
+            "scaffold must know of all sites' data before the first round",
+        ),
         ({"quorum": 2}, "vhl:per_class=2", "vhl must know of all"),
     ],
 )
 def test_methods_that_need_all_in_time_are_refused(options, method, why, tmp_path):
     place = LoopPlace(tmp_path, {**TINY, "model": "mlp"})
+    values = {"method": method, "model": "mlp", "weights": options.pop("weights", "auto")}
     with pytest.raises(ConfigError, match=why):
-        deployed(tmp_path, place, deployment(**options), method=method, model="mlp")
+        deployed(tmp_path, place, deployment(**options), **values)
     assert place.link.sent == []
 
 
