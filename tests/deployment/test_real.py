@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.running import metrics
 from support.sites import TINY
 from test_flower import command, processes_of, real
@@ -105,9 +106,9 @@ def test_masked_sums_over_three_sites(tmp_path):
     (tmp_path / "experiment.yaml").write_text(experiment(values).to_yaml())
     done = command(tmp_path, "deploy", "run", tmp_path / "experiment.yaml", "--local", 3, "--out", tmp_path / "sites")
     assert done.returncode == 0, done.stderr
-    simulated = unskew.run(**values)
-    model = unskew.load(tmp_path / "sites").model.state_dict()
-    for name, theirs in simulated.model.state_dict().items():
-        assert torch.allclose(model[name], theirs, atol=1e-6)
+    unskew.run(out=tmp_path / "simulated", **values)
+    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("sites", "simulated"))
+    for name, tensor in theirs.items():
+        assert torch.allclose(mine[name], tensor, atol=1e-6)
     assert all(0 < row["masking_error"] < 1e-7 and row["updates"] == 3 for row in metrics(tmp_path / "sites"))
     assert processes_of(tmp_path) == []
