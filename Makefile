@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels conformance check bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels conformance check audit lock bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -16,11 +16,31 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.venv-deploy/installed: pyproject.toml constraints-deploy.txt  ## Flower wants other versions: an environment of its own
+# Flower wants other versions: an environment of its own. All but PyTorch, which has a build for each kind of machine, is
+# installed by hash.
+.venv-deploy/installed: pyproject.toml requirements-deploy.txt
 	test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-deploy.txt
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt torch
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt --editable '.[flower,hub]'
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
+
+TORCH = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime \
+  cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+
+lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constraints-deploy.txt, with hashes
+	.venv-deploy/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	  --constraint constraints-deploy.txt --extra flower --extra hub $(addprefix --no-emit-package ,$(TORCH)) \
+	  --output-file requirements-deploy.txt pyproject.toml
+
+.venv-audit/installed: constraints-audit.txt  ## what looks for faults; it is no part of unskew
+	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-audit.txt
+	touch $@
+
+audit: .venv-audit/installed  ## bandit on the code; pip-audit on what is installed by version, where the network allows it
+	.venv-audit/bin/bandit --quiet --recursive -ll unskew
+	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
@@ -37,7 +57,7 @@ test-slow: .venv/installed  ## what `make test` leaves out: full products, rando
 test-kernels: .venv/installed  ## all methods on the engines with sums in another order, as on a CPU without vectors
 	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_engines.py tests/methods/test_fedcog.py
 
-check: .venv/installed  ## format, lint, types, tests
+check: .venv/installed audit  ## format, lint, types, known faults, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -60,4 +80,4 @@ docs: .venv/installed  ## the documentation, into site/
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-deploy site build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-deploy .venv-audit site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -230,7 +230,6 @@ def test_sites_that_do_not_come_are_named(tmp_path):
         ({"network": {"delay": "fixed:1"}, "method": "fedbuff"}, "network.delay"),
         ({"diagnose": ["consensus"]}, "diagnose=consensus"),
         ({"save_samples": True}, "save_samples"),
-        ({"secure_aggregation": "required"}, "secure_aggregation=required"),
         ({"method": "fedssyn:data=local,generator=vae-small"}, "compares in a simulation"),
     ],
 )

@@ -14,13 +14,14 @@ import unskew
 from unskew.config.reading import experiment
 
 FLOWER = ROOT / ".venv-deploy" / "bin"
-pytestmark = [
+real = [
     pytest.mark.skipif(
         not (FLOWER.parent / "installed").exists(),
         reason="Flower has an environment of its own: make .venv-deploy/installed",
     ),
     pytest.mark.xdist_group("flower"),
 ]
+pytestmark = real
 
 
 def environment(tmp_path, **more):

@@ -1,39 +1,23 @@
-"""Slow ones with real processes: what is refused at the door, and kills in the middle of a run."""
+"""Slow ones with real processes: what is refused at the door, and sums that are masked with Flower's cryptography."""
 
 import os
-import random
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
 import torch
-from support.pages import ROOT
+from safetensors.torch import load_file
+from support.running import metrics
 from support.sites import TINY
+from test_flower import command, processes_of, real
 
 import unskew
 from unskew.config.reading import experiment
 from unskew.deployment import flower, folder
 from unskew.deployment.places import Local, free_port
-from unskew.deployment.run import Deployment, run
 
-FLOWER = ROOT / ".venv-deploy"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (FLOWER / "installed").exists(), reason="make .venv-deploy/installed makes Flower's environment"
-    ),
-    pytest.mark.xdist_group("flower"),
-]
-
-
-@pytest.fixture
-def flower_is_found(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", f"{FLOWER / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = [pytest.mark.slow, *real]
 
 
 @pytest.fixture
@@ -116,37 +100,15 @@ def test_a_certificate_that_has_expired_is_refused(flower_is_found, tmp_path):
         late.close()
 
 
-class Kills:
-    """A follower that kills a process of a deployment at a random moment after each round but the last."""
-
-    def __init__(self, place, what, rounds, seed):
-        self.place, self.what, self.rounds, self.draws = place, what, rounds, random.Random(seed)
-        self.killed = 0
-
-    def start(self, config, rounds_done):
-        pass
-
-    def round(self, row):
-        if row["round"] < self.rounds:
-            threading.Timer(self.draws.uniform(0, 4), self.kill).start()
-
-    def kill(self):
-        chosen = self.draws.choice([child for child in self.place.family.children if self.what in child.name])
-        self.killed += 1
-        os.kill(chosen.pid, signal.SIGKILL)
-
-    def end(self, summary):
-        pass
-
-
-@pytest.mark.usefixtures("flower_is_found")
-@pytest.mark.parametrize("what", ["the process of", "the SuperLink", "the SuperNode of"])
-def test_a_run_survives_kills_with_the_numbers_of_the_simulator(what, tmp_path):
-    """Nothing that was accepted is lost, and nothing is counted twice."""
-    rounds = 4 if what == "the process of" else 2
-    values = {**TINY, "clients": 2, "method": "scaffold", "rounds": rounds, "eval_clients": 0}
-    place = Local("kills", 2, [experiment(values)])
-    kills = Kills(place, what, rounds, seed=int(os.environ.get("UNSKEW_KILL_SEED", "0")))
-    result = run(experiment(values), Deployment(), tmp_path / "run", [kills], lambda text: None, place)
-    assert kills.killed == rounds - 1
-    assert torch.equal(result.vector, unskew.run(**values).vector)
+def test_masked_sums_over_three_sites(tmp_path):
+    """With Flower's keys, shares and sealed messages the sum is that of the simulator, but for rounding."""
+    values = {**TINY, "method": "scaffold", "secure_aggregation": "required", "eval_clients": 0}
+    (tmp_path / "experiment.yaml").write_text(experiment(values).to_yaml())
+    done = command(tmp_path, "deploy", "run", tmp_path / "experiment.yaml", "--local", 3, "--out", tmp_path / "sites")
+    assert done.returncode == 0, done.stderr
+    unskew.run(out=tmp_path / "simulated", **values)
+    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("sites", "simulated"))
+    for name, tensor in theirs.items():
+        assert torch.allclose(mine[name], tensor, atol=1e-6)
+    assert all(0 < row["masking_error"] < 1e-7 and row["updates"] == 3 for row in metrics(tmp_path / "sites"))
+    assert processes_of(tmp_path) == []

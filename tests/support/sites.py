@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from support.toys import Toys
 from unskew.config.reading import experiment
 from unskew.deployment.run import Deployment, run
 from unskew.deployment.site import Site
@@ -36,13 +37,13 @@ class LoopLink:
     """Answers at once; ``spoil(client, frame, answer)`` may give another answer, or None for none at all."""
 
     def __init__(self, sites: list[Site]):
-        self.sites, self.answers = sites, {}
+        self.sites, self.answers, self.away = sites, {}, set()
         self.sent: list[tuple[int, Frame]] = []
         self.received: list[tuple[int, Frame]] = []
         self.spoil: Callable[[int, Frame, Frame], Frame | None] = lambda client, frame, answer: answer
 
     def nodes(self) -> list[int]:
-        return [100 + k for k in range(len(self.sites))]
+        return [100 + k for k in range(len(self.sites)) if k not in self.away]
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
         client = node - 100
@@ -62,13 +63,13 @@ class LoopPlace:
     """Where such sites are."""
 
     def __init__(self, folder: Path, config: dict, **site: object):
-        self.folder, self.sites = folder, []
+        self.folder, self.sites, self.primitives = folder, [], Toys()
         for client in range(config["clients"]):
             place = folder / "sites" / str(client)
             place.mkdir(parents=True, exist_ok=True)
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
-            one = Site(place / "site.yaml")
+            one = Site(place / "site.yaml", self.primitives)
             one.log = lambda line: None
             self.sites.append(one)
         self.link = LoopLink(self.sites)

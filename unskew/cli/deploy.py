@@ -124,7 +124,18 @@ def run(
     deadline: Annotated[float | None, typer.Option("--deadline", help="Seconds that a round waits; none: all.")] = None,
     least: Annotated[int, typer.Option("--least", min=1, help="Updates that a round needs.")] = 1,
     short: Annotated[str, typer.Option("--short", help="With fewer by the deadline: wait, go or stop.")] = "wait",
+    asynchronous: Annotated[
+        bool, typer.Option("--asynchronous", help="Take updates as they come, in later rounds, too.")
+    ] = False,
+    quorum: Annotated[
+        int | None,
+        typer.Option("--quorum", min=1, help="Begin with so many sites; others may join and leave between rounds."),
+    ] = None,
     faults: Annotated[int, typer.Option("--faults", min=1, help="Unusable answers that exclude a site.")] = 3,
+    megabytes: Annotated[
+        float, typer.Option("--megabytes", help="Largest message that is taken from a site.")
+    ] = 2048.0,
+    norm: Annotated[float, typer.Option("--norm", help="Largest norm of a tensor that is taken from a site.")] = 1e6,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -157,6 +168,10 @@ def run(
         own_data=own_data,
         gathering=gathering,
         patience=Patience(deadline, least, short, faults),  # type: ignore[arg-type]
+        asynchronous=asynchronous,
+        quorum=quorum,
+        megabytes=megabytes,
+        norm=norm,
     )
     name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}-sites")
     where = out or free_name(Path("runs") / name)

@@ -18,7 +18,7 @@ from unskew.deployment.messages import text, whole
 from unskew.errors import ConfigError
 from unskew.runs.continuation import RESUMABLE
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the messages between server and sites; both must have the same."""
 
 

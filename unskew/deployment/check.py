@@ -20,10 +20,10 @@ from unskew.data.federation import ClientData, Federation
 from unskew.deployment.agreement import Reference
 from unskew.deployment.folder import is_private
 from unskew.deployment.holdings import own_source, split
-from unskew.deployment.messages import cast_frame
+from unskew.deployment.joining import SKEW
+from unskew.deployment.messages import cast_frame, update_frame
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
-from unskew.deployment.sites import SKEW
 from unskew.deployment.state import SiteState
 from unskew.deployment.thin.frames import Frame
 from unskew.deployment.work import Work
@@ -125,6 +125,11 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     readers = [
         rule.name for rule in (*work.method.client, *filter(None, [work.method.server])) if "individual" in rule.needs
     ]
+    if config.secure_aggregation == "required":
+        yield Finding(
+            "privacy", None, "what is sent each round leaves this site masked: the server sees the sum of the sites"
+        )
+        return
     reads = f", and {', '.join(readers)} reads it" if readers else f"; {config.method} needs only the sum"
     yield Finding("privacy", None, f"the server sees this site's update by itself{reads}")
 
@@ -144,7 +149,8 @@ def first_round(work: Work) -> tuple[Frame, Frame]:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             received = Received(Path(scratch), ())  # as if nothing had come before the first round
-            answered = work.trained(asked, SiteState(Path(scratch), "0" * 16, client), received)
+            update, cast = work.trained(asked, SiteState(Path(scratch), "0" * 16, client), received)
+            answered = update_frame(update, cast, work.terms, {})
     finally:
         work.config = before
     return asked, answered

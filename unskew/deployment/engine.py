@@ -3,15 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from unskew.deployment.arrays import Nonsense
 from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
+from unskew.deployment.primitives import Primitives
+from unskew.deployment.received import as_images
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup
-from unskew.protocol.messages import Broadcast, Update
+from unskew.protocol.messages import Broadcast, Update, bytes_of
 from unskew.simulation.server import Server
+from unskew.simulation.store import ClientStore
+
+HELD = 256 << 20
+"""Bytes of updates that wait in memory for those that are added up before them."""
+
+
+class Arrived:
+    """Updates that wait for others, in memory up to ``HELD`` bytes: the server's memory does not grow with the sites.
+
+    Args:
+        device: Where they are wanted.
+        folder: Where those wait that are too much; None keeps all in memory.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None):
+        self.device, self.bytes = device, 0
+        self.held: dict[int, Update] = {}
+        self.fields: dict[int, dict[str, Any]] = {}
+        self.store = None if folder is None else ClientStore(folder / "arrived", 0)
+
+    def __contains__(self, client: int) -> bool:
+        return client in self.held or client in self.fields
+
+    def put(self, update: Update) -> None:
+        """One more."""
+        size = bytes_of(update.tensors().values())
+        if self.store is None or self.bytes + size <= HELD:
+            self.held[update.client], self.bytes = update, self.bytes + size
+        else:
+            self.fields[update.client] = update.fields()
+            self.store.put(update.client, update.tensors())
+
+    def take(self, client: int) -> Update:
+        """That of a client, which is forgotten."""
+        update = self.held.pop(client, None)
+        if update is not None:
+            self.bytes -= bytes_of(update.tensors().values())
+            return update
+        assert self.store is not None
+        tensors = {name: as_images(t) for name, t in self.store.take(client).items()}
+        return Update.of(self.fields.pop(client), tensors, self.device)
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self.store is not None:
+            self.store.close()
 
 
 class FlowerEngine:
@@ -26,6 +77,8 @@ class FlowerEngine:
     """
 
     name = "flower"
+    primitives: Primitives | None = None  # where updates are masked
+    folder: Path | None = None  # where updates wait that came before those that are added up first
 
     def __init__(self, setup: Setup, sites: Sites, server: Server, terms: Terms, budget: dict[str, int]):
         self.setup, self.sites, self.server, self.terms, self.budget = setup, sites, server, terms, budget
@@ -37,21 +90,35 @@ class FlowerEngine:
         by_client = {cast.client: cast for cast in casts}
         requests = {k: cast_frame(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
         round = str(casts[0].round + 1) if casts else ""
-
-        def take(client: int, frame: Frame) -> Update | None:
-            if frame.kind == "forgotten":
-                self._forget(client, frame)
-                return None
-            update = update_in(frame, by_client[client], self.terms, self._examples(client))
-            self._check_alike(update)
-            return update
-
-        found = dict(self.sites.ask(requests, round, take))
-        for cast in casts:  # added up in this order, whoever was first
+        found, left = Arrived(self.setup.device, self.folder), list(casts)
+        for update in self.sites.ask(requests, round, lambda client, frame: self.taken(by_client[client], frame)):
+            found.put(update[1])
+            while left and left[0].client in found:  # added up in the order of casts, whoever was first
+                yield found.take(left.pop(0).client)
+        for cast in left:
             if cast.client in found:
-                yield found.pop(cast.client)
+                yield found.take(cast.client)
             else:
                 self.server.lost(cast.client)
+        found.close()
+
+    def taken(self, cast: Broadcast, frame: Frame) -> Update | None:
+        """The update that answers ``cast``; None if the site has lost what it goes on from.
+
+        Raises:
+            Nonsense: It is none.
+        """
+        if frame.kind == "forgotten":
+            self._forget(cast.client, frame)
+            return None
+        update = update_in(frame, cast, self.terms, self._examples(cast.client))
+        self._check_alike(update)
+        return update
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Clients whose update is on its way."""
+        return set()
 
     def _examples(self, client: int) -> int:
         return self.setup.federation.clients[client].examples
@@ -100,6 +167,10 @@ class FlowerEngine:
             return {name: number(frame.figures, name) for name in names}
 
         return dict(sorted(self.sites.ask(requests, "scores", take)))
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of the round beside those of its updates."""
+        return {}
 
     def close(self) -> None:
         """The sites stay; their link is closed by who opened it."""

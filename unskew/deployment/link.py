@@ -14,6 +14,9 @@ from pathlib import Path
 from unskew.deployment.thin.frames import Frame, FrameError, receive, send
 from unskew.errors import EngineError
 
+AT_ONCE = 64 << 20
+"""Bytes of answers that are taken at once."""
+
 
 class LinkLost(EngineError):
     """Flower's app has gone, as when the SuperLink was stopped."""
@@ -36,6 +39,7 @@ class Link:
         os.chmod(self.path, 0o600)
         self._listener.listen(1)
         self._app: socket.socket | None = None
+        self._sizes: dict[str, int] = {}
 
     def connect(self, seconds: float) -> None:
         """Wait for Flower's app.
@@ -92,12 +96,33 @@ class Link:
         """
         about = {"to.kind": frame.kind, "to.node": str(node), "to.round": round, "to.seconds": seconds}
         (answer,) = self._ask(Frame("push", {**frame.config, **about}, frame.figures, frame.arrays))
-        return str(answer.config["ids"][0])
+        identity = str(answer.config["ids"][0])
+        self._sizes[identity] = frame.size
+        return identity
 
     def pull(self, identities: Sequence[str]) -> list[tuple[str, Frame]]:
-        """The answers that have come, each with the identity of what it answers."""
-        frames = self._ask(Frame("pull", {"ids": list(identities)}))
-        return [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
+        """Answers that have come, each with the identity of what it answers; the rest of many large ones another time.
+
+        An answer is about as large as what it answers. So of large ones few are asked for at once: neither Flower's app nor
+        this process holds more of them than ``AT_ONCE`` bytes, or one.
+        """
+        found: list[tuple[str, Frame]] = []
+        group: list[str] = []
+        size = got = 0
+        for place, identity in enumerate(identities, 1):
+            group.append(identity)
+            size += self._sizes.get(identity, 0)
+            if place < len(identities) and size + self._sizes.get(identities[place], 0) <= AT_ONCE:
+                continue
+            frames = self._ask(Frame("pull", {"ids": group}))
+            found += [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
+            got += sum(frame.size for frame in frames)
+            if got > AT_ONCE // 2:
+                break
+            group, size = [], 0
+        for identity, _ in found:
+            self._sizes.pop(identity, None)
+        return found
 
     def _ask(self, frame: Frame) -> list[Frame]:
         if self._app is None:

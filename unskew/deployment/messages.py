@@ -177,11 +177,7 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
     if frame.kind != "update":
         raise Nonsense(f"it is called {frame.kind[:40]!r} and no update")
     check_records(frame, ("update", "upload", "report"))
-    for name, asked in (("client", cast.client), ("round", cast.round), ("examples", examples)):
-        if whole(config, name) != asked:
-            raise Nonsense(f"its {name} is {config.get(name)} and not {asked}")
-    if number(config, "weight") != cast.weight:
-        raise Nonsense(f"its weight is {config.get('weight')} and not {cast.weight}")
+    same(config, cast, examples)
     if len(frame.figures) > FIGURES:
         raise Nonsense(f"it has {len(frame.figures)} figures")
     tensors, report = record_of(frame, "update"), record_of(frame, "report")
@@ -217,6 +213,19 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
         metrics={name: float(value) for name, value in frame.figures.items()},
         report={name: t.to(v.device) for name, t in report.items()},
     )
+
+
+def same(config: dict[str, Any], cast: Broadcast, examples: int) -> None:
+    """Look whether an answer is the one to ``cast``, from a client with so many examples.
+
+    Raises:
+        Nonsense: It is not.
+    """
+    for name, asked in (("client", cast.client), ("round", cast.round), ("examples", examples)):
+        if whole(config, name) != asked:
+            raise Nonsense(f"its {name} is {config.get(name)} and not {asked}")
+    if number(config, "weight") != cast.weight:
+        raise Nonsense(f"its weight is {config.get('weight')} and not {cast.weight}")
 
 
 def shapes_of(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:

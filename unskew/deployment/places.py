@@ -13,6 +13,7 @@ from pathlib import Path
 from unskew.config.experiment import Experiment
 from unskew.deployment import flower, folder
 from unskew.deployment.link import Link
+from unskew.deployment.primitives import Primitives
 from unskew.deployment.processes import Child, Family
 from unskew.errors import EngineError
 
@@ -39,7 +40,12 @@ class Given:
     Args:
         place: Folder of the deployment, as ``unskew deploy init`` wrote it.
         address: Host and port of the SuperLink.
+
+    Attributes:
+        primitives: The cryptography of secure aggregation, if not Flower's.
     """
+
+    primitives: Primitives | None = None
 
     def __init__(self, place: Path, address: str):
         self.folder, self.app = place, place / "app"

@@ -59,7 +59,7 @@ def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
 
 
 def federation_of_sites(
-    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool
+    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool, total: int
 ) -> Federation:
     """The federation as the server knows it.
 
@@ -68,14 +68,16 @@ def federation_of_sites(
         frames: What each client's site said.
         names: Of the sites.
         rehearsal: Whether the sites hold what the experiment's partition gives them.
+        total: Clients of the experiment; those whose site has not come hold nothing yet.
 
     Raises:
         EngineError: A site tells something that cannot be.
     """
-    clients = []
+    x, y = reference.test
+    clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
     for client, frame in frames.items():
         try:
-            clients.append(told(client, frame, reference))
+            clients[client] = told(client, frame, reference)
         except Nonsense as error:
             raise EngineError(
                 f"{names[client]} (client {client}): what it says of its data was refused, because {error}."
@@ -85,7 +87,7 @@ def federation_of_sites(
     return replace(
         reference,
         clients=clients,
-        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == len(names) else (),
+        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == total else (),
         partition="as the sites hold it",
         fingerprint="",
         kinds=None,

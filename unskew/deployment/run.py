@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
+from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.deployment.agreement import Reference, digest_of
+from unskew.deployment.joining import Door, gather
+from unskew.deployment.masked_engine import check_maskable
 from unskew.deployment.messages import Terms
 from unskew.deployment.places import Given, Local
 from unskew.deployment.preparing import federation_of_sites, prepare
+from unskew.deployment.presence import Present, check_late
 from unskew.deployment.session import DeployedSession, check_deployable
 from unskew.deployment.sites import Patience, Sites
 from unskew.deployment.thin.frames import Frame
@@ -26,7 +30,11 @@ from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, EngineError
 from unskew.files import new_folder, write_atomic
 from unskew.methods.catalogue import method as method_of
+from unskew.methods.fedavg import FedAvg
+from unskew.models.vector import ModelSpec
 from unskew.options import untrusted
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Callback, warn
 from unskew.records.result import Result
@@ -34,6 +42,7 @@ from unskew.records.trackers import make_trackers
 from unskew.runs.checks import check_method
 from unskew.runs.model import as_wanted
 from unskew.runs.run import check_unfinished, moved, resumed, tell_data, worth_keeping
+from unskew.simulation.sampler import Sampler
 
 FILE = "deployment.json"
 """In a run folder: how it was deployed, so that it can be resumed."""
@@ -51,6 +60,8 @@ class Deployment:
         own_data: Whether the sites have data of their own.
         gathering: Seconds in which all sites must be there.
         patience: Of a round.
+        asynchronous: Whether updates are taken in as they come, in later rounds, too.
+        quorum: Sites that must be there for the run, and for each round, to begin; None: all, and who leaves is waited for.
         megabytes: Largest message.
         norm: Largest norm of a tensor that is taken.
     """
@@ -62,6 +73,8 @@ class Deployment:
     own_data: bool = False
     gathering: float = 600.0
     patience: Patience = field(default_factory=Patience)
+    asynchronous: bool = False
+    quorum: int | None = None
     megabytes: float = 2048.0
     norm: float = 1e6
 
@@ -86,12 +99,20 @@ class Deployment:
             ConfigError: There are some.
         """
         patience = self.patience
-        for name, value in (("local", self.local), ("least", patience.least), ("faults", patience.faults)):
+        for name, value in (
+            ("local", self.local),
+            ("least", patience.least),
+            ("faults", patience.faults),
+            ("quorum", self.quorum),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be 1 at least.")
         for name, seconds in (("deadline", patience.deadline), ("gathering", self.gathering)):
             if seconds is not None and not 0 < seconds < 1e9:
                 raise ConfigError(f"{name}={seconds} is no number of seconds.")
+        for name, most in (("megabytes", self.megabytes), ("norm", self.norm)):
+            if not 0 < most < 1e12:
+                raise ConfigError(f"{name}={most} must be above 0.")
         if patience.short not in ("wait", "go", "stop"):
             raise ConfigError(f"short={patience.short!r} is none of wait, go and stop.")
 
@@ -190,7 +211,7 @@ def _carried_out(
         raise ConfigError("Sites with data of their own are counted by the experiment: set clients.")
     if deployment.local not in (None, total):
         raise ConfigError(f"--local {deployment.local} starts as many sites, but the experiment has {total} clients.")
-    spec, warnings = check_method(config, reference, None, method)
+    spec, warnings = checked(config, deployment, reference, method, total)
     for rule in method.data:
         rule.of_client(0, total, 1)
     reference = as_wanted(reference, spec)
@@ -205,12 +226,16 @@ def _carried_out(
         link = place.open(int(deployment.megabytes * 1e6), deployment.gathering)
         reopen = partial(place.reopen, deployment.gathering)
         sites = Sites(link, reopen, deployment.run, about, deployment.patience, partial(warn, callbacks))
-        frames = sites.gather(total, deployment.gathering, Frame("hello"))
+        door = Door(sites, total, deployment.gathering)
+        frames = gather(door, total if deployment.quorum is None else deployment.quorum)
         check_parameters(frames, spec.size, sites)
-        federation = federation_of_sites(reference, frames, sites.names, not deployment.own_data)
+        federation = federation_of_sites(reference, frames, sites.names, not deployment.own_data, total)
         prepared = prepare(method, Prepared(federation, config.training), config.seed, sites, deployment.norm)
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
-        session.connect(sites, terms, budget_of(config, prepared))
+        session.connect(sites, terms, budget_of(config, prepared), deployment.asynchronous)
+        if deployment.quorum is not None:
+            session.network.present = Present(sites, door, prepared.federation, spec.size, deployment.quorum)
+        session.primitives = place.primitives
         for client, (up, down) in prepared.traffic:
             session.server.traffic.count(client, "up", up, 0)
             session.server.traffic.count(client, "down", down, 0)
@@ -222,6 +247,36 @@ def _carried_out(
         place.close()
     place.forget()
     return result
+
+
+def checked(
+    config: Experiment, deployment: Deployment, reference: Federation, method: Method, total: int
+) -> tuple[ModelSpec, list[str]]:
+    """See ``check_method``; also refuse what the way of deployment forbids.
+
+    Raises:
+        ConfigError: It does.
+    """
+    spec, warnings = check_method(config, reference, None, method)
+    if deployment.asynchronous:
+        delay = config.network.model_copy(update={"delay": "fixed:1"})
+        try:
+            check_method(config.model_copy(update={"network": delay}), reference, None, method)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("network.delay", "--asynchronous")) from error
+    cohort = Sampler(total, config.participation, config.seed).size
+    if deployment.quorum is not None:
+        if deployment.quorum > total:
+            raise ConfigError(
+                f"quorum={deployment.quorum} sites can never be there: the experiment has {total} clients."
+            )
+        cohort = min(cohort, deployment.quorum)
+        rule = method.weights or (method.server or FedAvg()).weights or "samples"
+        weights = rule if config.weights == "auto" else config.weights
+        check_late(method, spec, replace(FederationFacts.of(reference), weights=weights))
+    if config.secure_aggregation == "required":
+        check_maskable(method, cohort, deployment.asynchronous)
+    return spec, warnings
 
 
 def budget_of(config: Experiment, prepared: Prepared) -> dict[str, int]:

@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
+from unskew.deployment.asynchronous import AsynchronousEngine
 from unskew.deployment.engine import FlowerEngine
+from unskew.deployment.masked_engine import MaskedEngine
 from unskew.deployment.messages import Terms
+from unskew.deployment.presence import Present
+from unskew.deployment.primitives import Primitives
 from unskew.deployment.sites import Sites
 from unskew.engines.base import Engine
 from unskew.engines.choice import Choice
 from unskew.errors import ConfigError
+from unskew.protocol.messages import Update, changed
 from unskew.runs.session import Session
 from unskew.runs.summary import of_clients
 from unskew.seeding import numpy_generator
 from unskew.simulation import personal
 from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores
-from unskew.simulation.network import Network
+from unskew.simulation.network import Network, of_ages
 
 
 class SitesNetwork(Network):
     """Updates arrive when they arrive; the round's line tells of those that did not."""
 
     sites: Sites
+    engine: FlowerEngine
+    asynchronous = False
+    present: Present | None = None
+
+    @property
+    def in_flight(self) -> frozenset[int]:
+        """Clients that are not drawn: those whose update is on its way, and those that are not there."""
+        if self.present is not None:
+            self.present.wait()
+            return frozenset(self.engine.in_flight | self.present.away())
+        return frozenset(self.engine.in_flight | {*self.sites.excluded} if self.asynchronous else ())
+
+    def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
+        """All that have come."""
+        if not self.asynchronous:
+            return super().deliver(round, results)
+        arrivals = [changed(update, arrived=round) for update in results]
+        self.ages = [round - update.born for update in arrivals]
+        return iter(arrivals)
 
     def figures(self) -> dict[str, Any]:
-        """What went wrong so far, where something did."""
+        """What went wrong so far, where something did; who is there, and how late updates were, where that varies."""
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
-        return {**counts, **({"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {})}
+        excluded = {"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}
+        there = {} if self.present is None else {"sites_present": self.present.count}
+        late = of_ages(self.ages, len(self.engine.in_flight)) if self.asynchronous else {}
+        return {**late, **self.engine.figures(), **there, **counts, **excluded}
 
 
 class DeployedSession(Session):
@@ -39,18 +67,27 @@ class DeployedSession(Session):
     sites: Sites
     terms: Terms
     budget: dict[str, int]
+    network: SitesNetwork
+    primitives: Primitives | None = None
 
-    def connect(self, sites: Sites, terms: Terms, budget: dict[str, int]) -> None:
+    def connect(self, sites: Sites, terms: Terms, budget: dict[str, int], asynchronous: bool = False) -> None:
         """Take the sites that train."""
         self.sites, self.terms, self.budget = sites, terms, budget
         network = SitesNetwork(0.0, self.config.seed, self.network.delays, self.network.store, self.network.device)
-        network.sites = sites
+        network.sites, network.asynchronous = sites, asynchronous
         self.network = network
         sites.tell = self.recorder.warn
 
     def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
         """The sites."""
-        return FlowerEngine(self.setup, self.sites, self.server, self.terms, self.budget), Choice("flower", 0)
+        masked = self.config.secure_aggregation == "required"
+        kind = MaskedEngine if masked else AsynchronousEngine if self.network.asynchronous else FlowerEngine
+        engine = kind(self.setup, self.sites, self.server, self.terms, self.budget)
+        engine.primitives, engine.folder = self.primitives, self.folder
+        for client in [*self.server.sent]:
+            self.server.lost(client)  # what was on its way when the last sitting ended
+        self.network.engine = engine
+        return engine, Choice("flower", 0)
 
     def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What the final model, and the clients' own, are worth: each site measures on what it holds out."""
@@ -60,7 +97,8 @@ class DeployedSession(Session):
         ids = np.arange(total)
         if most < total:  # the same as in a simulation
             ids = np.sort(numpy_generator(self.config.seed, "evaluated clients").choice(total, most, replace=False))
-        who = [int(k) for k in ids if len(federation.clients[int(k)].y_test)]
+        away = self.network.present.away() if self.network.present is not None else ()
+        who = [int(k) for k in ids if len(federation.clients[int(k)].y_test) and k not in away]
         tunes = personal.tunes(self.method)
         with_own = personal.personalises(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
@@ -117,8 +155,3 @@ def check_deployable(config: Experiment) -> None:
         raise ConfigError("start_from and to_be_continued join simulated runs; a deployed run begins by itself.")
     if config.synthetic is not None:
         raise ConfigError("synthetic names images that were made before; sites make their own. Leave it out.")
-    if config.secure_aggregation == "required":
-        raise ConfigError(
-            "secure_aggregation=required cannot be had over Flower here: the server would see single updates. Turn it off if "
-            "you accept that."
-        )

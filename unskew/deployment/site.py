@@ -20,7 +20,9 @@ from unskew.data.reading.tables import Source
 from unskew.deployment.agreement import PROTOCOL, Reference
 from unskew.deployment.arrays import Nonsense, blobs, check_records, record_of
 from unskew.deployment.holdings import own_source, split
+from unskew.deployment.masks import PHASES, Masks
 from unskew.deployment.messages import text, whole
+from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
 from unskew.deployment.state import Forgotten, SiteState
@@ -40,12 +42,14 @@ class Site:
 
     Args:
         path: Of its ``site.yaml``.
+        primitives: The cryptography of secure aggregation, if not Flower's.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, primitives: Primitives | None = None):
         self.folder = path.parent.absolute()
         self.config: SiteConfig = load_site(path)
         self.experiments = experiments_of(self.config, self.folder)
+        self.masks = Masks(primitives)
         self._work: tuple[tuple[str, str], Work] | None = None
         self._sources: dict[str, Source] = {}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
@@ -67,7 +71,7 @@ class Site:
 
     def _answered(self, asked: Frame) -> Frame:
         config = asked.config
-        if asked.kind not in ("hello", "contribute", "receive", "train", "evaluate"):
+        if asked.kind not in ("hello", "contribute", "receive", "train", "evaluate", *PHASES):
             raise Nonsense(f"nobody knows what {asked.kind[:40]!r} asks for")
         if whole(config, "protocol") != PROTOCOL:
             raise ConfigError(
@@ -95,7 +99,9 @@ class Site:
                 answer.kind, {**answer.config, "unskew": unskew.__version__, "clock": time.time()}, {}, answer.arrays
             )
         if asked.kind == "train":
-            return work.trained(asked, state, received)
+            return work.answered(asked, state, received, self.masks)
+        if asked.kind in PHASES:
+            return self.masks.carried_out(state.run, asked)
         if asked.kind == "evaluate":
             return work.measured(asked, state, received)
         place = whole(asked.config, "place")

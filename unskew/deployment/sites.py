@@ -9,19 +9,16 @@ from typing import Any, Literal
 
 from unskew.deployment.agreement import PROTOCOL
 from unskew.deployment.arrays import Nonsense
-from unskew.deployment.link import Link, LinkLost
+from unskew.deployment.conversation import Conversation
+from unskew.deployment.link import Link
 from unskew.deployment.thin.frames import Frame
-from unskew.errors import ConfigError, EngineError
+from unskew.errors import EngineError
 
 POLL = 0.2
 NODES = 2.0
 """Seconds between two looks at answers, and at which SuperNodes are connected."""
 SILENCE = 300.0
 """Seconds without an answer after which the user is told who is waited for."""
-FAILURES = 10
-"""Times that a message is sent again because Flower could not deliver it or its app ended, before that is a fault."""
-SKEW = 300.0
-"""Seconds by which a site's clock may differ before that is said."""
 Short = Literal["wait", "go", "stop"]
 """What is done when fewer updates than needed have come by the deadline."""
 
@@ -94,67 +91,8 @@ class Sites:
             self._connected, self._looked = set(self.link.nodes()), time.monotonic()
         return self._connected
 
-    def gather(self, clients: int, seconds: float, hello: Frame) -> dict[int, Frame]:
-        """Wait until every client of the experiment has a site, and ask each what it holds.
-
-        Raises:
-            EngineError: Some do not come.
-            ConfigError: Two sites say that they are the same client, or one refuses.
-        """
-        end = time.monotonic() + seconds
-        found: dict[int, Frame] = {}
-        asked: dict[str, int] = {}
-        known: set[int] = set()
-        while len(found) < clients:
-            try:
-                for node in self.connected() - known:
-                    known.add(node)
-                    asked[self._push(node, hello, "hello", seconds)] = node
-                answers = self.link.pull(list(asked)) if asked else []
-            except LinkLost as error:
-                self.tell(str(error))
-                self.reconnect()
-                known, asked = set(self.nodes.values()), {}
-                continue
-            for identity, frame in answers:
-                node = asked.pop(identity)
-                if frame.kind == "failed":
-                    known.discard(node)  # it went before it could answer
-                    continue
-                client = self._greeted(frame, clients)
-                if client in found:
-                    raise ConfigError(
-                        f"Two sites say that they are client {client}: {self.names[client]} and {frame.config['name']}. Give "
-                        "each a number of its own in its site.yaml."
-                    )
-                self.nodes[client], self.names[client], found[client] = node, str(frame.config["name"]), frame
-            if time.monotonic() > end:
-                missing = [str(k) for k in range(clients) if k not in found]
-                raise EngineError(
-                    f"After {seconds:g} s {len(found)} of {clients} sites are there; missing are the clients "
-                    f"{', '.join(missing[:20])}. flwr supernode list shows who is connected; unskew deploy check tells at a "
-                    "site what is wrong."
-                )
-            time.sleep(POLL)
-        return dict(sorted(found.items()))
-
-    def _greeted(self, frame: Frame, clients: int) -> int:
-        """The client that a site says it is.
-
-        Raises:
-            ConfigError: It refuses the run, or is none of its clients.
-        """
-        if frame.kind != "facts":
-            raise ConfigError(f"A site refuses the run: {frame.config.get('reason', frame.kind)}")
-        client, name = frame.config.get("client"), frame.config.get("name")
-        if not isinstance(client, int) or not 0 <= client < clients or not isinstance(name, str):
-            raise ConfigError(f"A site says that it is client {client}, but the experiment has {clients}, from 0.")
-        apart = abs(float(frame.config.get("clock", 0.0)) - time.time())
-        if apart > SKEW:
-            self.tell(f"{name}: its clock differs by {apart:.0f} s from the one here; certificates may seem expired.")
-        return client
-
-    def _push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
+    def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
+        """Send a message to a node; gives its identity."""
         self._attempts += 1
         config = {**frame.config, **self.about, "protocol": PROTOCOL, "run": self.run, "attempt": self._attempts}
         identity = self.link.push(node, Frame(frame.kind, config, frame.figures, frame.arrays), round, seconds)
@@ -162,7 +100,12 @@ class Sites:
         return identity
 
     def ask(
-        self, requests: Mapping[int, Frame], round: str, take: Callable[[int, Frame], Any], strict: bool = False
+        self,
+        requests: Mapping[int, Frame],
+        round: str,
+        take: Callable[[int, Frame], Any],
+        strict: bool = False,
+        least: int = 1,
     ) -> Iterator[tuple[int, Any]]:
         """Send each client its message, and give what ``take`` makes of the answers, as they come.
 
@@ -171,80 +114,69 @@ class Sites:
             round: What logs call it.
             take: Checks an answer.
             strict: Whether all must answer, without a deadline.
+            least: Answers that are needed, if that is more than the patience says.
 
         Raises:
             EngineError: Too few have answered, and the run is to stop then.
         """
         patience = self.patience
+        least = max(patience.least, least)
         deadline = None if strict else patience.deadline
         end = None if deadline is None else time.monotonic() + deadline
-        left = {k for k in requests if k not in self.excluded}
-        asked: dict[str, int] = {}
-        waiting: set[int] = set()
-        failures: dict[int, int] = {}
+        wanted = {k: frame for k, frame in requests.items() if k not in self.excluded}
+        talk = Conversation(self, round, take, deadline or 86400.0, wanted)
         done, told, heard = 0, False, time.monotonic()
-        while left:
-            try:
-                for client in sorted(left - waiting):
-                    if self.nodes.get(client) in self.connected():
-                        asked[self._push(self.nodes[client], requests[client], round, deadline or 86400.0)] = client
-                        waiting.add(client)
-                answers = self.link.pull(list(asked)) if asked else []
-            except LinkLost as error:
-                self.tell(f"{error} Waiting for the SuperLink to come back.")
-                self.reconnect()
-                self.counts["resent"] += len(asked)
-                asked, waiting = {}, set()
-                continue
-            for identity, frame in answers:
-                client, attempt = asked.pop(identity), self._sent.pop(identity)
-                if client not in left:
-                    continue
-                if frame.kind == "failed":
-                    waiting.discard(client)  # asked again when it is back
-                    self.counts["resent"] += 1
-                    self._looked = 0.0
-                    failures[client] = failures.get(client, 0) + 1
-                    if failures[client] > FAILURES:
-                        self.fault(client, f"its SuperNode fails: {frame.config.get('reason')}")
-                        left.discard(client)
-                    continue
-                try:
-                    made = take(client, self._checked(frame, attempt))
-                except Nonsense as error:
-                    self.fault(client, f"its answer was refused, because {error}")
-                    left.discard(client)
-                    continue
-                left.discard(client)
+        while talk.requests:
+            answers = talk.step()
+            for client, made in answers:
                 if made is not None:
                     done += 1
                     yield client, made
+            left = sorted(talk.requests)
             if end is not None and left and time.monotonic() > end:
-                if done >= patience.least or patience.short == "go":
+                if done >= least or patience.short == "go":
                     break
-                if patience.short == "stop":
-                    raise EngineError(
-                        f"Round {round}: {done} of at least {patience.least} updates came within {deadline:g} s, so the run "
-                        "stops (short: stop). Resume it when the sites are back."
-                    )
+                self.check_short(round, done, least)
                 if not told:
                     told = True
-                    self.tell(
-                        f"Round {round}: {done} of at least {patience.least} updates came in time; waiting for more."
-                    )
+                    self.tell(f"Round {round}: {done} of at least {least} updates came in time; waiting for more.")
             heard = time.monotonic() if answers else heard
             if left and time.monotonic() - heard > SILENCE:
                 heard = time.monotonic()
-                names = ", ".join(self.name(client) for client in sorted(left)[:10])
-                self.tell(f"Round {round}: nothing for {SILENCE:g} s; waiting for {names}. --deadline limits that.")
+                self.tell_silence(round, left)
             if left:
                 time.sleep(POLL)
-        if left:
-            self.counts["late"] += len(left)
-            names = ", ".join(self.name(client) for client in sorted(left)[:10])
+        if talk.requests:
+            self.counts["late"] += len(talk.requests)
+            names = ", ".join(self.name(client) for client in sorted(talk.requests)[:10])
             self.tell(f"Round {round}: no update from {names} within {deadline:g} s; the round goes on without.")
 
-    def _checked(self, frame: Frame, attempt: int) -> Frame:
+    def check_short(self, round: str, done: int, least: int) -> None:
+        """Stop the run if that is what is to be done with too few updates.
+
+        Raises:
+            EngineError: It is.
+        """
+        if self.patience.short == "stop":
+            raise EngineError(
+                f"Round {round}: {done} of at least {least} updates came within {self.patience.deadline:g} s, so the run "
+                "stops (short: stop). Resume it when the sites are back."
+            )
+
+    def tell_silence(self, round: str, clients: list[int]) -> None:
+        """Say who is waited for."""
+        names = ", ".join(self.name(client) for client in clients[:10])
+        self.tell(f"Round {round}: nothing for {SILENCE:g} s; waiting for {names}. --deadline limits that.")
+
+    def attempt(self, identity: str) -> int:
+        """Which attempt a message was."""
+        return self._sent.pop(identity)
+
+    def look_again(self) -> None:
+        """Look at once which nodes are connected, when that is asked for next."""
+        self._looked = 0.0
+
+    def checked(self, frame: Frame, attempt: int) -> Frame:
         """An answer that belongs to what was asked.
 
         Raises:

@@ -37,7 +37,7 @@ class SiteState:
     def __init__(self, folder: Path, run: str, client: int):
         if not re.fullmatch(r"[0-9a-f]{8,64}", run):
             raise UnskewError("A run's identity is made of hexadecimal digits.")
-        self.folder = folder / run / f"client-{client}"
+        self.run, self.folder = run, folder / run / f"client-{client}"
 
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:07d}.safetensors"

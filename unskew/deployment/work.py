@@ -13,9 +13,10 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
 from unskew.data.reading.tables import Source
 from unskew.deployment.agreement import Reference
-from unskew.deployment.arrays import Nonsense, blobs
+from unskew.deployment.arrays import Nonsense, blobs, picked
 from unskew.deployment.holdings import OnlyOne, alone, own, own_source, split
-from unskew.deployment.messages import Terms, cast_in, update_frame, whole
+from unskew.deployment.masks import Masks
+from unskew.deployment.messages import Terms, cast_in, text, update_frame, whole
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig
 from unskew.deployment.state import SiteState
@@ -25,7 +26,7 @@ from unskew.engines.local import LocalTrainer
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import method as method_of
 from unskew.options import untrusted
-from unskew.protocol.messages import Broadcast
+from unskew.protocol.messages import Broadcast, Update
 from unskew.runs.model import as_wanted, initial_spec
 from unskew.simulation import personal
 from unskew.simulation.evaluate import Evaluator
@@ -123,12 +124,25 @@ class Work:
         self._trainer = key, LocalTrainer(setup)
         return self._trainer[1]
 
-    def trained(self, asked: Frame, state: SiteState, received: Received) -> Frame:
+    def trained(self, asked: Frame, state: SiteState, received: Received) -> tuple[Update, Broadcast]:
         """Train from a broadcast; what stays is kept until it is known whether the update was taken in."""
         cast = self._cast(asked, state)
         update = self._trainer_for(asked, received).train(cast)
         state.keep(cast.round, cast.state.updated(update.state))
-        return update_frame(update, cast, self.terms, {})
+        return update, cast
+
+    def answered(self, asked: Frame, state: SiteState, received: Received, masks: Masks) -> Frame:
+        """The answer to a broadcast: the update, or where only sums may be seen, that this site is ready to mask it."""
+        if self.config.secure_aggregation != "required":
+            update, cast = self.trained(asked, state, received)
+            return update_frame(update, cast, self.terms, {})
+        run, session = text(asked.config, "run"), text(asked.config, "session")
+        before = masks.again(run, session)
+        if before is not None:
+            return before
+        update, cast = self.trained(asked, state, received)
+        delta = picked(update.delta, cast.up) if self.terms.sends_model else None
+        return masks.begin(run, session, update, delta)
 
     def _trainer_for(self, asked: Frame, received: Received) -> LocalTrainer:
         """The trainer with the budget that the server names, where a method before the first round has changed it."""

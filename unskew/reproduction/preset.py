@@ -114,7 +114,7 @@ def load_preset(name: str) -> Preset:
 def read_yaml(name: str) -> Options:
     """The values of a preset's file, on top of those it extends."""
     text = (files("unskew") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-    values: Options = yaml.load(text, Loader=LOADER)
+    values: Options = yaml.load(text, Loader=LOADER)  # nosec B506
     base = values.pop("extends", None)
     return values if base is None else merged(read_yaml(base), values)
 

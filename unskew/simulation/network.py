@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,11 +76,14 @@ class Network:
         """What the round's line tells of delays: updates on their way, and how old in rounds those were that arrived."""
         if self.delays.instant:
             return {}
-        histogram = {str(age): self.ages.count(age) for age in sorted(set(self.ages))}
-        mean = sum(self.ages) / len(self.ages) if self.ages else None
-        return {
-            "arrivals": len(self.ages),
-            "in_flight": len(self.pending),
-            "staleness": mean,
-            "staleness_counts": histogram,
-        }
+        return of_ages(self.ages, len(self.pending))
+
+
+def of_ages(ages: Sequence[int], in_flight: int) -> dict[str, Any]:
+    """What a round's line tells of the ages in rounds of the updates that arrived, and of how many are on their way."""
+    return {
+        "arrivals": len(ages),
+        "in_flight": in_flight,
+        "staleness": sum(ages) / len(ages) if ages else None,
+        "staleness_counts": {str(age): ages.count(age) for age in sorted(set(ages))},
+    }

@@ -1,0 +1,118 @@
+"""Processes of a deployed run are killed at random moments: what was accepted is kept, and nothing is counted twice.
+
+``UNSKEW_KILLS`` says how many kills there are, ``UNSKEW_KILL_SEED`` with which seed their moments and victims are drawn.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.running import metrics
+from support.sites import TINY
+from test_flower import FLOWER, environment, processes_of, real
+
+import unskew
+from unskew.config.reading import experiment
+from unskew.deployment.places import Local
+from unskew.deployment.run import Deployment, run
+
+pytestmark = [pytest.mark.slow, *real]
+
+KILLS = int(os.environ.get("UNSKEW_KILLS", "20"))
+SEED = int(os.environ.get("UNSKEW_KILL_SEED", "0"))
+VICTIMS = {
+    "site": ("the process of", False),
+    "SuperNode": ("the SuperNode of", False),
+    "client process": ("the SuperNode of", True),
+    "SuperLink": ("the SuperLink", False),
+    "server process": ("the SuperLink", True),
+}
+"""The child of a deployment, and whether it or a process that it has started is killed."""
+
+
+def started_by(leader):
+    """Other processes of a process group."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((place / "stat").read_text().rpartition(")")[2].split()[2])
+        except OSError:
+            continue
+        if group == leader and int(place.name) != leader:
+            found.append(int(place.name))
+    return found
+
+
+class Kills:
+    """A follower that kills a process of a deployment at a random moment after each round but the last."""
+
+    def __init__(self, place, rounds, seed):
+        self.place, self.rounds, self.draws = place, rounds, random.Random(seed)
+        self.killed = []
+
+    def start(self, config, rounds_done):
+        pass
+
+    def round(self, row):
+        if row["round"] < self.rounds:
+            threading.Timer(self.draws.uniform(0, 6), self.kill, [self.draws.choice(sorted(VICTIMS))]).start()
+
+    def kill(self, kind):
+        name, inner = VICTIMS[kind]
+        child = self.draws.choice([child for child in self.place.family.children if name in child.name])
+        found, end = [child.pid], time.monotonic() + 5
+        while inner and not (found := started_by(child.pid)) and time.monotonic() < end:
+            time.sleep(0.1)  # Flower starts them for each message
+        if found:
+            self.killed.append(kind)
+            os.kill(self.draws.choice(found), signal.SIGKILL)
+
+    def end(self, summary):
+        pass
+
+
+@pytest.mark.usefixtures("flower_is_found")
+def test_a_run_survives_kills_with_the_numbers_of_the_simulator(tmp_path):
+    rounds = KILLS + 1
+    values = {**TINY, "clients": 2, "method": "scaffold", "rounds": rounds, "eval_clients": 0}
+    place = Local("kills", 2, [experiment(values)])
+    kills = Kills(place, rounds, SEED)
+    result = run(experiment(values), Deployment(), tmp_path / "run", [kills], lambda text: None, place)
+    print("killed:", {kind: kills.killed.count(kind) for kind in sorted(VICTIMS)}, result.history[-1])
+    assert len(kills.killed) >= 0.7 * KILLS
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+
+
+def test_a_server_that_is_killed_is_resumed_with_the_numbers_of_the_simulator(tmp_path):
+    """All that it had started ends with it, and the sites go on from what was accepted last."""
+    draws, kills = random.Random(SEED), max(1, KILLS // 7)
+    values = {**TINY, "clients": 2, "method": "scaffold", "rounds": kills + 2, "eval_clients": 0}
+    (tmp_path / "experiment.yaml").write_text(experiment(values).to_yaml())
+    out = tmp_path / "sites"
+    begin = ["deploy", "run", tmp_path / "experiment.yaml", "--local", 2, "--out", out]
+    for number in range(kills + 1):
+        asked = begin if number == 0 else ["resume", out]
+        process = subprocess.Popen(
+            [str(FLOWER / "unskew"), *map(str, asked)], env=environment(tmp_path), stdout=subprocess.DEVNULL
+        )
+        if number == kills:
+            assert process.wait(600) == 0
+            break
+        end = time.monotonic() + 300
+        while (not (out / "metrics.jsonl").exists() or len(metrics(out)) <= number) and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(draws.uniform(0, 6))
+        process.kill()
+        process.wait()
+        while processes_of(tmp_path) and time.monotonic() < end:
+            time.sleep(0.5)
+    unskew.run(out=tmp_path / "simulated", **values)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("sites", "simulated"))
+    assert one == other
+    assert len(metrics(out)) == kills + 2

@@ -1,0 +1,230 @@
+"""Secure aggregation: the server gets sums that are right, and nothing that is a single update; who drops out is survived."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.sites import TINY, LoopPlace, Told, deployed
+from test_faults import trained, with_patience
+
+import unskew
+from unskew.deployment import sites as sites_module
+from unskew.deployment.arrays import record_of
+from unskew.deployment.primitives import apply
+from unskew.deployment.thin.frames import Frame
+from unskew.errors import ConfigError, EngineError, MethodConflict
+
+MASKED = {"secure_aggregation": "required", "eval_clients": 0}
+FOUR = {**MASKED, "clients": 4, "rounds": 1}
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(sites_module, "POLL", 0.01)
+
+
+def lost(kind, whom):
+    """Answers of that kind that never arrive."""
+    return lambda client, asked, answer: None if asked.kind == kind and client in whom else answer
+
+
+def close(one, other, by=1e-5):
+    assert float((one - other).abs().max()) < by * float(other.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("scaffold", {"rounds": 2}),
+        pytest.param("fedals+fedexp", {"rounds": 3, "model": "mlp"}, marks=pytest.mark.slow),
+        pytest.param("fedprox+feddyn", {}, marks=pytest.mark.slow),
+        pytest.param("fednova", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "fedrep", {"model": "mlp", "rounds": 3, "participation": 0.8, "clients": 4}, marks=pytest.mark.slow
+        ),
+        pytest.param("fedavg", {"model": "resnet20", "buffers": "average"}, marks=pytest.mark.slow),
+        pytest.param("fedavg", {"precision": "fp64"}, marks=pytest.mark.slow),
+    ],
+)
+def test_masked_sums_are_those_of_the_simulator_up_to_rounding(method, options, tmp_path):
+    values = {**MASKED, "method": method, **options}
+    told = Told()
+    result, _ = deployed(tmp_path, told=told, **values)
+    simulated = unskew.run(**{**TINY, **values})
+    close(result.vector, simulated.vector)
+    for mine, theirs in zip(result.history, simulated.history, strict=True):
+        assert 0 < mine["masking_error"] < 1e-7
+        assert [mine[n] for n in ("updates", "bytes_up", "bytes_down")] == [
+            theirs[n] for n in ("updates", "bytes_up", "bytes_down")
+        ]
+        assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+    assert "has opened the sum of" in " ".join(told.warnings)
+
+
+def test_the_servers_log_holds_no_single_update(tmp_path):
+    """Of what it received nothing but masked numbers depends on the samples, and these are as far from an update as any."""
+    plain = LoopPlace(tmp_path / "plain", {**TINY, "rounds": 1, "clients": 4})
+    deployed(tmp_path / "plain", plain, rounds=1, clients=4)
+    updates = {
+        client: record_of(frame, "update")["delta"].double() * frame.config["weight"]
+        for client, frame in plain.link.received
+        if frame.kind == "update"
+    }
+    result, place = deployed(tmp_path, LoopPlace(tmp_path, {**TINY, **FOUR}), **FOUR)
+    kinds = {frame.kind: set(frame.arrays) for _, frame in place.link.received}
+    assert kinds == {
+        "facts": {"facts/class_counts"}, "ready": set(), "shares": set(), "masked": {"masked/x"}, "opened": set(),
+    }  # fmt: skip
+    log = {client: frame for client, frame in place.link.received if frame.kind == "masked"}
+    sent = {client: record_of(frame, "masked")["x"].double() for client, frame in log.items()}
+    for client, masked in sent.items():
+        for update in updates.values():
+            correlation = np.corrcoef(masked[: len(update)], update)[0, 1]
+            assert abs(correlation) < 0.2, client
+        assert float(masked.abs().mean()) == pytest.approx(2**30, rel=0.1)  # uniform over all numbers of 32 bits
+    ready = {client: frame for client, frame in place.link.received if frame.kind == "ready"}
+    assert not any("loss" in name for frame in ready.values() for name in (*frame.figures, *frame.config))
+    total = sum(updates.values()) / sum(frame.config["weight"] for frame in ready.values())
+    before = unskew.run(**{**TINY, **FOUR, "lr": 1e-30}).vector
+    close(result.vector - before, total.float(), by=1e-4)
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("train", "share", "unmask")]
+
+
+@pytest.mark.parametrize("kind", ["mask", *SLOW])
+def test_a_site_that_drops_out_is_survived(kind, tmp_path):
+    """Its update is in the sum only if its masked numbers came before it left."""
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
+    place.link.spoil = lost(kind, {2})
+    result, _ = deployed(tmp_path, place, with_patience(deadline=0.05, short="go"), told, **FOUR)
+    without = LoopPlace(tmp_path / "w", {**TINY, "clients": 4, "rounds": 1, "eval_clients": 0})
+    without.link.spoil = lost("train", set() if kind == "unmask" else {2})
+    options = {"clients": 4, "rounds": 1, "eval_clients": 0}
+    expected, _ = deployed(tmp_path / "w", without, with_patience(deadline=0.05, short="go"), **options)
+    assert result.history[0]["updates"] == (4 if kind == "unmask" else 3)
+    close(result.vector, expected.vector)
+
+
+@pytest.mark.slow
+def test_a_site_that_is_restarted_has_dropped_out_and_sums_with_too_few_sites_stay_masked(tmp_path):
+    place = LoopPlace(tmp_path, {**TINY, **FOUR})
+    fresh = LoopPlace(tmp_path, {**TINY, **FOUR}).sites
+
+    def restarted(client, asked, answer):
+        return fresh[client].answer(asked) if asked.kind == "mask" and client in gone else answer
+
+    place.link.spoil, gone = restarted, {1}
+    result, _ = deployed(tmp_path, place, **FOUR)
+    assert result.history[0]["updates"] == 3
+    gone, told = {1, 3}, Told()
+    result, _ = deployed(tmp_path / "two", place, with_patience(short="go"), told, **FOUR)
+    assert result.history[0]["updates"] == 0
+    assert "fewer than 3 of 4 sites are left, so that the sum stays masked" in " ".join(told.warnings)
+    with pytest.raises(EngineError, match="stays masked"):
+        deployed(tmp_path / "three", place, with_patience(short="stop"), **FOUR)
+
+
+@pytest.mark.slow
+def test_a_sum_that_stayed_masked_is_begun_again(tmp_path):
+    place, seen = LoopPlace(tmp_path, {**TINY, **FOUR}), []
+
+    def fails_once(client, asked, answer):
+        if asked.kind == "mask" and len(seen) < 2:
+            seen.append(client)
+            return Frame("forgotten", {"reason": "it was restarted"})
+        return answer
+
+    place.link.spoil = fails_once
+    result, _ = deployed(tmp_path, place, **FOUR)
+    assert result.history[0]["updates"] == 4
+    close(result.vector, unskew.run(**{**TINY, **FOUR}).vector)
+
+
+def test_a_message_that_comes_again_is_answered_alike(tmp_path):
+    """Else two masked updates of one mask would tell their difference."""
+    place, failed, masked = LoopPlace(tmp_path, {**TINY, **FOUR}), set(), {}
+
+    def fails_once(client, asked, answer):
+        if answer.kind == "masked":
+            masked.setdefault(client, set()).add(answer.arrays["masked/x"].data)
+        if asked.kind in ("train", "share", "mask", "unmask") and (asked.kind, client) not in failed:
+            failed.add((asked.kind, client))
+            return Frame("failed", {"reason": "Flower's error 5"})
+        return answer
+
+    place.link.spoil = fails_once
+    result, _ = deployed(tmp_path, place, **FOUR)
+    assert result.history[0]["updates"] == 4
+    assert [len(some) for some in masked.values()] == [1, 1, 1, 1]
+    close(result.vector, unskew.run(**{**TINY, **FOUR}).vector)
+
+
+def test_a_site_never_opens_what_would_show_an_update(tmp_path):
+    """The server asks for shares of the seed and of the key of one site, for more sites than there are, or once more."""
+    place, told = LoopPlace(tmp_path, {**TINY, **FOUR}), Told()
+
+    def asks(client, asked, answer):
+        if asked.kind == "unmask" and client == 0:
+            for alive, gone in (([0, 1, 2, 3], [3]), ([0], [1, 2, 3]), ([0, 1, 2], [3])):
+                other = {**asked.config, "alive": json.dumps(alive), "gone": json.dumps(gone)}
+                assert place.sites[0].answer(replace(asked, config=other)).kind == "refused"
+        if asked.kind == "mask" and client == 0:
+            few = {**asked.config, "sealed": "{}"}
+            assert "to another message" in place.sites[0].answer(replace(asked, config=few)).config["reason"]
+        return answer
+
+    place.link.spoil = asks
+    result, _ = deployed(tmp_path, place, told=told, **FOUR)
+    assert result.history[0]["updates"] == 4
+
+
+@pytest.mark.slow
+def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
+    place, told = LoopPlace(tmp_path, {**TINY, **FOUR}), Told()
+
+    def odd(client, asked, answer):
+        if trained(asked) and client == 1:
+            return Frame("update", answer.config)
+        if trained(asked) and client == 2:
+            return Frame("unusable", {k: answer.config[k] for k in ("run", "attempt")})
+        return answer
+
+    place.link.spoil = odd
+    result, _ = deployed(tmp_path, place, with_patience(least=2, short="go"), told, **FOUR)
+    assert result.history[0]["updates"] == 0  # two of four are too few
+    values = {**FOUR, "clients": 5}
+    place = LoopPlace(tmp_path / "five", {**TINY, **values})
+    place.link.spoil = odd
+    result, _ = deployed(tmp_path / "five", place, told=told, **values)
+    assert (result.history[0]["updates"], result.history[0]["skipped"]) == (3, 1)
+    assert any("what it sends must be masked" in text for text in told.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"clients": 2}, ConfigError, "needs 3 sites in a round at least, but there are 2"),
+        ({"participation": 0.5}, ConfigError, "needs 3 sites in a round"),
+        ({"method": "fedbuff"}, ConfigError, "empties its buffer"),
+        ({"method": "fedasync"}, MethodConflict, "reads the update of each single client"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused_before_anything_is_sent(options, error, why, tmp_path):
+    values = {**MASKED, "clients": 3, **options}
+    place = LoopPlace(tmp_path, {**TINY, **values})
+    with pytest.raises(error, match=why):
+        deployed(tmp_path, place, **values)
+    assert place.link.sent == []
+
+
+def test_masks_are_added_in_pieces_and_taken_off_again():
+    numbers = np.arange(10, dtype=np.uint32)
+    masks = [np.full(4, 2**32 - 1, np.uint32), np.full(6, 7, np.uint32)]
+    whole = numbers.copy()
+    apply(whole, iter(masks), add=True)
+    assert whole.tolist() == [2**32 - 1, 0, 1, 2, 11, 12, 13, 14, 15, 16]
+    apply(whole, iter(masks), add=False)
+    assert torch.equal(torch.from_numpy(whole), torch.from_numpy(numbers))

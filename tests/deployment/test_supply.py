@@ -1,0 +1,52 @@
+"""What a deployment installs: pinned with hashes, and what is said of known faults is not more than was looked up."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+from support.pages import ROOT
+
+
+def pinned(name):
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if match := re.match(r"([\w.-]+)==([^\s;\\]+)", line):
+            found[match[1].lower().replace("_", "-").replace(".", "-")] = match[2]
+    return found
+
+
+def test_what_a_deployment_installs_is_pinned_with_hashes():
+    """make lock writes the file: the versions of the constraints, each with its hashes; PyTorch is left out."""
+    text = (ROOT / "requirements-deploy.txt").read_text()
+    requirements, constraints = pinned("requirements-deploy.txt"), pinned("constraints-deploy.txt")
+    different = {n: v for n, v in requirements.items() if n in constraints and constraints[n] != v}
+    assert different == {}
+    assert constraints.keys() - requirements.keys() == {"torch"}
+    blocks = re.split(r"\n(?=\w)", text.strip())
+    assert all("--hash=sha256:" in block for block in blocks)
+    assert len(blocks) == len(requirements)
+
+
+@pytest.mark.parametrize(
+    ("found", "problem", "status", "line"),
+    [
+        ([{"name": "a", "version": "1", "vulns": []}], None, 0, "no known faults in 1 versions"),
+        ([{"name": "a", "version": "1", "vulns": [{"id": "CVE-1"}]}], None, 1, "a 1: CVE-1"),
+        ([{"name": "a", "skip_reason": "not found"}], None, 0, "NOT CHECKED"),
+        (
+            [],
+            "requests.exceptions.ConnectionError: Max retries exceeded",
+            0,
+            "NOT CHECKED, because the network is away",
+        ),
+        ([], "unrecognized arguments", 2, "pip-audit failed"),
+    ],
+)
+def test_nothing_is_called_checked_that_was_not(found, problem, status, line):
+    spec = importlib.util.spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    got, said = audit.verdict("f.txt", json.dumps({"dependencies": found}), problem)
+    assert got == status
+    assert line in said

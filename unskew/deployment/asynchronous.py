@@ -1,0 +1,67 @@
+"""Asynchronous rounds: updates are taken in as they come, and who is slow goes on training meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from unskew.deployment import sites as waiting
+from unskew.deployment.conversation import Conversation
+from unskew.deployment.engine import FlowerEngine
+from unskew.deployment.messages import cast_frame
+from unskew.deployment.thin.frames import Frame
+from unskew.protocol.messages import Broadcast, Update
+
+
+class AsynchronousEngine(FlowerEngine):
+    """``FlowerEngine`` whose rounds end with the first updates that come, whatever round they were sent out in."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.flying: dict[int, Broadcast] = {}
+        self.talk = Conversation(self.sites, "", self._take)
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Clients whose update is on its way."""
+        return {*self.flying}
+
+    def _take(self, client: int, frame: Frame) -> Update | None:
+        return self.taken(self.flying[client], frame)
+
+    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+        """See ``FlowerEngine``: the updates that have come, in the order in which they did."""
+        sites, patience = self.sites, self.sites.patience
+        for cast in casts:
+            self.flying[cast.client] = cast
+            self.talk.failures.pop(cast.client, None)
+            self.talk.requests[cast.client] = cast_frame(cast, self.terms, "train", self._budget(cast.client))
+        self.talk.round = str(casts[0].round + 1) if casts else self.talk.round
+        began = heard = time.monotonic()
+        done, told = 0, False
+        while self.talk.requests:
+            answers = self.talk.step()
+            for client, update in answers:
+                self.flying.pop(client)
+                if update is None:
+                    self.server.lost(client)
+                else:
+                    done += 1
+                    yield update
+            if done >= patience.least:
+                return
+            now = time.monotonic()
+            if patience.deadline is not None and now - began > patience.deadline:
+                if patience.short == "go":
+                    return
+                sites.check_short(self.talk.round, done, patience.least)
+                if not told:
+                    told = True
+                    sites.tell(f"Round {self.talk.round}: {done} of at least {patience.least} updates came in time.")
+            heard = now if answers else heard
+            if now - heard > waiting.SILENCE:
+                heard = now
+                sites.tell_silence(self.talk.round, sorted(self.talk.requests))
+            if self.talk.requests:
+                time.sleep(waiting.POLL)

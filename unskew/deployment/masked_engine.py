@@ -1,0 +1,212 @@
+"""Rounds under secure aggregation: the sites train, and the server gets the sum of their updates and no single one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.deployment.arrays import DTYPES, NAMES, Nonsense, length_of, placed
+from unskew.deployment.engine import FlowerEngine
+from unskew.deployment.fixed_point import Part
+from unskew.deployment.masks import LEAST, majority, parsed
+from unskew.deployment.messages import cast_frame, same
+from unskew.deployment.thin.frames import SIZES, Frame
+from unskew.deployment.unmasking import Ready, Sum, Summation, Unopened, parts_of
+from unskew.errors import ConfigError, EngineError
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, nested
+from unskew.protocol.rules import Method
+from unskew.simulation.intake import FIGURES
+
+TRIES = 3
+"""Times that a round is begun again because too few sites were left to open its sum."""
+
+
+class MaskedEngine(FlowerEngine):
+    """``FlowerEngine`` under secure aggregation.
+
+    Attributes:
+        error: By how much rounding moved an entry of the mean update at most, in the last round and at most so far.
+    """
+
+    error = 0.0
+    worst = 0.0
+    told = False
+
+    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+        """See ``FlowerEngine``: the updates stand for the sum, and each of them is nobody's."""
+        found = self._summed(casts) if casts else Sum()
+        for cast in casts:
+            if cast.client in found.unusable:
+                yield self._update(cast, torch.full_like(cast.v, torch.nan), cast.b, {}, {}, {})
+        weight = sum(cast.weight for cast in casts if cast.client in found.clients)
+        if found.clients:
+            self._tell_error(found.error / weight, len(found.clients))
+            delta, b, report, upload, figures = self._means(casts, found, weight)
+        first = True
+        for cast in casts:
+            if cast.client in found.clients:
+                yield self._update(cast, delta, b, report, upload, figures)
+                if first:  # the first stands for the sums of what rules send
+                    upload, first = (
+                        {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload.items()},
+                        False,
+                    )
+            elif cast.client not in found.unusable:
+                self.server.lost(cast.client)
+
+    def _summed(self, casts: Sequence[Broadcast]) -> Sum:
+        """The sum of a round; where too few sites are left it is begun again, if the run is to wait.
+
+        Raises:
+            EngineError: It cannot be opened, and the run is to stop then.
+        """
+        round, patience = str(casts[0].round + 1), self.sites.patience
+        requests = {cast.client: cast_frame(cast, self.terms, "train", self._budget(cast.client)) for cast in casts}
+        least = max(patience.least, majority(len(casts)))
+        for _ in range(TRIES):
+            self.shapes = None
+            try:
+                if sum(cast.client not in self.sites.excluded for cast in casts) < LEAST:
+                    raise Unopened
+                return Summation(self.sites, round, least, self.primitives).of(requests, self._taking(casts))
+            except Unopened:
+                text = f"Round {round}: fewer than {least} of {len(casts)} sites are left, so that the sum stays masked"
+            if patience.short == "go":
+                self.sites.tell(f"{text}; the round goes on without any update.")
+                return Sum()
+            if patience.short == "stop":
+                break
+            self.sites.tell(f"{text}; the round is begun again.")
+        raise EngineError(f"{text}, and the run stops. Resume it when the sites are back.")
+
+    def _taking(self, casts: Sequence[Broadcast]) -> Any:
+        by_client = {cast.client: cast for cast in casts}
+
+        def take(client: int, frame: Frame) -> Ready | None:
+            cast = by_client[client]
+            if frame.kind == "forgotten":
+                self._forget(client, frame)
+                return None
+            if frame.kind == "unusable":
+                return Ready(usable=False)
+            if frame.kind != "ready":
+                raise Nonsense(f"it is called {frame.kind[:40]!r}, but what it sends must be masked")
+            same(frame.config, cast, self._examples(client))
+            parts = parts_of(frame.config, self.terms.norm * max(1.0, cast.weight))
+            self._check_parts(parts, cast)
+            keys = parsed(frame.config, "keys")
+            try:
+                public, seal_public = (bytes.fromhex(key) for key in keys)
+            except (ValueError, TypeError) as error:
+                raise Nonsense("its keys cannot be read") from error
+            return Ready(parts, (public, seal_public))
+
+        return take
+
+    def _check_parts(self, parts: Sequence[Part], cast: Broadcast) -> None:
+        """Refuse what could not be added up with what the others send.
+
+        Raises:
+            Nonsense: Names, types or shapes differ.
+        """
+        model = NAMES[cast.v.dtype]
+        fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),)), "figures": ("float64", (len(FIGURES),))}
+        if self.terms.sends_model:
+            fixed["delta"] = model, (length_of(cast.up, self.terms.spec.size),)
+        if cast.report:
+            fixed["report/v"] = model, (self.terms.spec.size,)
+        found = {part.name: (NAMES[part.dtype], part.shape) for part in parts}
+        uploads = {name for name in found if name.startswith("upload/")}
+        wrong = {name for name in {*found, *fixed} - uploads if found.get(name) != fixed.get(name)}
+        wrong |= {name for name in uploads if name.split("/")[1] not in self.terms.names}
+        size = sum(part.size * SIZES[NAMES[part.dtype]] for part in parts if part.name in uploads)
+        if wrong or size > self.terms.largest or len(found) != len(parts):
+            raise Nonsense(f"what it adds up is not what was asked for: {sorted(wrong)[:3]}")
+        if self.shapes is None:
+            self.shapes = found
+        elif found != self.shapes:
+            raise Nonsense("what it sends beside the model differs from what other sites send")
+
+    def _means(
+        self, casts: Sequence[Broadcast], found: Sum, weight: float
+    ) -> tuple[Tensor, Tensor, Tensors, dict[str, Tensors], dict[str, float]]:
+        """What each update of the round stands for: the weighted means; and the sums of what rules send."""
+        sums, taken, count = found.tensors, [c for c in casts if c.client in found.clients], len(found.clients)
+        v, b, delta = taken[0].v, taken[0].b, torch.zeros_like(taken[0].v)
+        if "delta" in sums:
+            delta = placed(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))
+            for cast in () if self.terms.needs_base else taken:
+                for piece in self.terms.base(cast.down, cast.up):  # there a site sent its values
+                    delta[piece] -= cast.weight / weight * v[piece]
+        figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
+        report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
+        dtypes = {name: dtype for name, (dtype, _) in (self.shapes or {}).items()}
+        uploads = {n: as_type(t, dtypes[n]).to(v.device) for n, t in sums.items() if n.startswith("upload/")}
+        return delta, (sums["buffers"] / weight).to(b), report, nested("upload", uploads), figures
+
+    def _update(
+        self,
+        cast: Broadcast,
+        delta: Tensor,
+        b: Tensor,
+        report: Tensors,
+        upload: dict[str, Tensors],
+        figures: dict[str, float],
+    ) -> Update:
+        return Update(
+            client=cast.client,
+            born=cast.round,
+            examples=self._examples(cast.client),
+            weight=cast.weight,
+            delta=delta,
+            buffers=b,
+            upload=upload,
+            state=ClientState(),
+            metrics=figures,
+            report=report,
+        )
+
+    def _tell_error(self, error: float, sites: int) -> None:
+        self.error, self.worst = error, max(error, self.worst)
+        if not self.told:
+            self.told = True
+            self.sites.tell(
+                f"Secure aggregation: the server has opened the sum of {sites} sites. Rounding to whole numbers has moved no "
+                f"entry of the mean update by more than {error:.2g}."
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """What the round's line tells of rounding."""
+        return {"masking_error": self.error}
+
+
+def as_type(tensor: Tensor, dtype: str) -> Tensor:
+    """A sum with the type that its tensors have; whole numbers stay whole."""
+    wanted = DTYPES[dtype]
+    return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
+
+
+def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
+    """Refuse what masked sums cannot do, before anything is sent.
+
+    Raises:
+        ConfigError: There are too few sites, or the method takes updates in the middle of a round.
+    """
+    if cohort < LEAST:
+        raise ConfigError(
+            f"secure_aggregation=required needs {LEAST} sites in a round at least, but there are {cohort}: of two, each "
+            "would know the other's update. Let more sites take part, or turn it off if the server may see updates."
+        )
+    if asynchronous:
+        raise ConfigError(
+            "--asynchronous takes each update by itself as it comes, but secure_aggregation=required gives sums only. Leave "
+            "out one of the two."
+        )
+    if method.server is not None and method.server.buffer() is not None:
+        raise ConfigError(
+            f"{method.server.name} empties its buffer in the middle of a round's updates, but over sites "
+            "secure_aggregation=required gives the sum of a whole round. Take another method, or turn it off."
+        )

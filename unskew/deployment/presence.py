@@ -1,0 +1,110 @@
+"""Runs that begin before all sites are there: who is, who has joined, who has left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from unskew.data.federation import Federation
+from unskew.deployment import sites as waiting
+from unskew.deployment.arrays import Nonsense
+from unskew.deployment.joining import Door
+from unskew.deployment.preparing import told
+from unskew.deployment.sites import Sites
+from unskew.errors import ConfigError, EngineError
+from unskew.methods.fedavg import FedAvg
+from unskew.models.vector import ModelSpec
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.rules import Method
+
+
+@dataclass
+class Present:
+    """Who is there between rounds; a newcomer is asked what it holds and takes part from the next round on.
+
+    Attributes:
+        sites: The sites.
+        door: Where they come in.
+        federation: What the server knows of their data; the newcomers' are put in.
+        parameters: Of the model, which a newcomer must have built, too.
+        quorum: Sites that a round needs.
+        count: Sites that were there when the last round began.
+    """
+
+    sites: Sites
+    door: Door
+    federation: Federation
+    parameters: int
+    quorum: int
+    count: int = 0
+
+    def there(self) -> set[int]:
+        """Clients whose site is connected and not excluded."""
+        nodes = self.sites.connected()
+        return {k for k, node in self.sites.nodes.items() if node in nodes} - {*self.sites.excluded}
+
+    def away(self) -> set[int]:
+        """The others."""
+        return {*range(self.door.clients)} - self.there()
+
+    def wait(self) -> None:
+        """Take in newcomers, and wait until enough sites are there.
+
+        Raises:
+            EngineError: They cannot be, as too many are excluded.
+        """
+        heard = time.monotonic()
+        while True:
+            self._welcome()
+            self.count = len(self.there())
+            if self.count >= self.quorum:
+                return
+            if self.door.clients - len(self.sites.excluded) < self.quorum:
+                raise EngineError(f"So many sites are excluded that {self.quorum} can never be there (--quorum).")
+            if time.monotonic() - heard > waiting.SILENCE:
+                heard = time.monotonic()
+                self.sites.tell(f"{self.count} of at least {self.quorum} sites are there; waiting for more.")
+            time.sleep(waiting.POLL)
+
+    def _welcome(self) -> None:
+        clients: Any = self.federation.clients
+        for client, frame in self.door.step().items():
+            name = self.sites.name(client)
+            try:
+                if frame.config.get("parameters") != self.parameters:
+                    raise Nonsense(f"it has built a model with {frame.config.get('parameters')} parameters")
+                clients[client] = told(client, frame, self.federation)
+                self.sites.tell(f"{name} has joined the run.")
+            except Nonsense as error:
+                del self.sites.nodes[client], self.sites.names[client]
+                self.sites.tell(f"{name} cannot take part: {error}.")
+
+
+def check_late(method: Method, spec: ModelSpec, facts: FederationFacts) -> None:
+    """Refuse methods that must know of all sites before the first round.
+
+    Raises:
+        ConfigError: This is one.
+    """
+
+    class Asked(Exception):
+        pass
+
+    def asks(*_: object) -> NoReturn:
+        raise Asked
+
+    blank = replace(facts, size=asks, sizes=asks, class_counts=asks)
+    early = [rule.name for rule in method.data]
+    server = method.server or FedAvg()
+    halves = [(rule.name, rule.server_init) for rule in (*method.client, *filter(None, [method.sync]))]
+    for name, begin in (*halves, (server.name, server.init)):
+        try:
+            begin(spec.flatten(), blank)
+        except Asked:
+            early.append(name)
+    if early:
+        raise ConfigError(
+            f"{early[0]} must know of all sites' data before the first round, so none can come later. Leave --quorum out, "
+            "or, where only sizes matter, take weights: uniform."
+        )
