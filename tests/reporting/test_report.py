@@ -19,7 +19,7 @@ from support.running import TINY, call
 import unskew
 from unskew.comparison.intervals import interval95
 from unskew.errors import CheckpointError, ConfigError
-from unskew.measures.heterogeneity import label_figures
+from unskew.measures.labels import label_figures
 from unskew.reporting.about import facts
 from unskew.reporting.holdings import heat_map, of_labels
 from unskew.reporting.page import allowed, as_script

@@ -15,7 +15,8 @@ from unskew.diagnosis.advice_rules import CAUTIONS, RULES
 from unskew.diagnosis.situation import Limits
 from unskew.diagnosis.trying import try_out
 from unskew.errors import ConfigError, DataError
-from unskew.measures.features import feature_skew, label_chance
+from unskew.measures.features import feature_skew
+from unskew.measures.labels import label_chance
 from unskew.methods.catalogue import method
 
 SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "local_steps": 10, "batch_size": 8}

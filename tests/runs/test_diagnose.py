@@ -20,7 +20,8 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.diagnosis.synthetic import POOL
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.measures import lemma
-from unskew.measures.heterogeneity import Scope, label_figures, measure
+from unskew.measures.heterogeneity import Scope, measure
+from unskew.measures.labels import label_figures
 from unskew.measures.probe import Probe, largest
 from unskew.measures.updates import Updates
 from unskew.models.vector import ModelSpec

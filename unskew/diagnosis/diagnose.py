@@ -24,7 +24,8 @@ from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import place as named_place
 from unskew.measures.features import feature_skew
-from unskew.measures.heterogeneity import Follow, Scope, drawn, ids_of, label_figures, measure
+from unskew.measures.heterogeneity import Follow, Scope, drawn, ids_of, measure
+from unskew.measures.labels import label_figures
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec

@@ -28,7 +28,7 @@ class Report:
 
     Attributes:
         facts: Which data, which model, and what was looked at.
-        labels: How labels and sizes differ; see ``unskew.measures.heterogeneity.label_figures``.
+        labels: How labels and sizes differ; see ``unskew.measures.labels.label_figures``.
         places: What was measured at each model, in order.
         setting: What was looked at, which advice checks methods against.
     """

@@ -1,8 +1,7 @@
-"""How far clients' inputs differ where their labels do not: feature skew, and what chance gives of label skew."""
+"""How far clients' inputs differ where their labels do not: feature skew."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -53,19 +52,3 @@ def feature_skew(pairs: Callable[[int], Pair], ids: Sequence[int]) -> float | No
         weights.append(n)
         shares.append((between - (K - 1) * error) / whole if whole > 0 else 0.0)
     return max(0.0, float(np.average(shares, weights=weights))) if shares else None
-
-
-def label_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:
-    """The mean label distance that clients of these sizes would have if each drew its labels from all clients' classes.
-
-    A frequency of ``n`` draws is off by ``sqrt(2 q (1 - q) / (pi n))`` on average, as its normal limit is.
-
-    Args:
-        shares: Class frequencies ``q [C]`` of all clients together.
-        sizes: Samples of each client.
-
-    >>> round(label_chance(np.full(10, 0.1), [100, 100]), 3)
-    0.12
-    """
-    spread = float(np.sqrt(shares * (1 - shares)).sum())
-    return min(1.0, 0.5 * math.sqrt(2 / math.pi) * spread * float(np.mean(1 / np.sqrt(np.maximum(sizes, 1)))))

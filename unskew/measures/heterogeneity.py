@@ -26,7 +26,6 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
 from unskew.measures import lemma
-from unskew.measures.features import label_chance
 from unskew.measures.probe import Moments, Probe, Products, largest
 from unskew.seeding import derive, generator, normal, numpy_generator
 
@@ -263,43 +262,3 @@ def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
         for name, end in (("rounds", ""), ("rounds_bound", "_bound")):
             value = steps(row[f"zeta2{end}"], row[f"sigma2{end}"], row[f"L{end}"]) / base if base > 0 else math.nan
             row[name] = value if math.isfinite(value) else None
-
-
-def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
-    """How clients' labels and sizes differ.
-
-    ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
-    frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
-    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``label_distance_chance``: the mean distance that
-    chance alone gives for clients of these sizes; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
-    as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy. Without
-    labels, as of texts and numbers, only clients are counted, and the others are None.
-
-    Args:
-        federation: The data.
-        ids: The clients whose labels are compared; sizes are those of all.
-    """
-    task, sizes = federation.objective, federation.sizes.astype(float)
-    effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
-    if not task.labelled:
-        nothing = dict.fromkeys(
-            ("label_distance_mean", "label_distance_max", "label_distance_chance", "label_entropy_gap")
-        )
-        return {**nothing, "effective_clients": effective, "effective_classes": None}
-    counts = np.stack([task.counts(federation.clients[k].y.cpu(), federation.classes).numpy() for k in ids]).astype(
-        float
-    )
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    total = counts.sum(0) / max(1.0, counts.sum())
-    distances = 0.5 * np.abs(shares - total).sum(1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.where(shares > 0, shares * np.log(shares / total), 0.0).sum(1)
-        entropies = -np.where(shares > 0, shares * np.log(shares), 0.0).sum(1)
-    return {
-        "label_distance_mean": float(distances.mean()),
-        "label_distance_max": float(distances.max()),
-        "label_distance_chance": label_chance(total, counts.sum(1).tolist()),
-        "label_entropy_gap": float(gaps.mean()),
-        "effective_clients": effective,
-        "effective_classes": float(np.exp(entropies).mean()),
-    }

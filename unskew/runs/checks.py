@@ -16,8 +16,9 @@ from unskew.models.catalogue import MODELS
 from unskew.models.vector import ModelSpec
 from unskew.options import options_of
 from unskew.protocol.facts import FederationFacts
+from unskew.protocol.needs import NEEDS
 from unskew.protocol.proposed import Proposed
-from unskew.protocol.rules import NEEDS, ClientRule, DataRule, Method, Rule, ServerRule, Sync
+from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync
 from unskew.runs.model import ModelLike, initial_spec
 
 

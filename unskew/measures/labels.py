@@ -1,0 +1,68 @@
+"""How clients' labels and sizes differ, and how much of that chance alone makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from unskew.data.federation import Federation
+
+Figures = dict[str, float | None]
+
+
+def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
+    """How clients' labels and sizes differ.
+
+    ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
+    frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
+    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``label_distance_chance``: the mean distance that
+    chance alone gives for clients of these sizes; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
+    as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy. Without
+    labels, as of texts and numbers, only clients are counted, and the others are None.
+
+    Args:
+        federation: The data.
+        ids: The clients whose labels are compared; sizes are those of all.
+    """
+    task, sizes = federation.objective, federation.sizes.astype(float)
+    effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
+    if not task.labelled:
+        nothing = dict.fromkeys(
+            ("label_distance_mean", "label_distance_max", "label_distance_chance", "label_entropy_gap")
+        )
+        return {**nothing, "effective_clients": effective, "effective_classes": None}
+    counts = np.stack([task.counts(federation.clients[k].y.cpu(), federation.classes).numpy() for k in ids]).astype(
+        float
+    )
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    total = counts.sum(0) / max(1.0, counts.sum())
+    distances = 0.5 * np.abs(shares - total).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.where(shares > 0, shares * np.log(shares / total), 0.0).sum(1)
+        entropies = -np.where(shares > 0, shares * np.log(shares), 0.0).sum(1)
+    return {
+        "label_distance_mean": float(distances.mean()),
+        "label_distance_max": float(distances.max()),
+        "label_distance_chance": label_chance(total, counts.sum(1).tolist()),
+        "label_entropy_gap": float(gaps.mean()),
+        "effective_clients": effective,
+        "effective_classes": float(np.exp(entropies).mean()),
+    }
+
+
+def label_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:
+    """The mean label distance that clients of these sizes would have if each drew its labels from all clients' classes.
+
+    A frequency of ``n`` draws is off by ``sqrt(2 q (1 - q) / (pi n))`` on average, as its normal limit is.
+
+    Args:
+        shares: Class frequencies ``q [C]`` of all clients together.
+        sizes: Samples of each client.
+
+    >>> round(label_chance(np.full(10, 0.1), [100, 100]), 3)
+    0.12
+    """
+    spread = float(np.sqrt(shares * (1 - shares)).sum())
+    return min(1.0, 0.5 * math.sqrt(2 / math.pi) * spread * float(np.mean(1 / np.sqrt(np.maximum(sizes, 1)))))
