@@ -12,8 +12,8 @@ from support.tolerance import FEW, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import metrics_table
 from unskew.errors import ConfigError
-from unskew.metrics import METRICS, metric_figures
 from unskew.tasks import TASKS, Classification
+from unskew.tasks.metrics import METRICS, metric_figures
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
 ASKED = ",".join(METRICS)

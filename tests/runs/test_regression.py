@@ -12,10 +12,10 @@ from support.tolerance import FEW, near
 import unskew
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import CATALOGUE, rule_class
-from unskew.regression import LEAST, Regression, regression_figures, regression_sums
 from unskew.reporting.parts import parts_of
 from unskew.reporting.reading import read_runs
 from unskew.reporting.tables import comparison, fairness
+from unskew.tasks.regression import LEAST, Regression, regression_figures, regression_sums
 
 TINY = {"model": "logistic", "rounds": 3, "local_steps": 5, "lr": 0.1, "engine": "inline", "precision": "fp64"}
 

@@ -17,7 +17,7 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.options import options_of
-from unskew.spaces import Choice, Range, log, one_of, read_space
+from unskew.protocol.spaces import Choice, Range, log, one_of, read_space
 from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
 from unskew.tuning.trials import Plan
 

@@ -144,7 +144,7 @@ def compare(
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.target import target_costs
     from unskew.runs.side_by_side import read_parallel
-    from unskew.score import score_of
+    from unskew.tasks.score import score_of
 
     at_once = read_parallel(parallel)
     if again and out is None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from unskew.cli.wide import below
 from unskew.comparison.target import TargetCost
 from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
-from unskew.score import SCORES, score_of
+from unskew.tasks.score import SCORES, score_of
 
 WORDS = ("model", "over")
 """Columns that hold words, not figures."""

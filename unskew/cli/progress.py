@@ -22,7 +22,7 @@ from unskew.cli.tables import columns_table
 from unskew.data.federation import Federation
 from unskew.records.recorder import Row
 from unskew.reporting.wording import percent
-from unskew.score import SCORES, score_of
+from unskew.tasks.score import SCORES, score_of
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.table import Table
 from unskew.cli.wide import Fitting
 from unskew.data.reading.columns import described
 from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
-from unskew.score import SCORES, score_of
+from unskew.tasks.score import SCORES, score_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,6 @@ from unskew.data.federation import Federation
 from unskew.errors import ConfigError, items, shown
 from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
-from unskew.metrics import METRICS, RECALL
 from unskew.options import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.records.recorder import Callback, reaching
@@ -29,8 +28,9 @@ from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
 from unskew.runs.side_by_side import Work, places, side_by_side
-from unskew.score import score_of
 from unskew.tasks import TASKS
+from unskew.tasks.metrics import METRICS, RECALL
+from unskew.tasks.score import score_of
 
 Spread = tuple[float, float]
 FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {

@@ -19,10 +19,10 @@ from unskew.config.sections import NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
-from unskew.metrics import METRICS
 from unskew.models.naming import HUB, named_model
 from unskew.options import finite
 from unskew.protocol.training import Training
+from unskew.tasks.metrics import METRICS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"

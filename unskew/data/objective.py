@@ -11,8 +11,8 @@ import numpy as np
 from unskew.data.federation import Federation
 from unskew.data.statistics import NUMBER, balanced
 from unskew.errors import ConfigError
-from unskew.regression import Regression
 from unskew.tasks import Classification
+from unskew.tasks.regression import Regression
 
 
 def trained_for(federation: Federation, loss: str, class_weights: str | Sequence[float] | None) -> Federation:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from unskew.data.statistics import MOMENTS, moments
-from unskew.regression import Regression
+from unskew.tasks.regression import Regression
 
 
 def standardised(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
-from unskew.spaces import Space, log, one_of
+from unskew.protocol.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import Method, Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
-from unskew.spaces import Space, one_of
+from unskew.protocol.spaces import Space, one_of
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from unskew.generators.learned.inversion import augmented, learn, statistics_dis
 from unskew.models.vector import ModelSpec
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ServerRule, Tensors, Updates
+from unskew.protocol.spaces import Space, log
 from unskew.seeding import fold, uniform
-from unskew.spaces import Space, log
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

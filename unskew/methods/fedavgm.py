@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.spaces import Space, log, one_of
+from unskew.protocol.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)

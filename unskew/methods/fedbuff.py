@@ -21,7 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
-from unskew.spaces import Space, log, one_of
+from unskew.protocol.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.spaces import Space, log
+from unskew.protocol.spaces import Space, log
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
+from unskew.protocol.spaces import Space, log
 from unskew.seeding import derive, fold, normal
-from unskew.spaces import Space, log
 
 Positive = Annotated[float, Field(gt=0)]
 Whole = Annotated[int, Field(ge=1)]

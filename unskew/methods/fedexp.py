@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
-from unskew.spaces import Space, log
+from unskew.protocol.spaces import Space, log
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
-from unskew.spaces import Space, one_of
+from unskew.protocol.spaces import Space, one_of
 
 
 @dataclass(frozen=True)

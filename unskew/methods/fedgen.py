@@ -39,8 +39,8 @@ from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
+from unskew.protocol.spaces import Space, log
 from unskew.seeding import derive, fold, normal
-from unskew.spaces import Space, log
 
 NonNegative = Annotated[float, Field(ge=0)]
 Whole = Annotated[int, Field(ge=1)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.spaces import Space, log
+from unskew.protocol.spaces import Space, log
 
 
 @dataclass(frozen=True)

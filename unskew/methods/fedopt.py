@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.spaces import Space, log
+from unskew.protocol.spaces import Space, log
 
 _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 

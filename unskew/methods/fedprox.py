@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.spaces import Space, log
+from unskew.protocol.spaces import Space, log
 
 
 @dataclass(frozen=True)

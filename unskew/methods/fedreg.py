@@ -35,7 +35,7 @@ from unskew.errors import ConfigError
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
-from unskew.spaces import Space, log, uniform
+from unskew.protocol.spaces import Space, log, uniform
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from unskew.models.trainable import Batch
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
-from unskew.spaces import Space, uniform
+from unskew.protocol.spaces import Space, uniform
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from unskew.models.trainable import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.spaces import Space, log, one_of
+from unskew.protocol.spaces import Space, log, one_of
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from unskew.methods.fedavg import FedAvg
 from unskew.models.trainable import Batch, GradFn
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
-from unskew.spaces import Space, log
+from unskew.protocol.spaces import Space, log
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.facts import FederationFacts, Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
+from unskew.protocol.spaces import Space, log
 from unskew.protocol.workspace import Dealt, compact
 from unskew.seeding import derive, fold, uniform
-from unskew.spaces import Space, log
 
 NonNegative = Annotated[float, Field(ge=0)]
 Whole = Annotated[int, Field(ge=1)]

@@ -25,11 +25,12 @@ from unskew.protocol.facts import FederationFacts, Holdings
 from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
 from unskew.protocol.proposed import Proposed
+from unskew.protocol.spaces import Space
 from unskew.protocol.updates import Updates as Updates
 from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace
-from unskew.spaces import Space
 
 Weights = Literal["samples", "uniform"]
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unskew.errors import CheckpointError
 from unskew.files import write_atomic, writing
-from unskew.score import score_of
+from unskew.tasks.score import score_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import parsed
-from unskew.score import score_of
+from unskew.tasks.score import score_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ from unskew.plots.figure import MARKERS, PALETTE
 from unskew.protocol.rules import ServerRule
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import number
-from unskew.score import SCORES
+from unskew.tasks.score import SCORES
 
 POINTS = 300
 """Points of a curve at most."""

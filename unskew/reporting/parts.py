@@ -9,7 +9,7 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, mean_std
 from unskew.reporting.reading import RunFiles, number
-from unskew.score import score_of
+from unskew.tasks.score import score_of
 
 PLACE = ("data", "partition", "clients", "server", "model")
 """Fields that the title of a part tells."""

@@ -13,7 +13,7 @@ from unskew.comparison.compare import averaged, is_figure
 from unskew.config.reading import load_yaml
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.result import read_history
-from unskew.score import SCORES, score_of
+from unskew.tasks.score import SCORES, score_of
 
 MOST_RUNS = 500
 LARGEST = 1e300

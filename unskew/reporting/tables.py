@@ -14,7 +14,7 @@ from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import RunFiles, number
 from unskew.reporting.wording import F1, megabytes, metrics_in, percent
 from unskew.reporting.wording import number as loss_text
-from unskew.score import SCORES, score_of
+from unskew.tasks.score import SCORES, score_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from unskew.data.checks import as_inputs
 from unskew.data.reading.images import with_channels, with_size
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError, DataError
-from unskew.regression import Regression
 from unskew.runs.inputs import Inputs
+from unskew.tasks.regression import Regression
 
 BATCH = 256
 PADDING = -1

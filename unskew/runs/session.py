@@ -18,7 +18,6 @@ from unskew.errors import CheckpointError
 from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
 from unskew.methods.fedavg import FedAvg
-from unskew.metrics import metric_names
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
@@ -50,6 +49,7 @@ from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 from unskew.simulation.server_training import ServerTrainer
 from unskew.simulation.store import ClientStore
+from unskew.tasks.metrics import metric_names
 
 
 class Session:

@@ -7,11 +7,11 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.choice import Choice
-from unskew.metrics import metric_names
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder, finite, reaching
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
+from unskew.tasks.metrics import metric_names
 
 MEASURED = (
     "begin_seconds",

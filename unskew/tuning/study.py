@@ -12,8 +12,8 @@ from typing import Any
 
 from unskew.errors import ConfigError
 from unskew.files import make_folder, waiting_for
+from unskew.protocol.spaces import Choice, Space
 from unskew.seeding import derive
-from unskew.spaces import Choice, Space
 from unskew.tuning.options import fixed_in, rounded
 
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."

@@ -17,6 +17,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
 from unskew.methods.catalogue import method
+from unskew.protocol.spaces import Space
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.runs.checks import check_method
@@ -24,7 +25,6 @@ from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.simulation.personal import personalises
-from unskew.spaces import Space
 from unskew.tasks import TASKS
 from unskew.tuning.options import applied, as_configured, fixed_in, spaces_for, without_rival
 from unskew.tuning.study import Pruned, Study, Trial, make_storage

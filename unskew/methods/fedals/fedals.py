@@ -34,7 +34,7 @@ from unskew.models.groups import layer_groups, slices_of, split_at
 from unskew.models.vector import ModelSpec
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Method, Slices, Sync, Tensors
-from unskew.spaces import Space, one_of
+from unskew.protocol.spaces import Space, one_of
 
 
 def _pairs(value: Any) -> Any:

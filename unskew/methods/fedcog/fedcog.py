@@ -42,8 +42,8 @@ from unskew.models.trainable import Batch, LossFn
 from unskew.protocol.facts import Holdings
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.protocol.spaces import Space, log
 from unskew.seeding import fold, normal, uniform
-from unskew.spaces import Space, log
 from unskew.tasks import Task
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -49,8 +49,8 @@ from unskew.methods.feddle.search import (
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Figure, Method, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.spaces import Space, one_of
 from unskew.seeding import fold
-from unskew.spaces import Space, one_of
 
 Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]

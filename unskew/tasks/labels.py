@@ -1,4 +1,4 @@
-"""What a model is trained for: the loss, the beliefs that a model's logits express, and the figures that a task reports."""
+"""Tasks with labels: one class a sample, several labels a sample, and the next token of a text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.regression import Regression
-from unskew.task import Task as Task
+from unskew.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -186,6 +185,3 @@ def precision_recall_f1(tally: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     right, predicted, there = tally
     return right / predicted.clamp_min(1), right / there.clamp_min(1), 2 * right / (predicted + there).clamp_min(1)
-
-
-TASKS: dict[str, Task] = {task.name: task for task in (Classification(), MultiLabel(), Language(), Regression())}
