@@ -11,16 +11,18 @@ import yaml
 
 from unskew.config.reading import experiment
 from unskew.data.load import federation_of
-from unskew.data.reading.columns import is_identifier, is_numeric, is_string
+from unskew.data.reading.columns import is_date, is_identifier, is_numeric, is_string
 from unskew.data.reading.files import TABLES, class_folders, joined, table_files
 from unskew.data.sources.catalogue import SOURCES
-from unskew.errors import ConfigError, DataError, UnskewError, unknown
+from unskew.errors import ConfigError, DataError, unknown
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
 OWNERS = (
     r"(client|site|hospital|clinic|ward|user|patient|writer|device|cent(er|re)|institution|station|plant|machine|branch|"
     r"shop|school|region)"
 )
+MOST_CLASSES, MOST_VALUES = 100, 50
+"""A number with more values is predicted as a number; a text with more of them is no category."""
 SIDE = 32
 """Larger images are brought to this side: small models are made for it."""
 
@@ -88,11 +90,11 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
         raise ConfigError(f"--label names a column of a table, but {data or 'digits'} is none.")
     _budget(made)
     fed = federation_of(experiment(made.values).data_spec, seed)  # it runs as it is, or says why not
-    sizes = fed.sizes
-    names = fed.holdings()[1]
+    sizes, names = fed.sizes, fed.holdings()[1]
+    classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
     made.seen.append(
-        f"{len(fed.clients)} clients hold {int(sizes.min())} to {int(sizes.max())} training samples each, of {len(names)} "
-        f"classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
+        f"{len(fed.clients)} clients hold {int(sizes.min())} to {int(sizes.max())} training samples each"
+        f"{classes if fed.objective.labelled else ''}"
     )
     return made
 
@@ -177,38 +179,36 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values")
     made.set("data", data)
     made.set("label", label, f"{distinct[label]} values; another one with --label")
+    if distinct[label] > MOST_CLASSES and is_numeric(table.column(label).type):
+        made.set("task", "regression", "a number is predicted; its classes would be too many")
     rest = [c for c in columns if c not in (label, owner)]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
-    identifiers = [c for c in numbers if is_identifier(table.column(c), c)]
-    if identifiers:
-        made.set("exclude", identifiers, "another number in nearly every row: no measurement")
     texts = [c for c in rest if is_string(table.column(c).type)]
-    if texts:
-        made.seen.append(f"columns of text: {', '.join(texts)}")
+    categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4)]
+    dates = [c for c in rest if is_date(table.column(c).type)]
+    identifiers = [c for c in numbers if is_identifier(table.column(c), c)]
+    left_out = [*identifiers, *(c for c in texts if c not in categories)]
+    if left_out:
+        made.set("exclude", left_out, "another number or text in nearly every row: nothing to learn from")
+    if categories:
+        made.set("categories", categories, "each value gets an embedding")
+    if dates:
+        made.set("dates", dates, "days since 1970")
+    if any(table.column(c).null_count for c in [*numbers, *dates] if c not in identifiers):
+        made.set("missing", "indicator", "numbers are missing: the mean is filled in, and a further input says so")
     if owner is not None:
         made.set("partition", f"natural:{owner}", f"a client for each of the {distinct[owner]} values of {owner}")
     else:
-        made.set("partition", "dirichlet:0.3", "label skew; no column looks as if it named clients")
+        kind = "iid" if "task" in made.values else "dirichlet:0.3"
+        skew = "" if "task" in made.values else "label skew; "
+        made.set("partition", kind, f"{skew}no column looks as if it named clients")
         made.set("clients", max(2, min(10, n // 40)))
-    made.set("model", "mlp", "unskew models lists others")
-    _without_gaps(made, table, [c for c in numbers if c not in identifiers])
-
-
-def _without_gaps(made: Draft, table: Any, numbers: list[str]) -> None:
-    """Leave out columns with missing values, if the data cannot be used with them."""
-    try:
-        federation_of(experiment(made.values).data_spec, 0)
-    except UnskewError:
-        gaps = [c for c in numbers if table.column(c).null_count]
-        if gaps:
-            made.set(
-                "exclude", [*made.values.get("exclude", []), *gaps], "identifiers, and columns with missing values"
-            )
+    made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
 
 
 def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:
     """The column that is most likely predicted: by its name, or else the last one with few values."""
-    few = [c for c in columns if 2 <= distinct[c] <= max(2, min(100, n // 4))]
+    few = [c for c in columns if 2 <= distinct[c] <= max(2, min(MOST_CLASSES, n // 4))]
     named = [c for c in few if re.fullmatch(LABELS, c, re.I)]
     rest = [c for c in few if distinct[c] <= 20 and not re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I)]
     return named[0] if named else rest[-1] if rest else None
