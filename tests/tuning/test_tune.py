@@ -17,6 +17,9 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.options import options_of
+from unskew.reporting.about import again
+from unskew.reporting.parts import parts_of
+from unskew.reporting.reading import read_runs
 from unskew.spaces import Choice, Range, log, one_of, read_space
 from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
 from unskew.tuning.trials import Plan
@@ -207,11 +210,14 @@ def test_the_command_leaves_configurations_that_run_and_compare_take(tmp_path, c
     assert "twice" in twice.err
 
 
-def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data():
+def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data(tmp_path):
     options = {"methods": ["fedavg", "fedprox"], "seeds": 1, "data": "digits", "clients": 3, **TINY}
-    found = unskew.compare(**options, each={"fedprox": {"lr": 1e-6}})
+    found = unskew.compare(**options, each={"fedprox": {"lr": 1e-6}}, out=tmp_path / "c")
     rows = {row["method"]: row for row in found.rows()}
     assert rows["fedprox"]["loss"] > rows["fedavg"]["loss"]
+    (part,) = parts_of(read_runs([tmp_path / "c"])[0])[0]
+    files = [tmp_path / "c" / name / "seed-0" / "config.yaml" for name in options["methods"]]
+    assert again(part)[0].startswith(f"unskew compare {files[0]} {files[1]} --seeds 0 --target")
     for each, words in (
         ({"fedprox": {"clients": 4}}, "same data, but clients is 3"),
         ({"moon": {"lr": 1}}, "'moon'"),
