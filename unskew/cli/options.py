@@ -123,7 +123,8 @@ def with_config(arguments: dict[str, Any]) -> dict[str, Any]:
     files = [arguments["config"], arguments.get("file")]
     for name in ("source", "run", "methods"):
         value = arguments.get(name)
-        if isinstance(value, list) and len(value) > 1 and all(map(is_config, value)) and "trials" not in arguments:
+        each = isinstance(value, list) and len(value) > 1 and all(map(is_config, value))
+        if each and "trials" not in arguments:  # a tuning makes its methods' configurations itself
             continue
         if isinstance(value, list):
             files += [Path(one) for one in value if is_config(one)]

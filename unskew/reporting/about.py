@@ -7,7 +7,7 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,22 @@ def again(part: Part) -> list[str]:
     plain = all(one.label == one.method for one in part.series) and len(seeds) == 1
     if not plain or len(runs) == 1 or any(run.config.get("start_from") for run in runs):
         return [shlex.join(["unskew", "run", str(run.folder / "config.yaml")]) for run in runs]
-    words = ["unskew", "compare", *(one.method for one in part.series)]
-    words += ["--seeds", ",".join(map(str, seeds.pop()))] + ["--config", str(runs[0].folder / "config.yaml")]
+    files, which = (
+        [str(one.runs[0].folder / "config.yaml") for one in part.series],
+        ["--seeds", ",".join(map(str, *seeds))],
+    )
+    if alike(one.runs[0].config for one in part.series):
+        words = ["unskew", "compare", *(one.method for one in part.series), *which, "--config", files[0]]
+    else:  # each is a method with fields of its own, as after a tuning
+        words = ["unskew", "compare", *files, *which]
     return [shlex.join([*words, *([] if part.language else ["--target", f"{part.target:g}"])])]
+
+
+def alike(configs: Iterable[dict[str, Any]]) -> bool:
+    """Whether these configurations differ only in what a comparison decides itself."""
+    own = ("method", "seed", "synthetic")
+    first, *others = ({name: value for name, value in config.items() if name not in own} for config in configs)
+    return all(other == first for other in others)
 
 
 def pictures(one: Series) -> list[tuple[str, str]]:
