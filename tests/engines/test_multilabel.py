@@ -91,7 +91,9 @@ def test_one_label_is_two_classes():
     assert torch.equal(TASK.correct(a, y), one_of_two.correct(two, 1 - y[:, 0]))
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+@pytest.mark.parametrize(
+    "task", [TASKS[name] for name in ("classification", "multilabel", "language")], ids=lambda t: t.name
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_certain_models_have_finite_divergences_and_gradients(task, dtype):
     far = 3000 * torch.eye(4, dtype=dtype) - 1500
