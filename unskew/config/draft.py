@@ -109,10 +109,11 @@ def _look(made: Draft, path: Path, data: str, label: str | None) -> None:
     elif path.is_dir() and _is_table_folder(path):
         _table(made, path, f"table:{data}", label)
     elif path.is_dir():
-        class_folders(path)  # says what such a folder needs
+        parts = class_folders(path)  # says what such a folder needs
+        images = sum(file.is_file() for file in parts["train"].rglob("*"))
         made.set("data", f"folder:{data}", "one folder of images per class")
         made.set("image_size", SIDE, "images are brought to this side; larger ones take longer")
-        _images(made)
+        _images(made, images)
     else:
         raise DataError(
             f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
@@ -127,10 +128,10 @@ def _is_table_folder(path: Path) -> bool:
     return True
 
 
-def _images(made: Draft) -> None:
+def _images(made: Draft, images: int = 1000) -> None:
     """Who holds what, and the model, where nothing is known of owners."""
-    made.set("partition", "dirichlet:0.3", "label skew; iid, classes:2 or natural:COLUMN are others")
-    made.set("clients", 10)
+    made.set("partition", "dirichlet:0.3,min=2", "label skew; iid, classes:2 or natural:COLUMN are others")
+    made.set("clients", max(2, min(10, images // 20)))
     texts = made.values["data"] in ("sentences", "multi_nli") or str(made.values["data"]).startswith("text")
     if texts:
         raise ConfigError(
@@ -151,7 +152,7 @@ def _arrays(made: Draft, path: Path) -> None:
     if owner is not None:
         made.set("partition", f"natural:{owner}", f"a client for each value of {owner}")
     else:
-        made.set("partition", "dirichlet:0.3", "label skew; the file has no array that names clients")
+        made.set("partition", "dirichlet:0.3,min=2", "label skew; the file has no array that names clients")
         made.set("clients", max(2, min(10, n // 20)))
     made.set("model", "cnn" if found["x"].ndim > 2 else "mlp", "unskew models lists others")
 
@@ -199,7 +200,7 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     if owner is not None:
         made.set("partition", f"natural:{owner}", f"a client for each of the {distinct[owner]} values of {owner}")
     else:
-        kind = "iid" if "task" in made.values else "dirichlet:0.3"
+        kind = "iid" if "task" in made.values else "dirichlet:0.3,min=2"
         skew = "" if "task" in made.values else "label skew; "
         made.set("partition", kind, f"{skew}no column looks as if it named clients")
         made.set("clients", max(2, min(10, n // 40)))
