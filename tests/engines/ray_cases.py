@@ -93,6 +93,15 @@ def test_nodes_open_the_data_that_are_named(nodes):
     assert torch.equal(there.vector, unskew.run(engine="inline", **options).vector)
 
 
+def test_runs_side_by_side_share_the_cluster(nodes):
+    options = {"methods": ["fedavg", "scaffold"], "seeds": 1, "model": "logistic", "rounds": 2, "local_steps": 2}
+    there = unskew.compare(engine="ray", ray={"address": nodes[0]}, parallel=2, **options)
+    alone = unskew.compare(engine="inline", **options)
+    for name, (history,) in alone.histories.items():
+        assert [row["loss"] for row in history] == [row["loss"] for row in there.histories[name][0]]
+        assert there.summaries[name][0]["engine"] == "ray"
+
+
 def test_a_server_that_was_killed_goes_on_on_one_machine(nodes, tmp_path):
     options = [
         "--model",

@@ -27,7 +27,7 @@ from unskew.runs.checks import check_method
 from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.side_by_side import Work, places, side_by_side
+from unskew.runs.side_by_side import Work, check_parallel, places, side_by_side
 from unskew.tasks import TASKS
 from unskew.tasks.metrics import METRICS, RECALL
 from unskew.tasks.score import score_of
@@ -175,6 +175,7 @@ def compare(
         raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {shown(methods)}.")
     if follow is not None and not callable(follow):
         raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {shown(follow)}.")
+    check_parallel(parallel)
     names = [spelling_of(m) for m in methods]
     if not names:
         raise ConfigError("Name at least one method.")

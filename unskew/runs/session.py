@@ -37,7 +37,7 @@ from unskew.runs.finishing import write_finished
 from unskew.runs.inputs import inputs_of
 from unskew.runs.predictor import Predictor
 from unskew.runs.stopping import EarlyStopping
-from unskew.runs.stores import client_store
+from unskew.runs.stores import store_of
 from unskew.runs.summary import names_of_classes, of_clients, summarise
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
@@ -91,7 +91,8 @@ class Session:
         rule = method.server or FedAvg()
         auto = method.weights or rule.weights or "samples"
         weights = auto if config.weights == "auto" else config.weights
-        store, cache = client_store(config, folder), ClientStore(None if folder is None else folder / "cache")
+        here, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
+        store = store_of(config, folder, here)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
         observed = any(figure.diagnosis in config.diagnose for figure in rule.figures)
         trainer = ServerTrainer(spec, federation, config.training, device, self.sampler.size, observed, weights)

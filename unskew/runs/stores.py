@@ -9,19 +9,20 @@ from unskew.errors import ConfigError
 from unskew.simulation.store import ClientStore, SharedStore
 
 
-def client_store(config: Experiment, folder: Path | None) -> ClientStore:
+def store_of(config: Experiment, folder: Path | None, here: ClientStore) -> ClientStore:
     """The store of a run's clients.
 
     Args:
         config: The run.
         folder: Its folder, or None.
+        here: That of this machine, which it is but for ``ray.state=nodes``.
 
     Raises:
         ConfigError: Nodes shall keep states, but there is no place for them, or updates wait on their way.
     """
     named = config.engine == "auto" and config.ray.address is not None
     if config.ray.state == "driver" or not (config.engine == "ray" or named):
-        return ClientStore(None if folder is None else folder / "clients")
+        return here
     if folder is None:
         raise ConfigError(
             "ray.state=nodes keeps what clients keep in the run folder: name one with out, which nodes see."
