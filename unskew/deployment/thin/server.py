@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+import time
 
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
@@ -16,6 +19,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Carry out what the run's process asks for, until it closes the connection."""
+    end_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as run:
         run.connect(str(context.run_config["socket"]))
         send(run, Frame("hello", {"token": str(context.run_config["token"])}))
@@ -25,6 +29,18 @@ def main(grid: Grid, context: Context) -> None:
             except Closed:
                 return
             send_all(run, answers(grid, asked))
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one of Flower that started it does, instead of calling for it for ever."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(2.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def send_all(run: socket.socket, frames: list[Frame]) -> None:
