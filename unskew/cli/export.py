@@ -29,6 +29,10 @@ def export(
     if as_json:
         print_json({"folder": str(done.folder), "file": str(done.file), "apart": done.apart})
         return
-    checked = "" if done.apart is None else f" Its probabilities are those of the run to {done.apart:.1g}."
+    checked = (
+        ""
+        if done.apart is None
+        else f" What it says differs by {done.apart:.1g} at most from what the run's model says."
+    )
     text = f"The model is {done.file}; README.md beside it is its card.{checked}"
     console_for().print(text, markup=False, highlight=False, soft_wrap=True)

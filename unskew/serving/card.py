@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import Opened
+from unskew.serving.portable import outputs_of, shape_of
 from unskew.simulation.checkpoint import reading
 from unskew.tasks import TASKS
+from unskew.tasks.metrics import METRICS
+from unskew.tasks.score import SCORES, score_of
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
 LIBRARIES = {"torch": "pytorch", "torchscript": "pytorch", "onnx": "onnx", "transformers": "transformers"}
@@ -40,7 +44,7 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     own = runs[0]
     rows = [
         (key, name, *spread(runs, key))
-        for key, name in figures(found.inputs.task).items()
+        for key, name in figures(found.inputs.objective.name, found.config.metrics).items()
         if isinstance(own.get(key), int | float)
     ]
     title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
@@ -91,22 +95,26 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def figures(task: str) -> dict[str, str]:
+def figures(task: str, metrics: Sequence[str] = ()) -> dict[str, str]:
     """The figures of a summary that the card shows, and what it calls them."""
+    key = "r2" if task == "regression" else "accuracy"
+    name = SCORES[key]
     return {
-        "accuracy": "Test accuracy, last round",
+        key: f"Test {name}, last round",
         "loss": "Test loss, last round",
         **{name: f"Test {name}, last round" for name in TASKS[task].figures},
-        "client_accuracy_mean": "Accuracy at clients, mean",
-        "client_accuracy_worst": "Accuracy at clients, worst client",
-        "personal_accuracy_mean": "Accuracy of the clients' own models, mean",
-        "personal_accuracy_worst": "Accuracy of the clients' own models, worst client",
+        **{metric: f"Test {METRICS.get(metric, metric)}, last round" for metric in metrics},
+        f"client_{key}_mean": f"{name[0].upper()}{name[1:]} at clients, mean",
+        f"client_{key}_worst": f"{name[0].upper()}{name[1:]} at clients, worst client",
+        f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of the clients' own models, mean",
+        f"personal_{key}_worst": f"{name[0].upper()}{name[1:]} of the clients' own models, worst client",
     }
 
 
 def front_task(found: Opened) -> str:
     """What the hub calls the task."""
-    return "text-generation" if found.inputs.task == "language" else PIPELINES[found.inputs.kind]
+    other = {"language": "text-generation", "regression": "tabular-regression"}
+    return other.get(found.inputs.task, PIPELINES[found.inputs.kind])
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
@@ -143,7 +151,7 @@ def row_text(row: tuple[str, str, float, float | None]) -> str:
     key, name, mean, std = row
 
     def shown(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.1f} %" if "accuracy" in key else f"{value:.4f}"
+        return "" if value is None else f"{100 * value:.1f} %" if "accuracy" in key or "r2" in key else f"{value:.4f}"
 
     return f"| {name} | {shown(mean)} | {shown(std)} |"
 
@@ -177,8 +185,9 @@ def data_text(found: Opened, own: dict[str, Any]) -> str:
                      f"{inputs.block} tokens.")  # fmt: skip
     if inputs.task != "language":
         names = ", ".join(map(plain, inputs.names[:MOST_CLASSES]))
+        whose = "Numbers that are predicted" if inputs.task == "regression" else "Classes"
         lines.append(
-            f"- Classes, in the order of the outputs: {names}{' ...' if inputs.classes > MOST_CLASSES else '.'}"
+            f"- {whose}, in the order of the outputs: {names}{' ...' if inputs.classes > MOST_CLASSES else '.'}"
         )
     return "\n".join(lines)
 
@@ -206,10 +215,18 @@ def use_text(found: Opened, kind: str) -> str:
         note = "Token ids are the bytes of the text, with 256 before it; there is no tokeniser." if bytes_ else ""
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
+    codes = [
+        f"{plain(one.name)}: {', '.join(f'{place} {plain(value)}' for place, value in enumerate(one.values, 1))}"
+        for one in found.inputs.columns
+        if one.kind == "category"
+    ]
+    coded = f" A category goes in as a number, 0 if it is none of these: {'; '.join(codes)}." if codes else ""
+    coded += " A number that is missing is NaN." if any(one.fills for one in found.inputs.columns) else ""
     padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
     return (
-        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(found.inputs.shape)}, as they are: what was done "
-        f"to the training data is part of the file.{padding}\n\n```python\n{USES[kind]}\n```"
+        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(shape_of(found.inputs))}, as they are: what was "
+        f"done to the training data is part of the file.{padding}{coded}\n\n```python\n"
+        f"{USES[kind].replace('probabilities', outputs_of(found.inputs))}\n```"
     )
 
 
@@ -217,12 +234,14 @@ def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | N
     """What a reader should know before using it."""
     texts = [
         "It was trained in a simulation: the clients were parts of one data set on one machine.",
-        "It knows no inputs but of the kind above, and gives probabilities to others, too. They are not calibrated.",
+        f"It knows no inputs but of the kind above, and gives {outputs_of(found.inputs)} to others, too."
+        f"{'' if found.inputs.task == 'regression' else ' They are not calibrated.'}",
     ]
-    worst, mean = own.get("client_accuracy_worst"), own.get("client_accuracy_mean")
+    score = score_of(own)
+    worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
-            f"Clients are not served alike: {100 * mean:.1f} % on average, {100 * worst:.1f} % at the worst one, on "
+            f"Clients are not served alike: {SCORES[score]} {100 * mean:.1f} % on average, {100 * worst:.1f} % at the worst one, on "
             f"{own.get('clients_evaluated_on')}."
         )
     if seeds == 1:

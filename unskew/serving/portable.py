@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
+from unskew.runs.inputs import Column, Inputs
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
 from unskew.serving.load import Opened
-from unskew.tasks import TASKS
+from unskew.tasks import Regression
 
 MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
 TOLERANCE = 1e-5
@@ -35,17 +36,23 @@ SIZES = (1, 2, 5)
 class Portable(nn.Module):
     """From inputs as they are (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
 
+    Of a table of mixed columns a category goes in as the place of its value among those that ``facts`` names, from 1 on and 0
+    of all others, and a number that is missing as NaN. Of regression, numbers ``[B, T]`` in their own units come out.
+
     Args:
         found: The run.
     """
 
     factor: Tensor | None
     offset: Tensor | None
+    means: Tensor | None
 
     def __init__(self, found: Opened):
         super().__init__()
         inputs, shape = found.inputs, found.inputs.shape
-        self.module, self.task, self.dtype = found.module.eval(), TASKS[inputs.task], found.spec.dtype
+        self.module, self.dtype = found.module.eval(), found.spec.dtype
+        task = inputs.objective
+        self.said = task.restored if isinstance(task, Regression) else task.probabilities
         self.tokens = inputs.kind == "tokens"
         normalise = Normaliser(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalise.factor is None else (normalise.factor, normalise.offset)
@@ -54,14 +61,22 @@ class Portable(nn.Module):
             factor, offset = (part[: int(np.prod(sides))].reshape(sides) for part in (factor, offset))
         self.register_buffer("factor", factor)
         self.register_buffer("offset", offset)
+        columns = inputs.columns
+        self.register_buffer("means", torch.tensor([one.mean for one in columns]) if columns else None)
+        self.marked = [place for place, one in enumerate(columns) if one.marks]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probabilities of the classes."""
+        """Probabilities of the classes, or the numbers that are predicted."""
         if not self.tokens:
+            if self.means is not None:
+                missing = torch.isnan(x)
+                x = torch.where(missing, self.means, x)
+                if self.marked:
+                    x = torch.cat([x, missing[:, self.marked].to(x.dtype)], 1)
             x = x.to(self.dtype)
             if self.factor is not None and self.offset is not None:
                 x = x * self.factor + self.offset
-        return self.task.probabilities(self.module(x))
+        return self.said(self.module(x))
 
 
 def examples(found: Opened, count: int) -> Tensor:
@@ -74,6 +89,8 @@ def examples(found: Opened, count: int) -> Tensor:
         ids = torch.randint(0, getattr(found.module, "tokens", None) or FEWEST, shape, generator=draws)
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
+    if inputs.columns:
+        return torch.stack([_column(one, count, draws) for one in inputs.columns], 1)
     x, known = torch.randn(shape, generator=draws), inputs.normalisation
     if known is None:
         return x
@@ -82,12 +99,32 @@ def examples(found: Opened, count: int) -> Tensor:
     return x * std + mean
 
 
+def _column(one: Column, count: int, draws: torch.Generator) -> Tensor:
+    if one.kind == "category":
+        return torch.randint(0, len(one.values) + 1, (count,), generator=draws).float()
+    x = torch.randn(count, generator=draws) * one.std + one.mean
+    return x.masked_fill(torch.rand(count, generator=draws) < 0.3, torch.nan) if one.fills else x
+
+
+def shape_of(inputs: Inputs) -> tuple[int, ...]:
+    """Of one input as it goes in: of mixed columns, without those that say what is missing."""
+    return (len(inputs.columns),) if inputs.columns else inputs.shape
+
+
+def outputs_of(inputs: Inputs) -> str:
+    """What comes out, as one word."""
+    return "numbers" if inputs.task == "regression" else "probabilities"
+
+
 def facts(found: Opened) -> dict[str, str]:
     """What is written into a file beside the weights, as text."""
     inputs = found.inputs
-    about: dict[str, Any] = {"shape": list(inputs.shape), "kind": inputs.kind, "task": inputs.task}
+    about: dict[str, Any] = {"shape": list(shape_of(inputs)), "kind": inputs.kind, "task": inputs.task}
+    about["outputs"] = outputs_of(inputs)
     about |= {} if inputs.task == "language" else {"class_names": inputs.names}
     about |= {"features": list(inputs.features)} if inputs.features else {}
+    columns = [{"name": one.name, "kind": one.kind, "values": list(one.values)} for one in inputs.columns]
+    about |= {"columns": columns} if columns else {}
     about |= {"text": list(inputs.text), "tokenizer": inputs.tokenizer, "padding": PADDING} if inputs.text else {}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
 
@@ -96,7 +133,7 @@ def write(found: Opened, kind: str, file: Path) -> float:
     """Write the model as ``torch``, ``onnx`` or ``torchscript``, and look whether the file gives what the model gives.
 
     Returns:
-        The largest difference of a probability.
+        The largest difference of a probability, or of a number in its standard deviations.
 
     Raises:
         ConfigError: The model cannot be written so, the file gives something else, or a package is missing.
@@ -107,10 +144,12 @@ def write(found: Opened, kind: str, file: Path) -> float:
     with torch.no_grad(), _quiet(), _as_sentence(kind):
         ask = WRITERS[kind](portable, examples(found, 2), facts(found), file)
         apart = max(_apart(portable(x), ask(x)) for x in (examples(found, size) for size in SIZES))
+    targets = found.inputs.targets
+    apart /= max(targets.std) if targets else 1.0
     if not apart <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The model as {kind} gives other probabilities, by {apart:.2g} at most, so it was not kept; another format may."
+            f"The model as {kind} gives other {outputs_of(found.inputs)}, by {apart:.2g} at most, so it was not kept; another format may."
         )
     return apart
 
@@ -147,7 +186,7 @@ def _onnx(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> A
         verbose=False,
         dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         input_names=["inputs"],
-        output_names=["probabilities"],
+        output_names=[about["outputs"]],
     )
     model = program.model_proto
     onnx.helper.set_model_props(model, about)
