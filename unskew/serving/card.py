@@ -222,8 +222,8 @@ def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | N
     worst, mean = own.get("client_accuracy_worst"), own.get("client_accuracy_mean")
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
-            f"Clients are not served alike: in this run {100 * mean:.1f} % on average, {100 * worst:.1f} % at the worst one, on "
-            f"{own.get('clients_evaluated_on')}."
+            f"Clients are not served alike: in this run {100 * mean:.1f} % on average, {100 * worst:.1f} % at the worst one, "
+            f"on {own.get('clients_evaluated_on')}."
         )
     if seeds == 1:
         texts.append("One seed was run, so chance may have a large part in the figures.")
