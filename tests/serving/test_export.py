@@ -99,7 +99,7 @@ def test_the_card_says_what_the_runs_say(tmp_path):
         "dirichlet:0.1",
         "fedprox:mu=0.1",
         "arXiv:1812.06127",
-        "2 runs with other seeds",
+        "2 runs of different seeds",
         "no guarantee of privacy",
     ):
         assert words in text

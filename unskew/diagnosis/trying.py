@@ -17,6 +17,7 @@ from unskew.errors import ConfigError, shown
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Callback, Row
 from unskew.runs.run import run_experiment
+from unskew.tasks.score import score_of
 
 CANDIDATES = 7
 """Advised methods that are tried at most."""
@@ -93,7 +94,7 @@ class Trial:
         rungs: How many methods were trained to how many rounds.
         minutes: The budget; ``spent`` is what was used of it.
         spent: Minutes.
-        figure: What is compared: ``accuracy``, or ``loss``, where lower is better.
+        figure: What is compared: ``accuracy``, ``r2``, or ``loss``, where lower is better.
     """
 
     tried: list[Tried]
@@ -163,7 +164,9 @@ def try_out(
                 alive = alive[: math.ceil(len(alive) / 2)]
         except TimeIsUp:
             pass
-    figure = "accuracy" if all(s.get("accuracy") is not None for r in found.values() for s in r.values()) else "loss"
+    summaries = [summary for runs in found.values() for summary in runs.values()]
+    scores = {score_of(summary) for summary in summaries}
+    figure = scores.pop() if all(s.get(score_of(s)) is not None for s in summaries) and len(scores) == 1 else "loss"
     tried = [outcome(name, found[name], found[BASELINE], figure) for name in advised]
     return Trial(tried, reached, float(minutes), (time.monotonic() - began) / 60, figure)
 
@@ -209,7 +212,8 @@ def trained(
 
 def merit(summary: dict[str, Any]) -> float:
     """What rungs are decided by; higher is better."""
-    for figure in ("client_accuracy_mean", "accuracy"):
+    score = score_of(summary)
+    for figure in (f"client_{score}_mean", score):
         if summary.get(figure) is not None:
             return float(summary[figure])
     return -math.inf if summary.get("loss") is None else -float(summary["loss"])
@@ -224,5 +228,5 @@ def outcome(name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict
     held = None
     # A loss that is not finite is worse than any; a method that did nothing yet has FedAvg's own figure.
     if theirs is not None and mine != theirs:
-        held = mine is not None and (mine > theirs if figure == "accuracy" else mine < theirs)
+        held = mine is not None and (mine < theirs if figure == "loss" else mine > theirs)
     return Tried(name, rounds, mine, theirs, merit(runs[rounds]), held, float(runs[rounds].get("seconds") or 0.0))

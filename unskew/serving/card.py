@@ -72,7 +72,7 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
         "the global model of a federation" if client is None else f"the own model of client {client} of a federation"
     )
     said = (
-        f"mean and standard deviation over {seeds} runs with other seeds"
+        f"mean and standard deviation over {seeds} runs of different seeds"
         if seeds > 1
         else "one run, so no spread is known"
     )
@@ -241,8 +241,8 @@ def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | N
     worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
-            f"Clients are not served alike: {SCORES[score]} {100 * mean:.1f} % on average, {100 * worst:.1f} % at the worst one, on "
-            f"{own.get('clients_evaluated_on')}."
+            f"Clients are not served alike: in this run {SCORES[score]} {100 * mean:.1f} % on average, {100 * worst:.1f} % at "
+            f"the worst one, on {own.get('clients_evaluated_on')}."
         )
     if seeds == 1:
         texts.append("One seed was run, so chance may have a large part in the figures.")

@@ -25,13 +25,11 @@ from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.simulation.personal import personalises
-from unskew.tasks import TASKS
 from unskew.tuning.options import applied, as_configured, fixed_in, spaces_for, without_rival
 from unskew.tuning.study import Pruned, Study, Trial, make_storage
 
 Follow = Callable[[str], Sequence[Callback]]
 WAIT = 0.2
-PERSONAL = "personal_accuracy_mean"
 
 
 def unfollowed(title: str) -> Sequence[Callback]:
@@ -75,8 +73,13 @@ class Plan:
 
     @property
     def lowest(self) -> bool:
-        """Whether the loss decides, and not the accuracy."""
-        return "loss" in TASKS[self.data.task].lower_is_better
+        """Whether the loss decides: of a language model the accuracy says little."""
+        return self.data.objective.name == "language"
+
+    @property
+    def scored(self) -> str:
+        """The figure that decides."""
+        return "loss" if self.lowest else self.data.objective.scored
 
     def check(self) -> None:
         """Refuse what no trial could be made of, before the first.
@@ -156,12 +159,12 @@ class Judge:
     Args:
         trial: Whose.
         rounds: Of its run.
-        lowest: Whether the loss decides.
+        scored: The figure that decides.
     """
 
-    def __init__(self, trial: Trial, rounds: int, lowest: bool):
+    def __init__(self, trial: Trial, rounds: int, scored: str):
         self.trial, self.rounds, self.done = trial, rounds, 0
-        self.figure = "validation_loss" if lowest else "validation_accuracy"
+        self.figure = f"validation_{scored}"
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Nothing is to be done."""
@@ -183,7 +186,7 @@ def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback
     """Draw the options of a trial, train with them, and note what came of it."""
     params = trial.params()
     folder, rounds = trial.folder, plan.config.rounds
-    judge = Judge(trial, rounds, plan.lowest)
+    judge = Judge(trial, rounds, plan.scored)
     try:
         config = plan.of(name, params).model_copy(update={"target": None, "trackers": (), "save_samples": False})
         if config.early_stopping is None:  # never stops so, but looks at what clients hold out
@@ -209,12 +212,13 @@ def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback
     except (ConfigError, DataError) as error:
         trial.tell(None, 0, str(error))
     else:
-        trial.tell(value_of(history, summary, judge.figure, name in plan.personal), len(history))
+        trial.tell(value_of(history, summary, plan.scored, name in plan.personal), len(history))
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def value_of(history: Sequence[dict[str, Any]], summary: Mapping[str, Any], figure: str, personal: bool) -> float:
+def value_of(history: Sequence[dict[str, Any]], summary: Mapping[str, Any], scored: str, personal: bool) -> float:
     """What a finished run is worth: its last model, or its clients' own models, on what clients hold out."""
-    values = [summary.get(PERSONAL)] if personal else [row[figure] for row in history if figure in row]
+    figure, own = f"validation_{scored}", f"personal_{scored}_mean"
+    values = [summary.get(own)] if personal else [row[figure] for row in history if figure in row]
     return float("nan") if not values or values[-1] is None else float(values[-1])
