@@ -11,7 +11,8 @@ from support.pages import DOCS, section, table
 from support.running import call
 
 import unskew
-from unskew.diagnosis.advice_rules import CAUTIONS, RULES
+from unskew.diagnosis.advice_cautions import CAUTIONS
+from unskew.diagnosis.advice_rules import RULES
 from unskew.diagnosis.situation import Limits
 from unskew.diagnosis.trying import try_out
 from unskew.errors import ConfigError, DataError

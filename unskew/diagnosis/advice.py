@@ -11,8 +11,9 @@ import yaml
 
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
+from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_notes import budget_notes, notes
-from unskew.diagnosis.advice_rules import CAUTIONS, RULES, Rule
+from unskew.diagnosis.advice_rules import RULES, Rule
 from unskew.diagnosis.situation import Limits, Setting, Situation
 from unskew.diagnosis.traffic import traffic_of
 from unskew.errors import UnskewError

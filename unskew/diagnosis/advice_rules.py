@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unskew.diagnosis.advice_terms import horizon, labels_differ, made, no_skew, one_class, proximal, skewed, strong
 from unskew.diagnosis.situation import Situation
+from unskew.tasks import TASKS
 
 VERSION = 1
 """Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""
@@ -45,23 +45,58 @@ class Rule:
     evidence: int
 
 
-@dataclass(frozen=True)
-class Caution:
-    """What speaks against methods.
+def skewed(s: Situation) -> bool:
+    """Labels differ clearly more than by chance; Dirichlet 1 over ten classes is about here."""
+    return s.skew >= 0.15
 
-    Attributes:
-        methods: Names of the methods.
-        when: Whether it does.
-        because: Why, with the numbers it goes by.
-        source: The theory or the table that it rests on.
-        takes: From the evidence of their rules.
+
+def strong(s: Situation) -> bool:
+    """As strong as in the tables of results: Dirichlet 0.1 over ten classes is about 0.6."""
+    return s.skew >= 0.4
+
+
+def one_class(s: Situation) -> bool:
+    """Each sample has one class."""
+    return s.task == "classification"
+
+
+def rounded(value: float) -> float:
+    """One significant digit, as options are written."""
+    return float(f"{value:.1g}")
+
+
+def proximal(s: Situation) -> float:
+    """``mu`` such that the term pulls back the drifting share of a round: ``mu lr tau = 1 - 1/B^2``.
+
+    ``B^2 = 1 + zeta^2 / ||grad f||^2`` is FedProx's dissimilarity. With ``mu lr tau`` far below 1 the term does nothing in
+    ``tau`` steps, above 1 it holds the model where it is.
     """
+    return max(0.001, rounded(s.dissimilarity / (1 + s.dissimilarity) / (s.rate * s.tau)))
 
-    methods: tuple[str, ...]
-    when: Condition
-    because: Sentence
-    source: str
-    takes: int = 2
+
+def horizon(s: Situation) -> float:
+    """Server momentum whose memory ``1 / (1 - beta)`` is a third of the run at most, and 0.9 at most."""
+    return max(0.1, min(0.9, round(1 - 3 / max(4, s.rounds), 1)))
+
+
+def made(s: Situation) -> int:
+    """Images a client makes so that a quarter of its data are synthetic."""
+    return max(1, round(s.mean_size / 3))
+
+
+LABELS = "clients' labels are {distance:.2f} away from all clients' on average (chance alone: {chance:.2f})"
+
+
+def labels_differ(s: Situation) -> str:
+    """The number that most rules go by."""
+    return LABELS.format(distance=s.distance, chance=s.chance)
+
+
+def no_skew(s: Situation) -> str:
+    """Where labels are not known to differ."""
+    if not TASKS[s.task].labelled:
+        return f"the task {s.task} has no labels by which clients could be compared"
+    return f"{labels_differ(s)}: no label skew to speak of"
 
 
 RULES: tuple[Rule, ...] = (
@@ -211,48 +246,3 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 """In the order in which those of the same evidence are ranked."""
-
-CAUTIONS: tuple[Caution, ...] = (
-    Caution(
-        ("scaffold", "fedpvr"),
-        lambda s: s.tau < 10,
-        lambda s: (
-            f"With {s.tau:.0f} local steps a variate is a mean of few gradients; with 5 SCAFFOLD stayed near chance."
-        ),
-        "docs/results/fedals.md, Table 1",
-    ),
-    Caution(
-        ("scaffold", "fedpvr", "feddyn"),
-        lambda s: s.participation < 0.5,
-        lambda s: (
-            f"Only {s.participation:.0%} of the clients take part in a round, so what each keeps is old; our tables "
-            "have all clients in every round."
-        ),
-        "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured here",
-        1,
-    ),
-    Caution(
-        ("feddyn", "fedpvr"),
-        lambda s: s.linear <= 0.99 and s.skew >= 0.65,
-        lambda s: (
-            f"Labels are {s.distance:.2f} away; at the strongest skew, with a convolutional network, it was 6 points "
-            "below FedAvg, within what seeds differ."
-        ),
-        "docs/results/fedssyn.md, a part of CIFAR-10",
-        1,
-    ),
-    Caution(
-        ("fedssyn",),
-        lambda s: s.pixels > 16,
-        lambda s: f"Images of {s.pixels} pixels are larger than the 16 that small generators were tried on.",
-        "docs/results/fedssyn.md, a part of CIFAR-10",
-        1,
-    ),
-    Caution(
-        ("feddle",),
-        lambda s: s.tau >= 20,
-        lambda s: "With much local work its lead over training at the server was gone.",
-        "docs/results/feddle.md, more work at the clients",
-        1,
-    ),
-)

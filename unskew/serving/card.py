@@ -241,8 +241,8 @@ def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | N
     worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
-            f"Clients are not served alike: in this run {SCORES[score]} {100 * mean:.1f} % on average, {100 * worst:.1f} % at "
-            f"the worst one, on {own.get('clients_evaluated_on')}."
+            f"Clients are not served alike: in this run {SCORES[score]} {100 * mean:.1f} % on average, {100 * worst:.1f} % "
+            f"at the worst one, on {own.get('clients_evaluated_on')}."
         )
     if seeds == 1:
         texts.append("One seed was run, so chance may have a large part in the figures.")

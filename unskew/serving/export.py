@@ -25,8 +25,8 @@ class Exported:
     Attributes:
         folder: Where.
         file: The model; ``README.md`` beside it is its card.
-        apart: The largest difference of a probability to the original's, or of a number in its standard deviations; None where
-            weights were written as they are.
+        apart: The largest difference of a probability to the original's, or of a number in its standard deviations; None
+            where weights were written as they are.
     """
 
     folder: Path

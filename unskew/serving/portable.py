@@ -149,8 +149,8 @@ def write(found: Opened, kind: str, file: Path) -> float:
     if not apart <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The model as {kind} gives other {outputs_of(found.inputs)}, by {apart:.2g} at most, so it was not kept; another "
-            "format may."
+            f"The model as {kind} gives other {outputs_of(found.inputs)}, by {apart:.2g} at most, so it was not kept; "
+            "another format may."
         )
     return apart
 

@@ -1,0 +1,72 @@
+"""What speaks against methods that a rule of advice proposes; like the rules, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unskew.diagnosis.advice_rules import Condition, Sentence
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What speaks against methods.
+
+    Attributes:
+        methods: Names of the methods.
+        when: Whether it does.
+        because: Why, with the numbers it goes by.
+        source: The theory or the table that it rests on.
+        takes: From the evidence of their rules.
+    """
+
+    methods: tuple[str, ...]
+    when: Condition
+    because: Sentence
+    source: str
+    takes: int = 2
+
+
+CAUTIONS: tuple[Caution, ...] = (
+    Caution(
+        ("scaffold", "fedpvr"),
+        lambda s: s.tau < 10,
+        lambda s: (
+            f"With {s.tau:.0f} local steps a variate is a mean of few gradients; with 5 SCAFFOLD stayed near chance."
+        ),
+        "docs/results/fedals.md, Table 1",
+    ),
+    Caution(
+        ("scaffold", "fedpvr", "feddyn"),
+        lambda s: s.participation < 0.5,
+        lambda s: (
+            f"Only {s.participation:.0%} of the clients take part in a round, so what each keeps is old; our tables "
+            "have all clients in every round."
+        ),
+        "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured here",
+        1,
+    ),
+    Caution(
+        ("feddyn", "fedpvr"),
+        lambda s: s.linear <= 0.99 and s.skew >= 0.65,
+        lambda s: (
+            f"Labels are {s.distance:.2f} away; at the strongest skew, with a convolutional network, it was 6 points "
+            "below FedAvg, within what seeds differ."
+        ),
+        "docs/results/fedssyn.md, a part of CIFAR-10",
+        1,
+    ),
+    Caution(
+        ("fedssyn",),
+        lambda s: s.pixels > 16,
+        lambda s: f"Images of {s.pixels} pixels are larger than the 16 that small generators were tried on.",
+        "docs/results/fedssyn.md, a part of CIFAR-10",
+        1,
+    ),
+    Caution(
+        ("feddle",),
+        lambda s: s.tau >= 20,
+        lambda s: "With much local work its lead over training at the server was gone.",
+        "docs/results/feddle.md, more work at the clients",
+        1,
+    ),
+)
