@@ -31,7 +31,6 @@ from unskew.cli.options import (
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError
 from unskew.files import place
-from unskew.options import untrusted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,6 +145,7 @@ def tune(
 def from_space_files(texts: list[str], trusted: bool) -> Iterator[None]:
     """Within, what files of spaces name of code is not run, unless that is asked for."""
     from unskew.config.reading import load_yaml
+    from unskew.options import untrusted
 
     with ExitStack() as within:
         for text in texts:
