@@ -40,7 +40,7 @@ from unskew.simulation.loop import train
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 CIFAR = Path(__file__).parents[2] / "shared" / "data" / "cifar10" / "train.parquet"
 

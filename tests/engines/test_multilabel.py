@@ -24,7 +24,8 @@ from unskew.methods.fedcog.fedcog import FedCOG
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
-from unskew.tasks import TASKS, Classification, MultiLabel
+from unskew.tasks.catalogue import TASKS
+from unskew.tasks.labels import Classification, MultiLabel
 
 TASK = MultiLabel()
 FEDCOG = "fedcog:start_round=1,n=11,g_steps=3,lambda_kd=1,lambda_dis=5"

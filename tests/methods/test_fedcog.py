@@ -17,7 +17,7 @@ from unskew.generators.learned.inversion import learn, statistics_distance
 from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
 from unskew.methods.fedcog.fedcog import FedCOG, kl
 from unskew.seeding import fold
-from unskew.tasks import Classification
+from unskew.tasks.labels import Classification
 
 
 @pytest.fixture

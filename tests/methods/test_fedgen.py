@@ -16,7 +16,7 @@ from unskew.models.catalogue import build_model
 from unskew.models.trainable import Batch
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import fold, normal
-from unskew.tasks import Classification
+from unskew.tasks.labels import Classification
 
 SIZES = [12, 23, 17]
 

@@ -19,7 +19,7 @@ from unskew.generators.virtual.style import modulated, style_images
 from unskew.methods.vhl import VHL, align
 from unskew.models.trainable import Batch
 from unskew.protocol.rules import ClientRule
-from unskew.tasks import Classification
+from unskew.tasks.labels import Classification
 
 SIZES = [12, 23, 17]
 

@@ -32,7 +32,7 @@ from unskew.protocol.workspace import Prepared
 from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("heavy")]
 

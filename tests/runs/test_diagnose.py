@@ -25,7 +25,7 @@ from unskew.measures.labels import label_figures
 from unskew.measures.probe import Probe, largest
 from unskew.measures.updates import Updates
 from unskew.models.vector import ModelSpec
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 SIZES = (3, 7, 5, 4)
 ALL = Scope(clients=None, samples=None, shares=(0.0, 0.3, 0.5, 1.0), iterations=500, tolerance=1e-12, tau=4, batch=2)

@@ -12,7 +12,8 @@ from support.tolerance import FEW, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import metrics_table
 from unskew.errors import ConfigError
-from unskew.tasks import TASKS, Classification
+from unskew.tasks.catalogue import TASKS
+from unskew.tasks.labels import Classification
 from unskew.tasks.metrics import METRICS, metric_figures
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}

@@ -373,6 +373,10 @@ def test_a_methods_spelling_is_never_broken_inside_a_word(width):
     runs = {name: [[row(1, 0.5)]] for name in names}
     ends = {name: [summary_of(0.5)] for name in names}
     text = shown(comparison_table(Comparison(runs, ends, target=0.5, folder=None).rows()), width)
+    if "────" not in text:  # there is no room for a table, so each row is a few lines
+        assert width < 120
+        assert [line for line in text.splitlines() if line in names] == names
+        return
     lines = [line.split()[0] for line in text.splitlines() if line[:1] == " " and line[1:2].strip(" ─")]
     assert "".join(lines) == "method" + "".join(names)
     assert all(line[-1] in "+,:" or f"{line}." in f"{'. '.join(['method', *names])}." for line in lines)

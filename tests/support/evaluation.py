@@ -8,7 +8,7 @@ from torch import nn
 import unskew
 from unskew.models.vector import ModelSpec
 from unskew.simulation.evaluate import Evaluator
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 
 def shown(table, width=200):

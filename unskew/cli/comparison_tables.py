@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.wide import below
+from unskew.cli.wide import as_text, below
 from unskew.comparison.target import TargetCost
 from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
 from unskew.tasks.score import SCORES, score_of
@@ -59,9 +59,16 @@ class ByMethod(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         self.columns[0].width, self.padding = 0, (0, 1)
         figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
+        if figures + self.least > options.max_width:
+            for column in self.columns[
+                1:
+            ]:  # a heading may be folded between its words, a figure and its spread may not
+                cells = [as_text(cell, console).plain for cell in column.cells]
+                column.width = max(map(len, [*cells, *str(column.header).split()]))
+            self.padding = (0, 1, 0, 0)
+            figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))
-        self.padding = (0, 1) if figures + self.least <= options.max_width else (0, 1, 0, 0)
-        if super().__rich_measure__(console, options.update(max_width=10_000)).minimum > options.max_width:
+        if figures + self.least > options.max_width:
             yield from below(self, console)
         else:
             yield from super().__rich_console__(console, options)

@@ -28,7 +28,7 @@ from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
 from unskew.runs.side_by_side import Work, check_parallel, places, side_by_side
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 from unskew.tasks.metrics import METRICS, RECALL
 from unskew.tasks.score import score_of
 

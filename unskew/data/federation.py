@@ -31,7 +31,8 @@ from unskew.data.reading.columns import described
 from unskew.data.reading.encoders import Encoder
 from unskew.data.targets import standardised
 from unskew.errors import DataError, shown, unknown
-from unskew.tasks import TASKS, Task
+from unskew.tasks.catalogue import TASKS
+from unskew.tasks.task import Task
 
 __all__ = ["ArrayClients", "ClientData", "Federation", "ServerData", "cat_inputs", "joined_clients", "take"]
 

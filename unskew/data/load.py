@@ -29,7 +29,8 @@ from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.data.targets import standardised
 from unskew.errors import ConfigError, shown, unknown
-from unskew.tasks import TASKS, Task
+from unskew.tasks.catalogue import TASKS
+from unskew.tasks.task import Task
 
 MISSING = ("refuse", "mean", "indicator")
 """What may be done to missing numbers of a table."""

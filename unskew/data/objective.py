@@ -11,7 +11,7 @@ import numpy as np
 from unskew.data.federation import Federation
 from unskew.data.statistics import NUMBER, balanced
 from unskew.errors import ConfigError
-from unskew.tasks import Classification
+from unskew.tasks.labels import Classification
 from unskew.tasks.regression import Regression
 
 

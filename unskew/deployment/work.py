@@ -32,7 +32,7 @@ from unskew.simulation import personal
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.personal import serving
 from unskew.simulation.slices import complement
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 
 class Work:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unskew.diagnosis.situation import Situation
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 VERSION = 1
 """Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""

@@ -14,7 +14,7 @@ from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training import Buffers, Training
-from unskew.tasks import Task
+from unskew.tasks.task import Task
 
 
 @dataclass(frozen=True)

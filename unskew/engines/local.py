@@ -19,7 +19,7 @@ from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import fold
-from unskew.tasks import Task
+from unskew.tasks.task import Task
 
 
 def base_loss(model: Model, task: Task) -> LossFn:

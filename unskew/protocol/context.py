@@ -14,7 +14,7 @@ from unskew.models.trainable import Model
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Tensors
 from unskew.protocol.training import Training
-from unskew.tasks import Task
+from unskew.tasks.task import Task
 
 
 class ReadOnly(dict[str, Tensor]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation, take
 from unskew.data.normalisation import Normalisation
 from unskew.seeding import generator
-from unskew.tasks import Task
+from unskew.tasks.task import Task
 
 
 @dataclass(frozen=True)

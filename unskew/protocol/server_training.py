@@ -23,7 +23,7 @@ from unskew.data.federation import ServerData
 from unskew.data.pixels import Pixels
 from unskew.models.trainable import Batch, GradFn, LossFn, Model
 from unskew.models.vector import ModelSpec, Output
-from unskew.tasks import Task
+from unskew.tasks.task import Task
 
 
 class Trained(NamedTuple):

@@ -19,8 +19,9 @@ from unskew.data.reading.encoders import Encoder
 from unskew.data.reading.text import is_text
 from unskew.errors import CheckpointError, DataError
 from unskew.files import write_atomic
-from unskew.tasks import TASKS, Task
+from unskew.tasks.catalogue import TASKS
 from unskew.tasks.regression import Regression
+from unskew.tasks.task import Task
 
 NAME = "inputs.json"
 Finite = Annotated[float, Field(allow_inf_nan=False)]

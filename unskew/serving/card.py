@@ -18,7 +18,7 @@ from unskew.runs.predictor import shape_text
 from unskew.serving.load import Opened
 from unskew.serving.portable import outputs_of, shape_of
 from unskew.simulation.checkpoint import reading
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 from unskew.tasks.metrics import METRICS
 from unskew.tasks.score import SCORES, score_of
 

@@ -22,7 +22,7 @@ from unskew.runs.inputs import Column, Inputs
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
 from unskew.serving.load import Opened
-from unskew.tasks import Regression
+from unskew.tasks.regression import Regression
 
 MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
 TOLERANCE = 1e-5

@@ -16,8 +16,8 @@ from unskew.engines.machine import threads
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
 from unskew.seeding import numpy_generator
-from unskew.tasks import Task
 from unskew.tasks.metrics import metric_figures
+from unskew.tasks.task import Task
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer that are held at once: 256 MB in float32

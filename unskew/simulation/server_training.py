@@ -20,7 +20,7 @@ from unskew.models.vector import ModelSpec, Output
 from unskew.protocol.server_training import Trained, Witness
 from unskew.protocol.training import Training
 from unskew.seeding import fold
-from unskew.tasks import TASKS
+from unskew.tasks.catalogue import TASKS
 
 BATCH = 500
 

@@ -44,7 +44,7 @@ from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
 from unskew.protocol.spaces import Space, log
 from unskew.seeding import fold, normal, uniform
-from unskew.tasks import Task
+from unskew.tasks.task import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
