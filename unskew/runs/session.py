@@ -89,8 +89,7 @@ class Session:
         self.task = task = federation.objective.unweighted
         self.figures = (*task.figures, *metric_names(config.metrics, federation.names))
         rule = method.server or FedAvg()
-        auto = method.weights or rule.weights or "samples"
-        weights = auto if config.weights == "auto" else config.weights
+        weights = (method.weights or rule.weights or "samples") if config.weights == "auto" else config.weights
         here, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
         store = store_of(config, folder, here)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
