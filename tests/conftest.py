@@ -1,8 +1,15 @@
+import gc
 import os
 
 import pytest
 import torch
 from support.running import blank
+
+
+def pytest_collection_finish(session):
+    """What was imported and collected lives as long as the tests do: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -58,11 +58,22 @@ def test_a_table_is_looked_at_and_the_file_runs(capsys):
     assert call(capsys, "init", "nowhere.csv", "--out", "x.yaml").code == 2
 
 
-def test_missing_values_do_not_keep_it_from_running(capsys):
+def test_gaps_categories_and_numbers_to_predict_are_seen_and_the_file_runs(capsys):
     write_csv("study.csv", gaps=True)
-    outcome = call(capsys, "init", "study.csv")
+    rows = Path("study.csv").read_text().splitlines()
+    more = [
+        f"{line},{'uvw'[i % 3]},{'' if i % 9 == 0 else f'2024-01-{i % 28 + 1:02}'},note {i}"
+        for i, line in enumerate(rows[1:])
+    ]
+    Path("study.csv").write_text("\n".join([rows[0] + ",kind,since,note", *more]) + "\n")
+    outcome = call(capsys, "init", "study.csv", "--label", "dose")
     assert outcome.code == 0, outcome.err
-    runs(capsys)
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["task"], values["missing"], values["model"]) == ("regression", "indicator", "table-mlp")
+    assert (values["categories"], values["dates"]) == (["outcome", "kind"], ["since"])
+    assert values["exclude"] == ["patient_id", "note"]
+    assert "classes" not in outcome.out
+    assert runs(capsys)["r2"] <= 1
 
 
 def test_arrays_name_their_clients(capsys):

@@ -79,6 +79,39 @@ def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys, kind):
     assert json.loads(known["class_names"]) == ["no", "yes"]
 
 
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
+def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind):
+    draws = np.random.default_rng(0)
+    rows = [
+        ("" if k % 5 == 0 else f"{draws.normal(50, 9):.1f}", "uvw"[k % 3], f"{draws.normal(100, 20):.2f}")
+        for k in range(60)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["age,kind,cost", *map(",".join, rows)]) + "\n")
+    options = {"label": "cost", "task": "regression", "categories": ["kind"], "missing": "indicator"}
+    unskew.run(
+        data=f"table:{tmp_path / 't.csv'}", partition="iid", clients=3, rounds=1, engine="inline", model="table-mlp",
+        out=tmp_path / "run", **options,
+    )  # fmt: skip
+    done = unskew.export(tmp_path / "run", kind)
+    known = about(kind, done.file)
+    columns = json.loads(known["columns"])
+    assert [(one["name"], one["values"]) for one in columns] == [("age", []), ("kind", ["u", "v", "w"])]
+    x = [[float(age or "nan"), columns[1]["values"].index(kind_) + 1] for age, kind_, _ in rows]
+    expected = unskew.load(tmp_path / "run").predict_file(tmp_path / "t.csv")
+    assert known["outputs"] == "numbers"
+    assert np.allclose(ask(kind, done.file, torch.tensor(x))[:, 0], expected, rtol=1e-5)
+    text = (done.folder / "README.md").read_text()
+    for words in (
+        "tabular-regression",
+        "Test R²",
+        "n x 2",
+        "kind: 1 u, 2 v, 3 w",
+        "is NaN",
+        "order of the outputs: cost",
+    ):
+        assert words in text
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_the_card_says_what_the_runs_say(tmp_path):
     both = unskew.compare(methods=["fedprox:mu=0.1"], seeds=2, model="logistic", out=tmp_path / "both", **TINY)

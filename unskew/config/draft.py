@@ -180,8 +180,8 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values")
     made.set("data", data)
     made.set("label", label, f"{distinct[label]} values; another one with --label")
-    if distinct[label] > MOST_CLASSES and is_numeric(table.column(label).type):
-        made.set("task", "regression", "a number is predicted; its classes would be too many")
+    if is_numeric(table.column(label).type) and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label))):
+        made.set("task", "regression", "a number is predicted, not a class")
     rest = [c for c in columns if c not in (label, owner)]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
     texts = [c for c in rest if is_string(table.column(c).type)]
@@ -205,6 +205,11 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.set("partition", kind, f"{skew}no column looks as if it named clients")
         made.set("clients", max(2, min(10, n // 40)))
     made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
+
+
+def _has_fractions(column: Any) -> bool:
+    values = column.cast("float64").drop_null().to_numpy()
+    return bool((values % 1 != 0).any())
 
 
 def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:
