@@ -37,8 +37,9 @@ def unsynced():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache(tmp_path_factory):
-    """Nothing is left in the user's own cache."""
+def nothing_of_the_user(tmp_path_factory):
+    """Nothing is left in the user's own cache, and the width of the user's terminal does not matter."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

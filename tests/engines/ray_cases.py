@@ -116,6 +116,7 @@ def test_a_server_that_was_killed_goes_on_on_one_machine(nodes, tmp_path):
         "checkpoint_every=1",
     ]
     unskew_ = [sys.executable, "-m", "unskew"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # sums over several threads are rounded in another order
     begun = subprocess.Popen(
         [
             *unskew_,
@@ -129,6 +130,7 @@ def test_a_server_that_was_killed_goes_on_on_one_machine(nodes, tmp_path):
             tmp_path / "killed",
         ],
         stdout=subprocess.DEVNULL,
+        env=alone,
     )
     lines, end = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 240
     while not lines.is_file() or len(lines.read_text().splitlines()) < 3:
@@ -138,8 +140,10 @@ def test_a_server_that_was_killed_goes_on_on_one_machine(nodes, tmp_path):
     begun.kill()
     begun.wait()
     assert not (tmp_path / "killed" / "summary.json").exists()
-    subprocess.run([*unskew_, "resume", tmp_path / "killed", "--engine", "inline"], check=True)
-    subprocess.run([*unskew_, "run", *options, "--engine", "inline", "--out", tmp_path / "whole"], check=True)
+    subprocess.run([*unskew_, "resume", tmp_path / "killed", "--engine", "inline"], check=True, env=alone)
+    subprocess.run(
+        [*unskew_, "run", *options, "--engine", "inline", "--out", tmp_path / "whole"], check=True, env=alone
+    )
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole"))
     assert one == two
 
@@ -179,4 +183,6 @@ def test_what_dies_costs_time_and_no_bits(script):
     done = subprocess.run(
         [sys.executable, text], capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert done.stdout.splitlines()[-1].startswith("equal after"), done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("equal after")]  # Ray's own lines may follow
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said, done.stdout + done.stderr

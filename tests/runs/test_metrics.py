@@ -76,7 +76,7 @@ def test_they_are_null_where_nothing_is_evaluated_and_change_no_model(fed):
     rows = unskew.compare(fed, methods=["fedavg"], seeds=1, metrics="auroc,ece", **TINY).rows()
     shown = metrics_table(rows)
     assert [column.header for column in shown.columns] == ["method", "AUROC", "ECE"]
-    assert list(shown.columns[1].cells) == [f"{100 * rows[0]['auroc']:.1f} ± 0.0"]
+    assert list(shown.columns[1].cells) == [f"{100 * rows[0]['auroc']:.1f}"]
 
 
 def test_balanced_weights_are_scikit_learns_of_all_clients_together(fed):

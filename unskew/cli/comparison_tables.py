@@ -79,6 +79,11 @@ def over_seeds(row: dict[str, Any]) -> str:
     return f"mean ± std over {row['seeds']} seeds" if row["seeds"] > 1 else "1 seed"
 
 
+def spread(row: dict[str, Any], name: str) -> float | None:
+    """The standard deviation of a figure; of a single seed there is none."""
+    return row.get(f"{name}_std") if row["seeds"] > 1 else None
+
+
 def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of ``unskew compare`` for language models: losses, lower is better."""
     title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
@@ -86,8 +91,8 @@ def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds)
     table = ByMethod(title, (row["method"] for row in rows), *figures, *COST)
     for row in rows:
-        losses = [number(row.get(name), row.get(f"{name}_std")) for name in ("loss", "best_loss", "perplexity")]
-        shares = [percent(row[name], row[f"{name}_std"]) for name in ("accuracy", "client_accuracy_mean")]
+        losses = [number(row.get(name), spread(row, name)) for name in ("loss", "best_loss", "perplexity")]
+        shares = [percent(row[name], spread(row, name)) for name in ("accuracy", "client_accuracy_mean")]
         traffic = [megabytes(row[name]) for name in ("bytes_up", "bytes_down")]
         table.add_row(Spelling(row["method"]), *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}")
     return table
@@ -114,12 +119,12 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_row(
             Spelling(row["method"]),
             *(
-                percent(row[name], row[f"{name}_std"])
+                percent(row[name], spread(row, name))
                 for name in (scored, f"best_{scored}", f"client_{scored}_mean", f"client_{scored}_worst")
             ),
             rounds_cell(row),
-            *(number(row.get(name), row.get(f"{name}_std")) for name in errors),
-            *(percent(row[name], row[f"{name}_std"]) for name in several.values()),
+            *(number(row.get(name), spread(row, name)) for name in errors),
+            *(percent(row[name], spread(row, name)) for name in several.values()),
             megabytes(row["bytes_up"]),
             megabytes(row["bytes_down"]),
             f"{row['seconds']:.1f}",
@@ -154,7 +159,7 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     title = f"Test set in %, last round, {over_seeds(rows[0])}"
     table = ByMethod(title, (row["method"] for row in rows), *asked.values())
     for row in rows:
-        table.add_row(Spelling(row["method"]), *(percent(row.get(name), row.get(f"{name}_std")) for name in asked))
+        table.add_row(Spelling(row["method"]), *(percent(row.get(name), spread(row, name)) for name in asked))
     return table
 
 
@@ -170,5 +175,5 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
         for label, whose in (("global", "client"), ("personal", "personal")):
             keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row[keys[0]] is not None:
-                table.add_row(Spelling(row["method"]), label, *(percent(row[key], row[f"{key}_std"]) for key in keys))
+                table.add_row(Spelling(row["method"]), label, *(percent(row[key], spread(row, key)) for key in keys))
     return table

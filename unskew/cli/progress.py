@@ -57,6 +57,7 @@ class ProgressLine:
         warnings: Print what the run warns of.
         named: Say the title before a warning, as one of several runs.
         columns: Show what is done to each column of a table.
+        held_out: Show what clients hold out, by which a run is judged, and nothing of the test set.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class ProgressLine:
         warnings: bool = True,
         named: bool = False,
         columns: bool = False,
+        held_out: bool = False,
     ):
         self.progress, self.title, self.transient = progress, title, transient
-        self.warnings, self.named, self.columns = warnings, named, columns
+        self.warnings, self.named, self.columns, self.held_out = warnings, named, columns, held_out
         self.making: TaskID | None = None
 
     def loaded(self, federation: Federation) -> None:
@@ -97,15 +99,22 @@ class ProgressLine:
     def round(self, row: Row) -> None:
         """Advance it."""
         scored = score_of(row)
-        if row.get("perplexity") is not None:
+        if self.held_out:
+            held = row.get(f"validation_{scored}")
+            if held is not None:
+                self.progress.update(self.line, accuracy=f"held-out {SCORES[scored]} {percent(held)}%")
+        elif row.get("perplexity") is not None:
             self.progress.update(self.line, accuracy=f"test loss {row['loss']:.4f}")
         elif row[scored] is not None and "perplexity" not in row:
             self.progress.update(self.line, accuracy=f"test {SCORES[scored]} {percent(row[scored])}%")
         self.progress.update(self.line, completed=row["round"])
         if LOUDNESS.verbose:
-            figures = (
-                f"{name} {row[name]:.4f}" for name in ("accuracy", "loss", "train_loss") if row.get(name) is not None
+            own = (
+                ("validation_accuracy", "validation_r2", "validation_loss")
+                if self.held_out
+                else ("accuracy", "r2", "loss")
             )
+            figures = (f"{name} {row[name]:.4f}" for name in (*own, "train_loss") if row.get(name) is not None)
             text = f"{self.title}: round {row['round']}, {', '.join(figures)}, {row['seconds']:.1f} s"
             self.progress.console.print(text, markup=False, highlight=False)
 

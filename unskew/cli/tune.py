@@ -35,6 +35,7 @@ from unskew.files import place
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from unskew.records.recorder import Callback
     from unskew.tuning.found import Tuning
 
 FIELDS = (
@@ -97,6 +98,11 @@ def tune(
         stoppable(folder, shlex.join(["unskew", *go_on])),
         make_progress(console) as progress,
     ):
+
+        def follow(title: str) -> list[Callback]:
+            trial = ", trial " in title
+            return [ProgressLine(progress, title, trial, not trial, named=True, held_out=trial)]
+
         result = tune_methods(
             methods=methods,
             trials=trials,
@@ -106,7 +112,7 @@ def tune(
             resume=again,
             parallel=parallel,
             pruning=pruning,
-            follow=lambda title: [ProgressLine(progress, title, ", trial " in title, ", trial " not in title, True)],
+            follow=follow,
             **values,
         )
     rows = result.comparison.rows()

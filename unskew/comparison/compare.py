@@ -80,17 +80,23 @@ class Comparison:
     unequal: bool = False
 
     def notes(self) -> list[str]:
-        """What must be known to read the table: that its methods do not count clients alike, where it makes a difference."""
+        """What must be known to read the table: where its methods train differently long, or do not count clients alike."""
+        rounds = {name: summaries[0]["rounds"] for name, summaries in self.summaries.items()}
+        told = []
+        if len(set(rounds.values())) > 1:
+            each = ", ".join(f"{name} {count}" for name, count in rounds.items())
+            told = [f"The methods were trained for different numbers of rounds: {each}."]
         by_samples, alike = (
             [name for name, summaries in self.summaries.items() if summaries[0].get("weights") == weights]
             for weights in ("samples", "uniform")
         )
         if not (self.unequal and by_samples and alike):
-            return []
+            return told
         return [
+            *told,
             f"Clients are of different sizes, and the methods do not count them alike: by samples with "
             f"{', '.join(by_samples)}; each the same with {', '.join(alike)}. So they do not minimise the same mean. "
-            "weights=samples or weights=uniform is the same for all."
+            "weights=samples or weights=uniform is the same for all.",
         ]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from unskew.config.reading import experiment
@@ -93,7 +94,7 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
     sizes, names = fed.sizes, fed.holdings()[1]
     classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
     made.seen.append(
-        f"{len(fed.clients)} clients hold {int(sizes.min())} to {int(sizes.max())} training samples each"
+        f"{len(fed.clients)} clients hold {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
         f"{classes if fed.objective.labelled else ''}"
     )
     return made
@@ -164,10 +165,17 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     distinct = {c: len(table.column(c).unique()) for c in columns}
     if label is not None and label not in columns:
         raise ConfigError(unknown("column", label, columns))
-    label = label or _label(columns, distinct, n)
+    guessed = None if label else _label([c for c in columns if not table.column(c).null_count], distinct, n)
+    label = label or guessed
     if label is None:
         raise ConfigError(
-            f"{path}: no column looks like a label, few values that repeat; name it with --label: {', '.join(columns)}."
+            f"{path}: no column without gaps looks like a label, few values that repeat; name it with --label: "
+            f"{', '.join(columns)}."
+        )
+    if table.column(label).null_count:
+        raise DataError(
+            f"{path}: {table.column(label).null_count} of {n} rows have no value of the label {label}; leave them out, or "
+            "name another column with --label."
         )
     owner = next(
         (
@@ -177,7 +185,8 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         ),
         None,
     )
-    made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values")
+    guess = ", taken because of its name or its few values; name another with --label" if guessed else ""
+    made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
     made.set("data", data)
     made.set("label", label, f"{distinct[label]} values; another one with --label")
     if is_numeric(table.column(label).type) and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label))):
@@ -188,9 +197,10 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4)]
     dates = [c for c in rest if is_date(table.column(c).type)]
     identifiers = [c for c in numbers if is_identifier(table.column(c), c)]
-    left_out = [*identifiers, *(c for c in texts if c not in categories)]
+    infinite = [c for c in numbers if c not in identifiers and _is_infinite(table.column(c))]
+    left_out = [*identifiers, *infinite, *(c for c in texts if c not in categories)]
     if left_out:
-        made.set("exclude", left_out, "another number or text in nearly every row: nothing to learn from")
+        made.set("exclude", left_out, "infinite values, or another number or text in nearly every row")
     if categories:
         made.set("categories", categories, "each value gets an embedding")
     if dates:
@@ -205,6 +215,14 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.set("partition", kind, f"{skew}no column looks as if it named clients")
         made.set("clients", max(2, min(10, n // 40)))
     made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
+
+
+def _from_to(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _is_infinite(column: Any) -> bool:
+    return bool(np.isinf(column.cast("float64").drop_null().to_numpy()).any())
 
 
 def _has_fractions(column: Any) -> bool:

@@ -16,8 +16,13 @@ PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 
 def absolute(path: str | None) -> str | None:
     """A path that is there, absolute; another as it is."""
-    there = path is not None and Path(path).expanduser().exists()
-    return str(Path(path).expanduser().absolute()) if path is not None and there else path
+    if path is None:
+        return None
+    try:
+        whole = Path(path).expanduser()
+        return str(whole.absolute()) if whole.exists() else path
+    except (OSError, RuntimeError):  # the name is too long for any file, or of nobody's home
+        return path
 
 
 def named(name: Any) -> Any:

@@ -230,7 +230,7 @@ def source_of(spec: DataSpec) -> Source:
     path, label, text = spec.data_path, spec.label, spec.text
     for field, allowed in (("task", ("auto", "regression")), ("missing", MISSING)):
         if getattr(spec, field) not in allowed:
-            raise ConfigError(unknown(field, str(getattr(spec, field)), allowed))
+            raise ConfigError(unknown(field, shown(getattr(spec, field), str), allowed))
     regression = spec.task == "regression"
     divides = column_of(spec.partition)
     choice = Choice(

@@ -63,6 +63,10 @@ def image_files(path: Path) -> list[Path]:
     Raises:
         CheckpointError: The run's summary is damaged.
     """
+    try:
+        path.exists()
+    except OSError:  # the name is too long for any file
+        return []
     places = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
     if (path / "summary.json").is_file():
         try:

@@ -124,7 +124,8 @@ class Trial:
             return "The time was up before anything could be said; give --try more minutes."
         held = sum(bool(t.held) for t in decided)
         return (
-            f"{held} of {len(decided)} pieces of advice held, with one seed: unskew compare with several seeds decides. "
+            f"{held} of the {len(decided)} pieces of advice that were decided held, with one seed and at most "
+            f"{max(t.rounds for t in decided)} rounds: unskew compare with several seeds and all rounds says more. "
             f"{self.spent:.1f} of {self.minutes:g} minutes were used."
         )
 

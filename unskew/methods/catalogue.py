@@ -221,7 +221,7 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
         )
     name = spec if "." in spec else spec.lower()
     rule = build(rule_class(name), options, name, f"{name}:")
-    spelled = ",".join(f"{key}={value}" for key, value in options.items())
+    spelled = ",".join(f"{key}={shown(value, str)}" for key, value in options.items())
     return dataclasses.replace(rule.build(), spelling=f"{spec}:{spelled}")
 
 

@@ -176,7 +176,7 @@ def data_text(found: Opened, own: dict[str, Any]) -> str:
     lines = [
         f"- Data: {plain(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. The hash of who "
         f"holds what is `{own.get('partition_hash')}`.",
-        f"- Inputs: {kinds[inputs.kind]}, {shape_text(inputs.shape)}.",
+        f"- Inputs: {kinds[inputs.kind]}, {shape_text(shape_of(inputs))}.",
     ]
     if inputs.features:
         lines.append(f"- Columns, in this order: {', '.join(map(plain, inputs.features))}.")
@@ -196,7 +196,8 @@ def training_text(found: Opened, own: dict[str, Any]) -> str:
     """How it was trained."""
     config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
     papers = dict.fromkeys(rule_class(name).paper for name in names if name in CATALOGUE)
-    work = f"{config.local_steps} steps" if config.local_steps else f"{config.local_epochs} epochs"
+    amount, unit = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
+    work = f"{amount} {unit}{'' if amount == 1 else 's'}"
     lines = [
         f"- Method: `{own['method']}`{' (' + '; '.join(papers) + ')' if papers else ''}.",
         f"- {own['rounds']} rounds with {100 * config.participation:g} % of the clients in each, {work} a round, batches of "
@@ -221,6 +222,8 @@ def use_text(found: Opened, kind: str) -> str:
         if one.kind == "category"
     ]
     coded = f" A category goes in as a number, 0 if it is none of these: {'; '.join(codes)}." if codes else ""
+    days = ", ".join(plain(one.name) for one in found.inputs.columns if one.kind == "date")
+    coded += f" A date goes in as days since 1970: {days}." if days else ""
     coded += " A number that is missing is NaN." if any(one.fills for one in found.inputs.columns) else ""
     padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
     return (

@@ -54,6 +54,8 @@ def read_rows(path: Path, inputs: Inputs) -> tuple[Tensor, list[str]]:
 def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
     """The inputs in a table's columns."""
     wanted = inputs.text or inputs.features or ((inputs.image,) if inputs.image else ())
+    if not wanted and inputs.kind == "uint8":
+        raise DataError(f"The model takes images; {path} is a table. Give an image file, or a folder of images.")
     if not wanted:
         raise DataError(
             f"The model was trained on arrays, so nothing says which columns of {path} are its inputs; "
