@@ -37,7 +37,7 @@ def unsynced():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nothing_of_the_user(tmp_path_factory):
+def cache(tmp_path_factory):
     """Nothing is left in the user's own cache, and the width of the user's terminal does not matter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
