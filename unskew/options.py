@@ -207,7 +207,7 @@ def check_finite(rule: object, owner: str) -> None:
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, if every number in them is finite, however deep: a file would hold the others as null.
+    """The values, if every number in them is finite and every name text, however deep: a file would hold others otherwise.
 
     Raises:
         ValueError: One is not.
@@ -217,6 +217,8 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
         name, value = places.pop()
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}: {value} is no number to build with")
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{name}: names must be text, and in a file in quotes where they would be something else")
         if isinstance(value, dict | list | tuple):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             places += [(f"{name}.{key}", entry) for key, entry in inner]

@@ -110,7 +110,7 @@ def load_federation(
         raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {shown(name)}.")
     counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
     for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
-        if value is not None or field == "seed":
+        if value is not None or field in ("seed", "block", "set_aside"):
             whole_number(value, field)
     if server is not None and not isinstance(server, str):
         whole_number(server, "server")

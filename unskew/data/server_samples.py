@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple
     if set_aside >= len(test):
         raise DataError(f"set_aside={set_aside} leaves none of the {len(test)} test samples to evaluate on.")
     server = spec.server
-    if isinstance(server, str) and server.lstrip("-").isdigit():
+    if isinstance(server, str) and re.fullmatch(r"-?[0-9]{1,18}", server):
         server = int(server)
     if server is None or isinstance(server, str):
         test = test.rows(np.sort(order[set_aside:])) if set_aside else test
