@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels conformance check audit lock bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels test-methods conformance check audit lock bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -56,6 +56,10 @@ test-slow: .venv/installed  ## what `make test` leaves out: full products, rando
 
 test-kernels: .venv/installed  ## all methods on the engines with sums in another order, as on a CPU without vectors
 	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_engines.py tests/methods/test_fedcog.py
+
+test-methods: .venv/installed  ## of the slow tests, every method and every sum on every engine, with every kind of data and model
+	$(TEST) -m slow tests/methods tests/engines/test_engines.py tests/engines/test_multilabel.py tests/conformance \
+	  tests/simulation tests/models tests/runs/test_branching.py tests/runs/test_records.py
 
 check: .venv/installed audit  ## format, lint, types, known faults, tests
 	$(BIN)/ruff format --check .
