@@ -17,6 +17,7 @@ from unskew.data.reading.tokens import make_tokenizer
 from unskew.errors import DataError, unknown
 from unskew.runs.inputs import Inputs
 
+REMEDY = "; the model needs a number in each row, so fill them or leave those rows out."
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
@@ -71,4 +72,4 @@ def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
         size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
         return decode_column(table.column(inputs.image), str(path), path.parent, size)
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
-    return torch.from_numpy(filled(read_columns(table, encoders, str(path)), encoders))
+    return torch.from_numpy(filled(read_columns(table, encoders, str(path), REMEDY), encoders))

@@ -42,8 +42,21 @@ class Encoder:
     marks: bool = False
 
 
-def read_columns(table: Any, encoders: Sequence[Encoder], where: str) -> np.ndarray:
+REMEDY = (
+    "; fill them, or leave it out with exclude (--exclude), or set missing to mean or indicator (infinite ones are never "
+    "filled)."
+)
+"""For data to train on."""
+
+
+def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: str = REMEDY) -> np.ndarray:
     """The encoders' columns as float32 ``[n, f]``, NaN where a number is missing.
+
+    Args:
+        table: A table of pyarrow.
+        encoders: Of its columns.
+        where: The file, as an error names it.
+        remedy: What can be done where values are missing that must be there: the end of a sentence.
 
     Raises:
         DataError: A column is missing, of another kind, or lacks values that must be there.
@@ -52,11 +65,11 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str) -> np.ndar
     for j, one in enumerate(encoders):
         if one.name not in table.column_names:
             raise DataError(f"{where}: column {one.name!r} of the training rows is missing.")
-        out[:, j] = read_column(table.column(one.name), one, f"{where}: column {one.name!r}")
+        out[:, j] = read_column(table.column(one.name), one, f"{where}: column {one.name!r}", remedy)
     return out
 
 
-def read_column(column: Any, one: Encoder, what: str) -> np.ndarray:
+def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
     """One column as numbers."""
     import pyarrow as pa
 
@@ -77,10 +90,7 @@ def read_column(column: Any, one: Encoder, what: str) -> np.ndarray:
             values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
     if np.isinf(values).any() or (not one.fills and np.isnan(values).any()):
         bad = int((~np.isfinite(values)).sum())
-        raise DataError(
-            f"{what} has {bad} missing or infinite values; fill them, or leave it out with exclude (--exclude), or set "
-            "missing to mean or indicator (infinite ones are never filled)."
-        )
+        raise DataError(f"{what} has {bad} missing or infinite values{remedy}")
     return np.asarray(values)
 
 
