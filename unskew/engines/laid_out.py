@@ -60,6 +60,7 @@ def taken_up(path: Path) -> Any:
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     start = int.from_bytes(memory[-8:], "little")
-    body, places = pickle.loads(memory[start:-8])
+    body, places = pickle.loads(memory[start:-8])  # nosec B301
     whole = memoryview(memory)
-    return pickle.loads(body, buffers=[whole[at : at + size] for at, size in places])
+    buffers = [whole[at : at + size] for at, size in places]
+    return pickle.loads(body, buffers=buffers)  # nosec B301

@@ -75,7 +75,7 @@ def _work(pipe: Connection, path: str, share: int) -> None:
         try:
             if not given:
                 given.append(taken_up(Path(path)))
-            function, arguments = pickle.loads(task)
+            function, arguments = pickle.loads(task)  # nosec B301
             answer: tuple[Any, ...] = ("done", function(given[0], *arguments, callbacks=[_Relay(pipe)]))
         except KeyboardInterrupt:
             answer = ("stopped", None)
@@ -101,7 +101,7 @@ def _end_with_parent() -> None:
 def _sent(error: Exception) -> Exception:
     """The error as it can be sent: a user's own class may not be."""
     try:
-        again = pickle.loads(pickle.dumps(error))
+        again = pickle.loads(pickle.dumps(error))  # nosec B301
         return error if type(again) is type(error) else EngineError(str(error))
     except Exception:
         return EngineError(f"A run beside others failed:\n{traceback.format_exc()}")
