@@ -100,6 +100,11 @@ def place(path: str | Path) -> Path:
     return Path(path)
 
 
+def user_cache() -> Path:
+    """Where this user's programs keep what they can make again, this one in a folder of its own; it may not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew"
+
+
 def make_folder(folder: Path) -> list[Path]:
     """Make a folder with its parents; gives those that were not there, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -73,12 +73,13 @@ def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[
 
 def print_trial(console: Console, trial: Trial) -> None:
     """A line per advised method, and how many pieces of advice held."""
-    words = {True: "held", False: "did not hold", None: "not decided"}
+    from unskew.diagnosis.trying import VERDICTS
+
     table = Table(title="The advice, tried", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):
         table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
     for one in trial.tried:
         figures = ("-" if value is None else f"{value:.4f}" for value in (one.accuracy, one.baseline))
-        table.add_row(escape(one.method), str(one.rounds), *figures, words[one.held])
+        table.add_row(escape(one.method), str(one.rounds), *figures, VERDICTS[one.held])
     console.print(table)
     console.print(trial.verdict(), markup=False, highlight=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 from unskew.cli.loudness import LOUDNESS
 from unskew.cli.options import DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError, UnskewError
-from unskew.files import place, write_atomic
+from unskew.files import place, user_cache, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -41,7 +40,7 @@ def described() -> list[dict[str, Any]]:
     sources = sorted([*(package / "methods").rglob("*.py"), *(package / "protocol").glob("*.py")])
     stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sources]
     key = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew"
+    cache = user_cache()
     kept = cache / f"methods-{key}.json"
     try:
         rows: list[dict[str, Any]] = json.loads(kept.read_bytes())

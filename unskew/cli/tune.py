@@ -117,10 +117,7 @@ def tune(
         )
     rows = result.comparison.rows()
     if as_json:
-        found = {
-            name: {**{k: v for k, v in vars(one).items() if k != "config"}, "method": one.config.method}
-            for name, one in result.tuned.items()
-        }
+        found = {name: one.as_json() for name, one in result.tuned.items()}
         print_json(
             {
                 "folder": str(folder),

@@ -17,7 +17,7 @@ from typing import Any
 
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
-from unskew.files import make_folder, waiting_for
+from unskew.files import make_folder, user_cache, waiting_for
 
 SCHEME = "://"
 VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")
@@ -79,7 +79,7 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
     """Fetch files, unless they are there from an earlier time."""
     versions = {name: {key: str(about[key]) for key in VERSIONS if key in about} for name, about in files.items()}
     key = hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew" / "data"
+    base = user_cache() / "data"
     # A single file stays in a folder of the same name, by which a table is called.
     folder, top = base / key, Path(Path(path).parent.name if path in files else "")
     place = folder / top / Path(path).name

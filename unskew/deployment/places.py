@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import sys
@@ -16,6 +15,7 @@ from unskew.deployment.link import Link
 from unskew.deployment.primitives import Primitives
 from unskew.deployment.processes import Child, Family
 from unskew.errors import EngineError
+from unskew.files import user_cache
 
 STARTING = 120.0
 """Seconds in which the SuperLink must listen."""
@@ -23,8 +23,7 @@ STARTING = 120.0
 
 def cache() -> Path:
     """Where deployments on this machine keep keys and states: never in a run folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "unskew" / "local"
+    return user_cache() / "local"
 
 
 def free_port() -> int:

@@ -30,7 +30,6 @@ from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError, EngineError
 from unskew.files import new_folder, write_atomic
 from unskew.methods.catalogue import method as method_of
-from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
 from unskew.options import untrusted
 from unskew.protocol.facts import FederationFacts
@@ -39,7 +38,7 @@ from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Callback, warn
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
-from unskew.runs.checks import check_method
+from unskew.runs.checks import check_method, weights_of
 from unskew.runs.model import as_wanted
 from unskew.runs.run import check_unfinished, moved, resumed, tell_data, worth_keeping
 from unskew.simulation.sampler import Sampler
@@ -271,9 +270,7 @@ def checked(
                 f"quorum={deployment.quorum} sites can never be there: the experiment has {total} clients."
             )
         cohort = min(cohort, deployment.quorum)
-        rule = method.weights or (method.server or FedAvg()).weights or "samples"
-        weights = rule if config.weights == "auto" else config.weights
-        check_late(method, spec, replace(FederationFacts.of(reference), weights=weights))
+        check_late(method, spec, replace(FederationFacts.of(reference), weights=weights_of(config, method)))
     if config.secure_aggregation == "required":
         check_maskable(method, cohort, deployment.asynchronous)
     return spec, warnings

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
 from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_notes import budget_notes, notes
@@ -157,21 +156,13 @@ def advise(report: Report, limits: Limits) -> Advice:
         if rounds < setting.config.rounds:
             # What is proposed for a number of rounds is proposed for those that there can be.
             situation = replace(situation, rounds=rounds)
-            setting = replace(setting, config=shortened(setting.config, rounds))
-    suggestions: list[Suggestion] = []
-    excluded: list[Excluded] = []
-    for rule in RULES:
-        if rule.when(situation):
-            found = weighed(rule, situation, setting, limits)
-            (suggestions if isinstance(found, Suggestion) else excluded).append(found)  # type: ignore[arg-type]
+            setting = replace(setting, config=setting.config.model_copy(update={"rounds": rounds}))
+    found = [weighed(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
+    excluded = [one for one in found if isinstance(one, Excluded)]
+    suggestions = [one for one in found if isinstance(one, Suggestion)]
     suggestions.sort(key=lambda one: -one.rank)  # stable: those of the same rank stay in their order
     told = [*budget_notes(situation, limits, rounds), *notes(situation, limits, bool(suggestions))]
     return Advice(suggestions, excluded, told, rounds, setting, situation)
-
-
-def shortened(config: Experiment, rounds: int) -> Experiment:
-    """The same run with fewer rounds."""
-    return config.model_copy(update={"rounds": rounds})
 
 
 def weighed(rule: Rule, situation: Situation, setting: Setting, limits: Limits) -> Suggestion | Excluded:

@@ -22,6 +22,8 @@ from unskew.tasks.score import score_of
 CANDIDATES = 7
 """Advised methods that are tried at most."""
 BASELINE = "fedavg"
+VERDICTS = {True: "held", False: "did not hold", None: "not decided"}
+"""What became of a piece of advice, in words."""
 
 
 class TimeIsUp(Exception):
@@ -109,9 +111,8 @@ class Trial:
 
     def __str__(self) -> str:
         """A line for each method, and how many held."""
-        words = {True: "held", False: "did not hold", None: "not decided"}
         lines = [
-            f"{t.method}: {words[t.held]} after {t.rounds} rounds"
+            f"{t.method}: {VERDICTS[t.held]} after {t.rounds} rounds"
             + (f" ({self.figure} {t.accuracy:.4f}, FedAvg {t.baseline:.4f})" if t.held is not None else "")
             for t in self.tried
         ]

@@ -18,7 +18,7 @@ from unskew.options import options_of
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.needs import NEEDS
 from unskew.protocol.proposed import Proposed
-from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync
+from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync, Weights
 from unskew.runs.model import ModelLike, initial_spec
 
 
@@ -77,6 +77,13 @@ def check_method(
         half = method.sync.server_init(spec.flatten(), FederationFacts.of(federation))
         method.sync.travels(half, 0, 0, None, spec)
     return spec, warnings
+
+
+def weights_of(config: Experiment, method: Method) -> Weights:
+    """How clients count: as the run says, or else as its method does."""
+    if config.weights != "auto":
+        return config.weights
+    return method.weights or (method.server or FedAvg()).weights or "samples"
 
 
 def check_task(method: Method, federation: Federation) -> None:

@@ -23,6 +23,7 @@ from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Callback, Recorder, write_about
 from unskew.records.result import Result
+from unskew.runs.checks import weights_of
 from unskew.runs.continuation import (
     begin_where,
     check_data,
@@ -88,8 +89,7 @@ class Session:
         federation = prepared.federation
         self.task = task = federation.objective.unweighted
         self.figures = (*task.figures, *metric_names(config.metrics, federation.names))
-        rule = method.server or FedAvg()
-        weights = (method.weights or rule.weights or "samples") if config.weights == "auto" else config.weights
+        rule, weights = method.server or FedAvg(), weights_of(config, method)
         here, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
         store = store_of(config, folder, here)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)

@@ -39,6 +39,10 @@ class Tuned:
     importance: dict[str, float] | str
     config: Experiment
 
+    def as_json(self) -> dict[str, Any]:
+        """All but the configuration, with the method as it is written with its options."""
+        return {**{k: v for k, v in vars(self).items() if k != "config"}, "method": self.config.method}
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -75,8 +79,5 @@ def write_found(folder: Path, tuned: Mapping[str, Tuned], rows: list[dict[str, A
     for name, one in tuned.items():
         write_atomic(folder / "tuned" / f"{folder_name(name)}.yaml", one.config.to_yaml().encode())
     write_atomic(folder / "trials.csv", as_csv(rows).encode())
-    kept = {
-        name: {k: v for k, v in vars(one).items() if k != "config"} | {"method": one.config.method}
-        for name, one in tuned.items()
-    }
+    kept = {name: one.as_json() for name, one in tuned.items()}
     write_atomic(folder / "tuning.json", (json.dumps(kept, indent=2) + "\n").encode())
