@@ -99,6 +99,7 @@ def test_the_student_matches_the_ensemble_at_temperature_t():
     assert float(divergence(teacher, teacher).abs().max()) < tolerance()
 
 
+@pytest.mark.slow
 def test_generation_lowers_its_loss_and_gives_images():
     spec, draws = linear_spec(), torch.Generator().manual_seed(0)
     models = [(torch.randn(spec.size, generator=draws, dtype=torch.float64), spec.flatten()[:0]) for _ in range(2)]

@@ -6,11 +6,10 @@ import shlex
 from itertools import pairwise
 
 import pytest
-import typer
 from support.pages import DOCS, ROOT, fences
 from support.running import call
 
-from unskew.cli.app import app
+from unskew.cli.app import commands
 from unskew.cli.options import values_of
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
@@ -25,7 +24,7 @@ from unskew.runs.checks import check_method
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = commands().commands
 TRAINING = ("run", "compare", "diagnose")
 
 

@@ -9,11 +9,10 @@ import types
 from pathlib import Path
 
 import pytest
-import typer
 from support.pages import DOCS, ROOT, fences, first_names, section, table
 
 import unskew
-from unskew.cli.app import app
+from unskew.cli.app import commands
 from unskew.config.experiment import Experiment, NetworkConfig, RayConfig, TextConfig
 from unskew.config.reading import experiment
 from unskew.data.partition.spelling import OPTIONS, PARTITIONS
@@ -22,7 +21,7 @@ from unskew.models.catalogue import MODELS, build_model
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 COMMAND_LINE = (DOCS / "command-line.md").read_text()
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = commands().commands
 SNIPPET = '--8<-- "examples/'  # a file that is included; test_examples runs it
 
 

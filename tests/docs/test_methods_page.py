@@ -114,6 +114,7 @@ def test_the_sums_that_are_refused_are_told():
         assert set(re.findall("`(.*?)`", told[1] if told else "")) == refused, name
 
 
+@pytest.mark.slow
 def test_the_costs_of_methods_are_those_counted():
     """In the second round, when nothing is missing any more and no body is due; all layers are linear."""
     options = {"model": "mlp", "model_options": {"hidden": [8]}}

@@ -243,7 +243,7 @@ def assert_same_on(engine, method):
         assert mine["train_loss"] == near(theirs["train_loss"], TRAINING)
 
 
-@pytest.mark.parametrize("method", slow_but(["feddf", BOTH], [*ALL, FEDCOG, BOTH]))
+@pytest.mark.parametrize("method", slow_but(["feddf"], [*ALL, FEDCOG, BOTH]))
 def test_the_vectorized_engine_gives_the_same_vector(method):
     """By default the methods that ask the task for something: a loss, a divergence, labels, predictions."""
     assert_same_on("vectorized", method)

@@ -1,18 +1,17 @@
 """Any command with any flags and any values: it works, or ends with code 2 and a sentence."""
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz_names import FIELDS, methods, near, of_field, scalars
 from support.fuzzing import amounts, fuzz, mutated
 from support.running import call
 
-from unskew.cli.app import app
+from unskew.cli.app import commands
 
 pytestmark = pytest.mark.usefixtures("undrawn", "unstarted")
 
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = commands().commands
 DATA = ["--data", "table:tiny.csv", "--set", "label=label", "--clients", "3", "--partition", "iid"]
 BASE = {
     "run": [*DATA, "--model", "logistic", "--engine", "inline", "--out", "new/run"],

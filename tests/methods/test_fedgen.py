@@ -257,6 +257,7 @@ def test_the_seed_decides_the_generator():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_without_interruption(tmp_path):
     given = {"method": "fedgen:gen_steps=10+fedavgm", "model": "mlp", "rounds": 4, "lr": 0.05, "engine": "inline"}
     fed = blobs(SIZES)

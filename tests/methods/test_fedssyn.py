@@ -415,6 +415,7 @@ def test_grey_images_and_a_small_diffusion_model_from_the_command_line(tmp_path,
     assert "18 images" in out.out
 
 
+@pytest.mark.slow
 def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Colours.fitted.clear()

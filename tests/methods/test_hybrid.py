@@ -160,6 +160,7 @@ def test_the_student_of_a_single_teacher_that_it_equals_stays():
     assert_close(train("feddf:epochs=3,lr=1", **options).vector, train("fedavg", **options).vector, TRAINING)
 
 
+@pytest.mark.slow
 def test_distillation_brings_the_average_nearer_to_the_ensemble():
     """Out of domain too, and its labels do not matter."""
     options = {"model": "mlp", "delay": "none", "participation": 1.0, "rounds": 1, "local_epochs": 10, "lr": 0.2}

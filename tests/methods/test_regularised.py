@@ -86,6 +86,7 @@ def test_the_papers_form_of_feddecorr_is_an_option():
         assert float(found) == near(rule.beta * rule.scale * float(energy(features)))
 
 
+@pytest.mark.slow
 def test_feddecorr_decorrelates_the_features():
     x = blobs([50]).clients[0].x.double()
 

@@ -33,6 +33,7 @@ def test_feddyn_equals_the_papers_algorithm(participation):
     assert_close(run.server.state["h"], g.mean(0), MAGNIFIED)
 
 
+@pytest.mark.slow
 def test_feddyn_reaches_the_optimum():
     A, b = problem(sizes=(6, 6, 6, 6))
     best = optimum(A, b, np.full(4, 0.25))
@@ -135,6 +136,7 @@ def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
         assert_close(state_at(run.server, k).rules["ditto"]["v"], v, TRAINING)
 
 
+@pytest.mark.slow
 def test_dittos_personal_models_serve_their_clients_better_than_the_global_one():
     torch.manual_seed(0)
     fed = blobs([40, 40, 40], skew=True)

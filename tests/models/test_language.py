@@ -378,7 +378,7 @@ KINDS = {
 
 
 ON_ENGINES = [(kind, engine) for kind in KINDS for engine in ("processes", "vectorized")]
-QUICK = [("lora", "processes"), ("dropout", "vectorized")]
+QUICK = [("dropout", "vectorized")]
 
 
 @pytest.mark.parametrize(("kind", "engine"), slow_but(QUICK, ON_ENGINES))
@@ -659,6 +659,7 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
         unskew.run(data="gaussians", model={"hf": str(opt)}, rounds=1, clients=2, partition="iid")
 
 
+@pytest.mark.slow
 def test_the_command_line_from_a_folder_and_a_file(capsys, opt, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = ("--data", f"text:{texts}", "--set", "text.columns=[premise, hypothesis]", "--model", f"hf:{opt}",

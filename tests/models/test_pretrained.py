@@ -165,7 +165,8 @@ def test_lora_of_images_is_added_to_the_weights_when_saved(folders, tmp_path):
         )
 
 
-@pytest.mark.parametrize("kind", slow_but(["resnet-18"], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_equals_an_uninterrupted_one(kind, folders, tmp_path):
     whole = unskew.run(federation(), **options(kind, folders, rounds=3), out=tmp_path / "whole")
     unskew.run(federation(), **options(kind, folders, rounds=1), out=tmp_path / "parts")

@@ -90,6 +90,7 @@ class Listener:
         self.told.append(text)
 
 
+@pytest.mark.slow
 def test_a_work_is_told_of_here_and_its_error_is_raised_here():
     federation, listener = blobs([5, 4]), Listener()
     works = [Work(n, echo, (n,), lambda: [listener], (n - 1,) if n > 1 else ()) for n in (1, 2, 3, 4)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.slow import as_slow
 from support.tolerance import FEW, TRAINING, near
 
 import unskew
@@ -23,7 +24,7 @@ def train(federation, early_stopping, rounds=60, **options):
     return unskew.run(federation, rounds=rounds, early_stopping=early_stopping, **SETTINGS, **options)
 
 
-@pytest.mark.parametrize("patience", [1, 3])
+@pytest.mark.parametrize("patience", [1, as_slow(3)])
 def test_a_run_ends_when_nothing_better_came_for_so_many_evaluations(digits, patience):
     every = train(digits, 60, eval_every=2)
     seen = [row["validation_accuracy"] for row in every.history if row["accuracy"] is not None]

@@ -204,7 +204,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "room"), slow_but([CASES[3]], CASES))
+@pytest.mark.parametrize(("method", "room"), slow_but([CASES[1]], CASES))
 def test_a_run_goes_on_with_its_updates_on_their_way(tmp_path, monkeypatch, method, room):
     whole = train("half-normal:3", method, rounds=12)
     monkeypatch.setattr(session, "ClientStore", lambda folder: ClientStore(folder, room))

@@ -174,6 +174,7 @@ def test_a_client_whose_last_training_fails_is_served_by_the_global_model():
     assert all(np.isfinite(v).all() and not np.array_equal(v, x) for k, v in enumerate(found) if k != 1)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_the_same_personal_figures(tmp_path):
     straight = train(f"{COG}+ft", rounds=4, out=tmp_path / "straight")
     folder = tmp_path / "stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 import time
@@ -271,10 +272,16 @@ def _refuse(text: str) -> None:
     Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
+@functools.cache
+def commands() -> Any:
+    """All commands, put together once in a process: that takes longer than to refuse a bad option."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     try:
-        app(prog_name="unskew", args=in_front(sys.argv[1:]))
+        commands()(prog_name="unskew", args=in_front(sys.argv[1:]))
     except (UnskewError, OSError) as error:
         if LOUDNESS.verbose:
             traceback.print_exc()
