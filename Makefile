@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels test-methods conformance check audit lock bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -45,7 +45,7 @@ audit: .venv-audit/installed  ## bandit on the code; pip-audit on what is instal
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
 
-test: .venv/installed  ## every method and every promise, in about four minutes on two cores
+test: .venv/installed  ## every method and every promise, in about three minutes on two cores
 	$(TEST) -m "not slow"
 
 test-all: .venv/installed  ## the whole test suite, before a release
@@ -57,9 +57,15 @@ test-slow: .venv/installed  ## what `make test` leaves out: full products, rando
 test-kernels: .venv/installed  ## all methods on the engines with sums in another order, as on a CPU without vectors
 	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_engines.py tests/methods/test_fedcog.py
 
-test-methods: .venv/installed  ## of the slow tests, every method and every sum on every engine, with every kind of data and model
+test-methods: .venv/installed  ## of the slow tests, every method and every sum on every engine, all data and models, the tutorials
 	$(TEST) -m slow tests/methods tests/engines/test_engines.py tests/engines/test_multilabel.py tests/conformance \
-	  tests/simulation tests/models tests/runs/test_branching.py tests/runs/test_records.py
+	  tests/simulation tests/models tests/generators tests/data tests/runs tests/docs/test_methods_page.py tests/docs/test_tutorials.py
+
+test-cluster: .venv/installed  ## a run on two nodes of Ray, of which one is killed: the numbers of one process
+	$(BIN)/python tests/engines/ray_node_dies.py
+
+test-sites: .venv/installed .venv-deploy/installed  ## a run of two SuperNodes of Flower over TLS: the numbers of the simulator
+	$(BIN)/python -m pytest -m "not slow" tests/deployment/test_flower.py
 
 check: .venv/installed audit  ## format, lint, types, known faults, tests
 	$(BIN)/ruff format --check .

@@ -39,7 +39,10 @@ def main():
 
         there = train("ray", address, [Kill()])
         alone = train("inline")
-        print("equal after a node died" if torch.equal(alone.vector, there.vector) else "not equal")
+        same = torch.equal(alone.vector, there.vector)
+        print("equal after a node died" if same else "not equal")
+        if not same:
+            sys.exit(1)
 
 
 if __name__ == "__main__":
