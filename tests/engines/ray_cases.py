@@ -22,6 +22,9 @@ os.environ |= TOKEN
 
 import ray
 
+SECONDS, KILLS = 600, int(os.environ.get("UNSKEW_TEST_KILLS", "20"))
+"""For a script that begins and ends a cluster on a busy machine, and how many kills it makes."""
+
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
@@ -179,9 +182,11 @@ def test_a_node_that_joins_is_used_from_the_next_round_on(nodes, tmp_path):
 @pytest.mark.parametrize("script", ["ray_node_dies.py", "ray_kills.py"])
 def test_what_dies_costs_time_and_no_bits(script):
     """In a process of its own: a process can be connected to one cluster in its life only."""
+    # The package that is tested here, not one that is installed, and sums in the order of one thread.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = Path(__file__).with_name(script)
     done = subprocess.run(
-        [sys.executable, text], capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, text], capture_output=True, text=True, timeout=SECONDS + 60 * KILLS, env=environment
     )
     said = [line for line in done.stdout.splitlines() if line.startswith("equal after")]  # Ray's own lines may follow
     assert done.returncode == 0, done.stdout + done.stderr

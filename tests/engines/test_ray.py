@@ -28,6 +28,7 @@ def test_clients_on_a_cluster_of_two_nodes():
         CASES,
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2400, env=environment)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]

@@ -1,5 +1,6 @@
 """The engine ``ray`` against a cluster that is played: who is trained when, what waits, and what fails again and again."""
 
+import io
 import random
 import shutil
 import sys
@@ -7,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from support.federations import blobs
 
 import unskew
+from unskew.cli.tables import summary_table
 from unskew.engines import on_ray, ray_worker
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.protocol.state_files import with_state
@@ -24,6 +27,9 @@ class Played:
     def __init__(self, cores):
         self.cores, self.dice = cores, random.Random(0)
         self.values, self.tasks, self.most, self.flying, self.held, self.fetched = {}, {}, 0, 0, 0, []
+        self.lost = 0  # attempts of each task that died
+        core = SimpleNamespace(get_current_task_attempt_number=lambda: self.lost)
+        self._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(core_worker=core)))
 
     def put(self, value):
         self.values[len(self.values)] = value
@@ -31,8 +37,8 @@ class Played:
 
     def get(self, reference):
         value = self.values[reference]
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            self.held -= len(value)
+        if isinstance(value, tuple) and isinstance(value[0], list):
+            self.held -= len(value[0])
             self.fetched.append(reference)
         return value
 
@@ -56,7 +62,7 @@ class Played:
             done = function(*args)
             if isinstance(done, tuple):
                 self.values[one], self.values[answer] = done
-                self.held += len(done[1]) if done[0] else 0
+                self.held += len(done[1][0]) if done[0] else 0
                 self.peak = max(getattr(self, "peak", 0), self.held)
             else:
                 self.values[one] = done
@@ -91,6 +97,19 @@ def test_few_updates_wait_however_large_the_cohort_is(played):
     assert torch.equal(alone.vector, there.vector)
     assert played.most == 2 * 3, "two tasks for each worker"
     assert 3 < played.peak <= 2 * 2 * 2 * 3
+
+
+def test_clients_that_are_trained_again_are_counted(played, tmp_path):
+    calm = train("ray", clients=4)
+    assert ([row["retries"] for row in calm.history], calm.summary["retries"]) == ([0, 0], 0)
+    played.lost = 2
+    struck = train("ray", clients=4, out=tmp_path / "run")
+    assert ([row["retries"] for row in struck.history], struck.summary["retries"]) == ([8, 8], 16)
+    assert torch.equal(struck.vector, calm.vector)
+    screen = Console(width=200, record=True, file=io.StringIO())
+    screen.print(summary_table(struck.summary))
+    assert "16 clients whose worker or node had died" in screen.export_text()
+    assert "retries" not in train("inline", clients=4).summary, "where nothing is trained again, nothing is said"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 from unskew.data.federation import Federation
-from unskew.engines.base import Setup
+from unskew.engines.base import Setup, uncounted
 from unskew.engines.group import parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.ray_cluster import OnCluster, connect, load_ray
@@ -84,7 +84,7 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        sent = replace(setup, federation=self._sent(), tell=warnings.warn)
+        sent = replace(setup, federation=self._sent(), tell=warnings.warn, retried=uncounted)
         try:
             self.everything = ray.put((sent, together))
         except Exception as error:
@@ -146,6 +146,7 @@ class RayEngine:
         Updates stay on the nodes that made them until their turn comes, and few are ahead of it: so this process needs the
         memory of one part of the cohort, however large that is.
         """
+        self.setup.retried(0)
         if not casts:
             return
         shared, packed = apart([as_dict(cast) for cast in casts])
@@ -228,7 +229,9 @@ class RayEngine:
     def _receive(self, part: _Part) -> list[Update]:
         """The updates of a part, as copies: what lies in a store can leave it."""
         self._wait([part.answer])
-        return [from_dict(Update, copied(one)) for one in self._get(part.answer)]
+        updates, lost = self._get(part.answer)
+        self.setup.retried(lost * len(part.places))
+        return [from_dict(Update, copied(one)) for one in updates]
 
     def _get(self, reference: Any) -> Any:
         try:

@@ -61,7 +61,7 @@ _trainers: dict[str, GroupTrainer] = {}
 
 
 def train_part(run: str, everything: list[Any], common: list[Any], packed: list[Any]) -> tuple[bool, Any]:
-    """The training of some clients, and their updates or what went wrong.
+    """The training of some clients, and what went wrong, or their updates and how many attempts died before this one.
 
     Args:
         run: Names it.
@@ -77,11 +77,16 @@ def train_part(run: str, everything: list[Any], common: list[Any], packed: list[
         shared = ray.get(common[0])
         casts = [with_state(from_dict(Broadcast, together(one, shared))) for one in packed]
         updates = _trainers[run].train(casts)
-        return True, [as_dict(without_state(*one)) for one in zip(casts, updates, strict=True)]
+        return True, ([as_dict(without_state(*one)) for one in zip(casts, updates, strict=True)], attempts_lost(ray))
     except UnskewError as error:
         return False, error
     except Exception:  # a bug in a rule must reach the user
         return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
+
+
+def attempts_lost(ray: Any) -> int:
+    """How often Ray began this task before, with a worker or a node that died; it tells so nowhere else."""
+    return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
 
 
 def _begin(run: str, setup: Setup, at_once: int) -> None:
