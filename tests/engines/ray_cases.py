@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -94,6 +95,19 @@ def test_nodes_open_the_data_that_are_named(nodes):
     options = {"model": "mlp", "clients": 6, "rounds": 2, "local_steps": 2}
     there = unskew.run(engine="ray", ray={"address": nodes[0], "data": "nodes"}, **options)
     assert torch.equal(there.vector, unskew.run(engine="inline", **options).vector)
+
+
+def test_nodes_map_the_files_that_arrays_are_mapped_from(nodes, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(90, 5)).astype("float32"))
+    np.save(tmp_path / "y.npy", np.arange(90) % 3)
+    x, y = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
+    given = unskew.Federation.from_arrays(
+        [(x[k : k + 20], y[k : k + 20]) for k in range(0, 80, 20)], test=(x[80:], y[80:])
+    )
+    options = {"model": "mlp", "rounds": 2, "local_steps": 2}
+    for data in ({"federation": given}, {"data": f"npy:{tmp_path}", "clients": 4}):
+        there = unskew.run(engine="ray", ray={"address": nodes[0], "data": "nodes"}, **data, **options)
+        assert torch.equal(there.vector, unskew.run(engine="inline", **data, **options).vector)
 
 
 def test_runs_side_by_side_share_the_cluster(nodes):

@@ -89,7 +89,9 @@ def main():
         again = there.summary["retries"]
         # Of those that were killed, some had nothing to do.
         equal = equal and again > 0
-        print(f"{'equal' if equal else 'not equal'} after {kills.killed} of {KILLS} kills, {again} clients trained again")
+        print(
+            f"{'equal' if equal else 'not equal'} after {kills.killed} of {KILLS} kills, {again} clients trained again"
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -177,6 +178,14 @@ def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch)
     assert oct(place.parent.stat().st_mode & 0o777) == "0o700"
     with pytest.raises(EngineError, match="given in Python"):
         train("ray", "fedavg", 4, **nodes)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(40, 3)).astype("float32"))
+    x, y = np.load(tmp_path / "x.npy", mmap_mode="r"), np.arange(40) % 2
+    mapped = unskew.Federation.from_arrays([(x[k : k + 10], y[:10]) for k in (0, 10, 20)], test=(x[30:], y[30:]))
+    played.values.clear()
+    there = train("ray", "fedavg", federation=mapped, rounds=1, **nodes).vector
+    assert torch.equal(there, train("inline", "fedavg", federation=mapped, rounds=1).vector)
+    (sent,) = (v[0] for v in played.values.values() if isinstance(v, tuple) and hasattr(v[0], "federation"))
+    assert isinstance(sent.federation.clients, ray_worker.InFiles)
     monkeypatch.setattr(
         ray_worker, "federation_of", lambda spec, seed: unskew.load_federation("digits", clients=4, seed=5)
     )

@@ -23,9 +23,10 @@ from unskew.data.federation import Federation
 from unskew.engines.base import Setup, uncounted
 from unskew.engines.group import parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
+from unskew.engines.laid_out import packed
 from unskew.engines.ray_cluster import OnCluster, connect, load_ray
 from unskew.engines.ray_messages import apart, copied
-from unskew.engines.ray_worker import Described, train_part, versions
+from unskew.engines.ray_worker import Described, InFiles, train_part, versions
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 
@@ -103,12 +104,16 @@ class RayEngine:
         federation = self.setup.federation
         source = getattr(federation.clients, "source", None)
         by_url = source is not None and any("://" in str(place) for place in (source[0].data, source[0].data_path))
-        if self.where.data == "nodes" and source is None:
+        in_files = source is None and getattr(federation.clients, "mapped", False)
+        if self.where.data == "nodes" and source is None and not in_files:
             raise EngineError(
                 "ray.data=nodes lets nodes open the data where they are named, but these were given in Python, changed by "
-                "the method, or moved to another device; take ray.data=store."
+                "the method, or moved to another device; take ray.data=store, or map them from files "
+                '(np.load(..., mmap_mode="r")).'
             )
-        if source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
+        if self.where.data == "nodes" and in_files:
+            federation = replace(federation, clients=InFiles(len(federation.clients), packed(federation.clients)))
+        elif source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
             federation = replace(federation, clients=Described(len(federation.clients), source[0], source[1]))
         return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 

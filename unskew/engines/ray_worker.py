@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -37,23 +38,43 @@ KEPT = 24 * 3600
 
 
 @dataclass(frozen=True)
-class Described(Sequence[ClientData]):
+class Elsewhere(Sequence[ClientData]):
     """Clients whose data a node opens by itself.
 
     Attributes:
         total: How many there are.
-        spec, seed: What decides who holds what.
     """
 
     total: int
-    spec: DataSpec
-    seed: int
 
     def __len__(self) -> int:
         return self.total
 
     def __getitem__(self, k: Any) -> ClientData:  # type: ignore[override]
         raise IndexError(f"Client {k} is not here: its data are opened on the node that trains it.")
+
+
+@dataclass(frozen=True)
+class Described(Elsewhere):
+    """Clients of data that are named.
+
+    Attributes:
+        spec, seed: What decides who holds what.
+    """
+
+    spec: DataSpec
+    seed: int
+
+
+@dataclass(frozen=True)
+class InFiles(Elsewhere):
+    """Clients whose arrays are mapped from files.
+
+    Attributes:
+        packed: The clients, with their arrays named by these files.
+    """
+
+    packed: bytes
 
 
 _trainers: dict[str, GroupTrainer] = {}
@@ -101,6 +122,9 @@ def _begin(run: str, setup: Setup, at_once: int) -> None:
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
     if isinstance(setup.federation.clients, Described):
         setup = replace(setup, federation=_opened(run, setup.federation, setup.federation.clients))
+    elif isinstance(setup.federation.clients, InFiles):
+        clients = pickle.loads(setup.federation.clients.packed)  # nosec B301
+        setup = replace(setup, federation=replace(setup.federation, clients=clients))
     form = form_of(setup.spec) if at_once > 1 else None
     _trainers[run] = GroupTrainer(setup, LocalTrainer(setup), form)
 
