@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import unskew
 from unskew.engines.machine import cores
-from unskew.runs.side_by_side import Work, side_by_side
+from unskew.runs.crew import Work
+from unskew.runs.side_by_side import side_by_side
 
 PARAMETERS, COHORTS = (62_000, 11_000_000, 110_000_000), (10, 100, 1000)
 WARM_UP = 2

@@ -28,6 +28,7 @@ class Played:
     def __init__(self, cores):
         self.cores, self.dice = cores, random.Random(0)
         self.values, self.tasks, self.most, self.flying, self.held, self.fetched = {}, {}, 0, 0, 0, []
+        self.accelerators, self.asked = 0.0, {}
         self.lost = 0  # attempts of each task that died
         core = SimpleNamespace(get_current_task_attempt_number=lambda: self.lost)
         self._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(core_worker=core)))
@@ -52,7 +53,7 @@ class Played:
             return (ok, answer) if function is ray_worker.train_part else ok
 
         task = SimpleNamespace(remote=begin)
-        task.options = lambda **options: task
+        task.options = lambda **options: self.asked.update(options) or task
         return task
 
     def wait(self, references, num_returns=1, timeout=None):
@@ -69,11 +70,12 @@ class Played:
                 self.values[one] = done
         return [one], []
 
-    def cluster_resources(self):
-        return {"CPU": float(self.cores)}
+    def nodes(self):
+        held = {"CPU": float(self.cores), "GPU": self.accelerators}
+        return [{"Alive": True, "Resources": held}] * (2 if self.accelerators else 1)
 
     def get_runtime_context(self):
-        return SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0})
+        return SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0, "GPU": self.asked["num_gpus"]})
 
 
 @pytest.fixture
@@ -111,6 +113,25 @@ def test_clients_that_are_trained_again_are_counted(played, tmp_path):
     screen.print(summary_table(struck.summary))
     assert "16 clients whose worker or node had died" in screen.export_text()
     assert "retries" not in train("inline", clients=4).summary, "where nothing is trained again, nothing is said"
+
+
+def test_a_node_trains_on_its_own_accelerator(played, monkeypatch):
+    given = []
+    assert ray_worker.device_for(0).type == "cpu"
+    monkeypatch.setattr(ray_worker.torch.cuda, "is_available", lambda: True)
+    assert ray_worker.device_for(0.5).type == "cuda", "also where the server has none"
+    monkeypatch.setattr(ray_worker.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineError, match="its PyTorch"):
+        ray_worker.device_for(1)
+    played.accelerators = 1.0  # on each of two nodes: no worker can have both
+    with pytest.raises(
+        EngineError, match=r"No node of the cluster has room for a worker of 1 cores and 2 accel.*1 accel"
+    ):
+        train("ray", clients=4, ray={"gpus_per_worker": 2.0})
+    played.accelerators = 2.0
+    monkeypatch.setattr(ray_worker, "device_for", lambda share: given.append(share) or torch.device("cpu"))
+    assert torch.equal(train("ray", clients=4, ray={"gpus_per_worker": 0.5}).vector, train("inline", clients=4).vector)
+    assert given == [0.5]
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from unskew.engines.machine import cores
 from unskew.errors import ConfigError, EngineError
 from unskew.reproduction.preset import load_preset
 from unskew.reproduction.sweep import Sweep
-from unskew.runs.side_by_side import SMALL, Work, places, read_parallel, side_by_side
+from unskew.runs.crew import Work
+from unskew.runs.side_by_side import SMALL, places, read_parallel, side_by_side
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -54,7 +55,7 @@ def test_what_lies_in_a_file_is_what_was_laid_there(tmp_path):
     assert torch.equal(taken_up(tmp_path / "file")["model"].weight, model.weight)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000])
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000, "8@local", "0@auto", "2@somewhere"])
 def test_no_number_of_runs(text):
     with pytest.raises(ConfigError, match="no number of runs"):
         read_parallel(text)

@@ -24,9 +24,9 @@ from unskew.engines.base import Setup, uncounted
 from unskew.engines.group import parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.laid_out import packed
-from unskew.engines.ray_cluster import OnCluster, connect, load_ray
+from unskew.engines.ray_cluster import OnCluster, connect, load_ray, nodes_of
 from unskew.engines.ray_messages import apart, copied
-from unskew.engines.ray_worker import Described, InFiles, train_part, versions
+from unskew.engines.ray_worker import Described, InFiles, check_versions, train_part, versions
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 
@@ -123,27 +123,20 @@ class RayEngine:
         Raises:
             EngineError: There is no room for a single one.
         """
-        room = self.ray.cluster_resources()
-        places = int(room.get("CPU", 0) // self.where.cpus_per_worker)
-        if self.where.gpus_per_worker:
-            places = min(places, int(room.get("GPU", 0) / self.where.gpus_per_worker))
+        cores, gpus = self.where.cpus_per_worker, self.where.gpus_per_worker
+        nodes = nodes_of(self.ray)
+        places = sum(int(min(c // cores, g / gpus if gpus else c)) for c, g in nodes)
         if places < 1:
-            asked = f"{self.where.cpus_per_worker} cores and {self.where.gpus_per_worker:g} accelerators"
+            largest = ", ".join(f"{c} cores and {g:g} accelerators" for c, g in sorted(set(nodes), reverse=True)[:3])
             raise EngineError(
-                f"The cluster has {room.get('CPU', 0):g} cores and {room.get('GPU', 0):g} accelerators, too few for one "
-                f"worker of {asked}: start more nodes, or ask for less."
+                f"No node of the cluster has room for a worker of {cores} cores and {gpus:g} accelerators; they have "
+                f"{largest or 'nothing'}. Start other nodes, or ask for less (ray.cpus_per_worker, ray.gpus_per_worker)."
             )
         return min(self.most or places, places)
 
     def _check_versions(self) -> None:
         there = self._wait([self.ray.remote(versions).options(num_cpus=0).remote()])
-        mine = versions()
-        theirs = self.ray.get(there[0])
-        if theirs != mine:
-            raise EngineError(
-                f"The cluster has {_told(theirs)}, this machine {_told(mine)}: numbers would not be comparable. "
-                "Install the same."
-            )
+        check_versions(self.ray.get(there[0]))
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``.
@@ -236,7 +229,7 @@ class RayEngine:
         self._wait([part.answer])
         updates, lost = self._get(part.answer)
         self.setup.retried(lost * len(part.places))
-        return [from_dict(Update, copied(one)) for one in updates]
+        return [from_dict(Update, copied(one, self.setup.device)) for one in updates]
 
     def _get(self, reference: Any) -> Any:
         try:
@@ -250,7 +243,3 @@ class RayEngine:
     def close(self) -> None:
         """Forget the run. The cluster goes on: it is not ours, or serves the next run of this process."""
         self.everything = None
-
-
-def _told(versions: dict[str, str]) -> str:
-    return " and ".join(f"{name} {version}" for name, version in versions.items())

@@ -79,6 +79,12 @@ def connect(address: str, workers: int | None) -> None:
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
 
 
+def nodes_of(ray: Any) -> list[tuple[int, float]]:
+    """Cores and accelerators of each node that is alive; what a task asks for must be on one of them."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [(int(has.get("CPU", 0)), float(has.get("GPU", 0))) for has in alive]
+
+
 def check_reachable(address: str) -> None:
     """Refuse an address where nothing listens: Ray would end this whole process a minute after it failed to connect.
 

@@ -110,6 +110,25 @@ def attempts_lost(ray: Any) -> int:
     return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
 
 
+def device_for(accelerators: float) -> torch.device:
+    """Where a task trains: on what Ray gave it, whatever the server's machine has.
+
+    Args:
+        accelerators: How much of one that is; 0 without.
+
+    Raises:
+        EngineError: PyTorch cannot use it.
+    """
+    if accelerators <= 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EngineError(
+            f"Ray gave a worker of {os.uname().nodename} an accelerator that its PyTorch {torch.__version__} cannot use: "
+            "install a build for it, or leave out ray.gpus_per_worker."
+        )
+    return torch.device("cuda")
+
+
 def _begin(run: str, setup: Setup, at_once: int) -> None:
     import ray
 
@@ -120,12 +139,17 @@ def _begin(run: str, setup: Setup, at_once: int) -> None:
     torch.set_num_threads(max(1, int(resources.get("CPU", 1))))
     keep_freed_memory()
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+    setup = replace(setup, device=device_for(resources.get("GPU", 0.0)))
     if isinstance(setup.federation.clients, Described):
         setup = replace(setup, federation=_opened(run, setup.federation, setup.federation.clients))
     elif isinstance(setup.federation.clients, InFiles):
         clients = pickle.loads(setup.federation.clients.packed)  # nosec B301
         setup = replace(setup, federation=replace(setup.federation, clients=clients))
-    form = form_of(setup.spec) if at_once > 1 else None
+    on_cpu = setup.device.type == "cpu"
+    if not on_cpu:
+        setup = replace(setup, federation=setup.federation.to(setup.device))
+    setup = replace(setup, spec=setup.spec.to(setup.device))
+    form = form_of(setup.spec) if at_once > 1 and on_cpu else None
     _trainers[run] = GroupTrainer(setup, LocalTrainer(setup), form)
 
 
@@ -163,3 +187,17 @@ def _place(run: str) -> Path:
 def versions() -> dict[str, str]:
     """What must be the same on all nodes."""
     return {"unskew": __version__, "torch": torch.__version__}
+
+
+def check_versions(theirs: dict[str, str]) -> None:
+    """Refuse a cluster with other versions.
+
+    Raises:
+        EngineError: It has.
+    """
+    mine = versions()
+    if theirs != mine:
+        there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, mine))
+        raise EngineError(
+            f"The cluster has {there}, this machine {here}: numbers would not be comparable. Install the same."
+        )
