@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from support.federations import SmallBatchNorm, blobs
-from support.ray_nodes import TOKEN, Node, cluster
+from support.ray_nodes import STORE, TOKEN, Node, cluster
 from test_engines import EARLY, METHODS, SUMS
 
 import unskew
@@ -58,15 +58,29 @@ def test_auto_takes_a_cluster_that_is_named(nodes):
     assert train("fedavg", "auto", nodes[0]).summary["engine"] == "ray"
 
 
-def test_mistakes_in_a_rule_are_told_as_anywhere(nodes):
+def test_a_client_fails_three_times_and_its_reason_is_told(nodes, tmp_path):
     class Wrong(unskew.ClientRule):
         name, summary, paper = "wrong", "-", "-"
 
         def begin(self, ctx):
+            (tmp_path / f"{time.monotonic_ns()}").touch()
             raise ConfigError("client 3 has bad data")
 
     with pytest.raises(ConfigError, match="client 3 has bad data"):
-        train(Wrong(), "ray", nodes[0])
+        train(Wrong(), "ray", nodes[0], participation=0.125)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_more_data_than_the_store_holds_are_moved_to_the_disk(nodes):
+    numbers = np.random.default_rng(0).normal(size=(4, 60, 50, 5000)).astype("float32")
+    given = [(x.reshape(60, -1), np.arange(60) % 2) for x in numbers]
+    assert sum(x.nbytes for x, _ in given) > STORE
+    federation = unskew.Federation.from_arrays(
+        given, test=(given[0][0][:2], np.arange(2)), holdout=0.0, normalise=False
+    )
+    options = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 2, "eval_clients": 0}
+    there = unskew.run(federation, engine="ray", ray={"address": nodes[0], "deadline": 240}, **options)
+    assert torch.equal(there.vector, unskew.run(federation, engine="inline", **options).vector)
 
 
 def test_a_worker_that_asks_for_more_than_there_is_is_refused(nodes):
@@ -193,7 +207,7 @@ def test_a_node_that_joins_is_used_from_the_next_round_on(nodes, tmp_path):
     assert (tmp_path / "127.0.0.4").exists()
 
 
-@pytest.mark.parametrize("script", ["ray_node_dies.py", "ray_kills.py"])
+@pytest.mark.parametrize("script", ["ray_four.py", "ray_node_dies.py", "ray_kills.py"])
 def test_what_dies_costs_time_and_no_bits(script):
     """In a process of its own: a process can be connected to one cluster in its life only."""
     # The package that is tested here, not one that is installed, and sums in the order of one thread.

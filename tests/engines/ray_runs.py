@@ -139,4 +139,5 @@ def test_ctrl_c_lets_all_nodes_save_and_the_command_goes_on(nodes, tmp_path):
         rounds = len(file.read_text().splitlines())
         assert 3 < rounds < 3000
         (checkpoint,) = (file.parent / "checkpoints").iterdir()
-        assert json.loads((checkpoint / "manifest.json").read_text())["round"] == rounds
+        manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+        assert json.loads(manifest)["round"] == rounds

@@ -15,6 +15,7 @@ from support.federations import blobs
 import unskew
 from unskew.cli.tables import summary_table
 from unskew.engines import on_ray, ray_worker
+from unskew.engines.ray_cluster import check_guarded
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.protocol.state_files import with_state
 
@@ -140,6 +141,25 @@ def test_several_clients_as_one_network(played):
         train("ray", together=4, rounds=1, model="mlp").vector,
         train("ray", together=4, rounds=1, workers=1, model="mlp").vector,
     )
+
+
+def test_a_store_without_room_is_told(played, monkeypatch):
+    def full(value):
+        raise KeyError("The object store is full.")
+
+    monkeypatch.setattr(played, "put", full)
+    with pytest.raises(EngineError, match=r"cannot take what clients need.*larger --object-store-memory"):
+        train("ray", clients=4)
+
+
+def test_a_public_address_needs_a_token(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for private in ("10.0.0.1", "127.0.0.2", "fd00::1", "no such host"):
+        check_guarded(private)
+    with pytest.raises(EngineError, match=r"public address.*RAY_AUTH_MODE=token"):
+        check_guarded("8.8.8.8")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    check_guarded("8.8.8.8")
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3])

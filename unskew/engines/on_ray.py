@@ -87,7 +87,9 @@ class RayEngine:
         self.run = f"{os.getpid()}-{uuid4().hex}"
         sent = replace(setup, federation=self._sent(), tell=warnings.warn, retried=uncounted)
         try:
-            self.everything = ray.put((sent, together))
+            self.everything = self._put((sent, together))
+        except EngineError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"This run cannot be sent to the cluster, as a part of it cannot be pickled: {error}. Give data and rules "
@@ -148,7 +150,7 @@ class RayEngine:
         if not casts:
             return
         shared, packed = apart([as_dict(cast) for cast in casts])
-        common = self.ray.put(shared)
+        common = self._put(shared)
         window = self._window()
         waiting = deque(self._parts(casts, window))
         flying: dict[Any, _Part] = {}
@@ -230,6 +232,21 @@ class RayEngine:
         updates, lost = self._get(part.answer)
         self.setup.retried(lost * len(part.places))
         return [from_dict(Update, copied(one, self.setup.device)) for one in updates]
+
+    def _put(self, value: Any) -> Any:
+        """Into the object store, which moves to the disk what it has no room for.
+
+        Raises:
+            EngineError: There is no room on the disk either.
+        """
+        try:
+            return self.ray.put(value)
+        except self.ray.exceptions.RayError as error:
+            raise EngineError(
+                f"The cluster's object store cannot take what clients need: {type(error).__name__}, "
+                f"{str(error).splitlines()[0]} Free disk space of this node, start it with a larger --object-store-memory, "
+                "or let nodes open the data (ray.data=nodes)."
+            ) from error
 
     def _get(self, reference: Any) -> Any:
         try:

@@ -116,6 +116,7 @@ class ClusterCrew:
         number: Works at a time.
         auto: Whether fewer are better where there are fewer cores.
         small: Whether a core is enough for each, then.
+        deadline: Seconds without a word of any work after which they are given up; None waits on.
         given: File with what all works are given.
         folders: Those that are named in it.
 
@@ -123,8 +124,17 @@ class ClusterCrew:
         EngineError: There is no such cluster, or one of other versions.
     """
 
-    def __init__(self, address: str, number: int, auto: bool, small: bool, given: Path, folders: Sequence[Path]):
-        self.ray, self.folders, self.most = load_ray(), folders, number
+    def __init__(
+        self,
+        address: str,
+        number: int,
+        auto: bool,
+        small: bool,
+        deadline: float | None,
+        given: Path,
+        folders: Sequence[Path],
+    ):
+        self.ray, self.folders, self.most, self.deadline = load_ray(), folders, number, deadline
         connect(address, None)
         ray = self.ray
         try:
@@ -150,13 +160,20 @@ class ClusterCrew:
 
     def carry_out(self, works: Sequence[Work], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
         """See ``unskew.runs.side_by_side``; it ends early when there is something in ``stopped``."""
-        waiting, done = list(works), set[Hashable]()
+        waiting, done, heard = list(works), set[Hashable](), time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
             while (waiting or self.flying) and not stopped:
                 while len(self.flying) < self.most and (work := next_of(waiting, done)) is not None:
                     busy = Busy.of(work)
                     self._submit(_Flying(busy, busy.task()), marks)
-                for flying in self._ready():
+                ready = self._ready()
+                heard = time.monotonic() if ready else heard
+                if self.deadline is not None and time.monotonic() - heard > self.deadline:
+                    raise EngineError(
+                        f"No run on the cluster has said anything for {self.deadline:g} s (ray.deadline). Go on with what is "
+                        "there (resume), here or on another cluster."
+                    )
+                for flying in ready:
                     found = self._hear(flying, marks)
                     if found is not None:
                         done.add(found[0])

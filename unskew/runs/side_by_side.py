@@ -36,11 +36,13 @@ class At(int):
         address: Of the cluster.
         auto: Whether the number is only the largest that makes sense.
         small: Whether a core is enough for each.
+        deadline: Seconds without a word of any run after which they are given up; None waits on.
     """
 
     address: str
     auto: bool
     small: bool
+    deadline: float | None
 
 
 def check_parallel(parallel: object) -> None:
@@ -89,7 +91,8 @@ def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int
                 f"With parallel={parallel} whole runs are tasks of the cluster, and clients are trained where their run is: "
                 "leave out engine=ray and ray.address."
             )
-        return on_cluster(parallel, len(configs), size <= SMALL)
+        deadline = min((one.ray.deadline for one in configs if one.ray.deadline is not None), default=None)
+        return on_cluster(parallel, len(configs), size <= SMALL, deadline)
     if parallel == 1 or len(configs) < 2:
         return 1
     clusters = [one for one in configs if one.engine == "ray" and one.ray.address in (None, "local")]
@@ -107,11 +110,11 @@ def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int
     return 1 if divided or clusters or size > SMALL else min(cores(), len(configs))
 
 
-def on_cluster(parallel: str, works: int, small: bool) -> At:
+def on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> At:
     """``N@ADDRESS`` for so many works."""
     number, _, address = parallel.partition("@")
     at = At(works if number == "auto" else min(int(number), works))
-    at.address, at.auto, at.small = address, number == "auto", small
+    at.address, at.auto, at.small, at.deadline = address, number == "auto", small, deadline
     return at
 
 
@@ -141,7 +144,10 @@ def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Itera
             lay_out(given, path)
         crew: Crew | ClusterCrew
         if isinstance(places, At):
-            crew = ClusterCrew(places.address, int(places), places.auto, places.small, path, paths_in(given))
+            number = int(places)
+            crew = ClusterCrew(
+                places.address, number, places.auto, places.small, places.deadline, path, paths_in(given)
+            )
         else:
             crew = Crew(max(1, min(places, len(works))), path)
         try:
