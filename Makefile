@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels test-methods conformance check audit lock bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels test-methods test-cluster conformance check audit lock bench docs format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -70,6 +70,9 @@ check: .venv/installed audit  ## format, lint, types, known faults, tests
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+test-cluster: .venv/installed  ## a run on two nodes of a Ray cluster on this machine, one of which is killed
+	$(BIN)/python -m pytest -p no:xdist -o addopts= tests/engines/ray_cases.py -k ray_node_dies
 
 conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
 	$(BIN)/python -m conformance

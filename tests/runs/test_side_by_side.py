@@ -73,6 +73,14 @@ def test_how_many_runs_are_made_at_a_time(monkeypatch):
     assert at_once("auto", engine="ray", ray={"address": "10.0.0.1:6379"}) == 4
     with pytest.raises(ConfigError, match="a Ray cluster of their own"):
         at_once(2, engine="ray")
+    there = [at_once(read_parallel(text)) for text in ("3@10.0.0.1:6379", "auto@auto")]
+    assert [(at, at.address, at.auto, at.small) for at in there] == [
+        (3, "10.0.0.1:6379", False, True),
+        (8, "auto", True, True),
+    ]
+    assert at_once("1@auto", ray={"deadline": 5}).deadline == 5
+    with pytest.raises(ConfigError, match="whole runs are tasks"):
+        at_once("2@auto", engine="ray")
 
 
 def echo(given, number, callbacks):
