@@ -15,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -71,14 +73,28 @@ def carried_out(given: list[Any], task: bytes, cores: int, cwd: str, marks: Sequ
             process.join(timeout=5)
             text = f"The process of a run at {os.uname().nodename} died (exit code {process.exitcode}); memory may have"
             yield "failed", EngineError(f"{text} run out. Go on with what is there (resume), fewer at a time."), ""
-        finally:
-            ours.close()
-            if process.is_alive():
-                process.kill()
-            process.join()
+        finally:  # also where Ray cancels this task between two messages
+            _end(process, ours)
 
 
-def _said(pipe: Any, stop: Callable[[], None]) -> Iterator[Any]:
+def _end(process: BaseProcess, pipe: Connection) -> None:
+    """End a process; one that is at work finishes its round and saves it."""
+    process.terminate()
+    end = time.monotonic() + ENDING
+    while process.is_alive() and time.monotonic() < end:
+        try:
+            if pipe.poll(GLANCE) and pipe.recv()[0] != "call":
+                break
+        except (EOFError, OSError):
+            break
+    pipe.close()
+    process.join(timeout=5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _said(pipe: Connection, stop: Callable[[], None]) -> Iterator[Any]:
     """Messages of a process up to its answer; who is cancelled lets it finish its round."""
     while True:
         try:
@@ -216,7 +232,7 @@ class ClusterCrew:
         """Let those that are at work finish their round and save it, and wait for them."""
         for flying in self.flying:
             self.ray.cancel(flying.stream)
-        end = time.monotonic() + ENDING
+        end = time.monotonic() + min(ENDING, self.deadline or ENDING)
         while self.flying and time.monotonic() < end:
             for flying in self._ready():
                 try:
