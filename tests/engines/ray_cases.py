@@ -219,3 +219,4 @@ def test_what_dies_costs_time_and_no_bits(script):
     said = [line for line in done.stdout.splitlines() if line.startswith("equal after")]  # Ray's own lines may follow
     assert done.returncode == 0, done.stdout + done.stderr
     assert said, done.stdout + done.stderr
+    print(said[0])
