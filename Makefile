@@ -61,9 +61,6 @@ test-methods: .venv/installed  ## of the slow tests, every method and every sum 
 	$(TEST) -m slow tests/methods tests/engines/test_engines.py tests/engines/test_multilabel.py tests/conformance \
 	  tests/simulation tests/models tests/generators tests/data tests/runs tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 
-test-cluster: .venv/installed  ## a run on two nodes of Ray, of which one is killed: the numbers of one process
-	$(BIN)/python tests/engines/ray_node_dies.py
-
 test-sites: .venv/installed .venv-deploy/installed  ## a run of two SuperNodes of Flower over TLS: the numbers of the simulator
 	$(BIN)/python -m pytest -m "not slow" tests/deployment/test_flower.py
 
@@ -76,6 +73,9 @@ check: .venv/installed audit  ## format, lint, types, known faults, tests
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+test-cluster: .venv/installed  ## a run on two nodes of a Ray cluster on this machine, one of which is killed
+	$(BIN)/python -m pytest -p no:xdist -o addopts= tests/engines/ray_cases.py -k ray_node_dies
 
 conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
 	$(BIN)/python -m conformance

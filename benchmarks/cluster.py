@@ -1,10 +1,14 @@
 """What the engine ``ray`` costs beside ``processes``: time per round and client, and the server's memory and time.
 
-``python -m benchmarks.cluster [--parameters 62000 ...] [--cohorts 10 ...] [--workers 2] [--address HOST:PORT] [--json FILE]``
+``python -m benchmarks.cluster [--part overhead settings] [--quick] [--minutes 12] [--again] [--pages]``
 
-A client's training is one step on one sample of a model that computes next to nothing, so what is measured is what an engine
-adds. Each case runs in a process of its own; the first rounds, in which workers start, are not counted. ``--json`` also keeps
-the constants that ``benchmarks.scaling`` reckons with.
+Each figure is kept in ``results/cluster-cpu.json`` as soon as it is there. What is there is not measured again, so the
+command can be ended and begun as one likes; ``--minutes`` begins nothing after so many. ``--pages`` measures nothing and
+writes the tables of ``docs/cluster.md`` and ``docs/scaling.md`` from what is there.
+
+A client's training is one step on one sample of a model that computes next to nothing, so what ``overhead`` measures is what
+an engine adds. Each case runs in a process of its own, after a short run in which workers start. ``settings`` are A and B of
+``benchmarks.speed``, with images.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import resource
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +27,24 @@ import torch
 from torch import Tensor, nn
 
 import unskew
+from benchmarks.baselines import SETTINGS
+from benchmarks.scaling import RESULTS, page_of, write_pages
+from benchmarks.speed import CIFAR, federation_of, machine
+from benchmarks.timing import load_images
 from unskew.engines.machine import cores
-from unskew.runs.side_by_side import Work, side_by_side
+from unskew.runs.crew import Work
+from unskew.runs.side_by_side import side_by_side
 
-PARAMETERS, COHORTS = (62_000, 11_000_000, 110_000_000), (10, 100, 1000)
-WARM_UP = 2
+PARAMETERS, COHORTS, ENGINES = (62_000, 11_000_000, 110_000_000), (10, 100, 1000), ("processes", "ray")
+LARGEST, QUICK = 50e9, 5e9
+"""Bytes of updates in a round above which nothing is measured, and above which ``--quick`` measures nothing."""
 RATE = 0.9
 """Of ``processes``: from which training time on ``ray`` is as fast as this is told."""
+
+
+def rounds_of(size: float) -> int:
+    """How many rounds are measured, by the bytes of a round's updates."""
+    return 5 if size < 1e9 else 2 if size < QUICK else 1
 
 
 class Wide(nn.Module):
@@ -64,85 +80,182 @@ class Clock:
         """Nothing more."""
 
 
-def case(
-    given: None, engine: str, parameters: int, cohort: int, workers: int, rounds: int, address: str, callbacks: Any
+def run(federation: Any, rounds: int, engine: str, workers: int, **options: Any) -> Clock:
+    """A run that is not evaluated, and its clock."""
+    clock = Clock()
+    unskew.run(
+        federation, rounds=rounds, eval_clients=0, eval_every=rounds, engine=engine, workers=workers, together=1,
+        callbacks=[clock], **options,
+    )  # fmt: skip
+    return clock
+
+
+def overhead(
+    given: None, engine: str, parameters: int, cohort: int, workers: int, address: str, callbacks: Any
 ) -> dict[str, Any]:
     """One engine, model and cohort: seconds of a round, of them in this process, and this process's peak in MB."""
     x, y = np.random.default_rng(0).normal(size=(2, 2)).astype("float32"), np.array([0, 1])
-    federation = unskew.Federation.from_arrays([(x, y)] * cohort, test=(x, y), holdout=0.0, classes=2)
-    clock, before = Clock(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unskew.run(
-        federation, model=Wide(parameters), rounds=rounds + WARM_UP, local_steps=1, batch_size=1, lr=0.1, eval_clients=0,
-        eval_every=rounds + WARM_UP, engine=engine, workers=workers, together=1, ray={"address": address}, callbacks=[clock],
-    )  # fmt: skip
-    wall, own = (np.diff(times)[WARM_UP:].tolist() for times in (clock.wall, clock.own))
+    options = {"local_steps": 1, "batch_size": 1, "lr": 0.1, "ray": {"address": address}}
+
+    def of(clients: int) -> unskew.Federation:
+        return unskew.Federation.from_arrays([(x, y)] * clients, test=(x, y), holdout=0.0, classes=2)
+
+    run(of(2 * workers), 2, engine, workers, model=Wide(1000), **options)  # workers start
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rounds = rounds_of(4.0 * parameters * cohort)
+    # The first of several rounds also brings the model to the workers.
+    clock = run(of(cohort), rounds + (rounds > 1), engine, workers, model=Wide(parameters), **options)
+    wall, own = (np.diff(times)[-rounds:].tolist() for times in (clock.wall, clock.own))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "engine": engine,
-        "parameters": parameters,
-        "cohort": cohort,
         "seconds": statistics.median(wall),
         "own_seconds": statistics.median(own),
         "megabytes": peak / 1024,
         "added_megabytes": (peak - before) / 1024,
+        "rounds": rounds,
     }
 
 
-def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases, one after another."""
-    rows = []
-    for parameters in args.parameters:
-        for cohort in args.cohorts:
-            for engine in ("processes", "ray"):
-                case_of = (engine, parameters, cohort, args.workers, args.rounds, args.address)
-                (found,) = (row for _, row in side_by_side([Work("case", case, case_of)], 1))
-                rows.append(found)
-    return rows
+def setting(
+    given: None, engine: str, name: str, attempt: int, workers: int, address: str, callbacks: Any
+) -> dict[str, Any]:
+    """Seconds of a round of FedAvg with CNN-A in a setting of ``benchmarks.speed``."""
+    of = dict(SETTINGS[name])
+    x, y = load_images(str(CIFAR) if CIFAR.exists() else None)
+    federation = federation_of(x, y, of["clients"], of["per_client"])
+    options = {"model": "cnn", "participation": of["cohort"] / of["clients"], "seed": of["seed"], "lr": of["lr"]}
+    options |= {"local_steps": of["steps"], "batch_size": of["batch"], "ray": {"address": address}}
+    clock = run(federation, 12, engine, workers, **options)
+    return {"seconds": statistics.median(np.diff(clock.wall)[2:].tolist()), "rounds": 10}
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows in markdown: overhead, crossing point, and what the server's process takes."""
-    lines = [
-        "| parameters | cohort | `processes`, s a round | `ray`, s a round | overhead, ms a client | as fast to "
-        f"{RATE:.0%} from a training of | server, s a round | server, peak MB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for forked, ray in zip(rows[::2], rows[1::2], strict=True):
-        over = (ray["seconds"] - forked["seconds"]) / ray["cohort"]
-        # With w workers a client's training t takes t / w of the round.
-        crossing = max(0.0, over * ray["workers"] * RATE / (1 - RATE))
-        lines.append(
-            f"| {ray['parameters']:,} | {ray['cohort']} | {forked['seconds']:.3f} | {ray['seconds']:.3f} | "
-            f"{1000 * over:.2f} | {crossing:.2f} s | {ray['own_seconds']:.3f} | {ray['megabytes']:.0f} |"
-        )
-    return lines
+def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, tuple[Any, ...]]]:
+    """What is measured: what it is found by, the function, and its arguments; small ones first, engines in turn."""
+    if "overhead" in args.part:
+        every = sorted((4.0 * d * c, d, c) for d in args.parameters for c in args.cohorts)
+        for size, d, c in every:
+            for engine in ENGINES if size <= (QUICK if args.quick else LARGEST) else ():
+                key = {"part": "overhead", "engine": engine, "parameters": d, "cohort": c, "workers": args.workers}
+                yield key, overhead, (engine, d, c, args.workers, args.address)
+    if "settings" in args.part:
+        for attempt in range(1 if args.quick else 3):
+            for name in SETTINGS:
+                for engine in ENGINES:
+                    key = {"part": "settings", "engine": engine, "setting": name, "attempt": attempt}
+                    yield key | {"workers": args.workers}, setting, (engine, name, attempt, args.workers, args.address)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure what is not there yet, and keep each figure."""
+    kept = json.loads(args.json.read_text()) if args.json.exists() and not args.again else {"rows": []}
+    end = time.monotonic() + 60 * args.minutes
+    for key, function, arguments in cases(args):
+        if any(key.items() <= row.items() for row in kept["rows"]):
+            continue
+        if time.monotonic() > end:
+            print(f"{args.minutes:g} minutes are over; the same command goes on.")
+            return
+        ((_, found),) = side_by_side([Work("case", function, arguments)], 1)
+        kept["rows"].append(key | found)
+        kept |= {"machine": machine(), "constants": constants(kept["rows"])}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(kept, indent=2) + "\n")
+        named = ", ".join(str(value) for value in key.values())
+        print(f"{named}: {found['seconds']:.3f} s a round", flush=True)
 
 
 def constants(rows: list[dict[str, Any]]) -> dict[str, float]:
     """A task's cost in the server's process, and the bytes a second that it takes in: a line through the cases of ``ray``."""
-    ray = [row for row in rows if row["engine"] == "ray"]
+    ray = [row for row in rows if row["part"] == "overhead" and row["engine"] == "ray"]
     if len({row["parameters"] for row in ray}) < 2:
         return {}
     x = np.array([4.0 * row["parameters"] for row in ray])
     y = np.array([row["own_seconds"] / row["cohort"] for row in ray])
-    slope, task = np.polyfit(x, y, 1)
+    # Shares of each figure count alike, else the largest model alone would decide what a task costs.
+    slope, task = np.polyfit(x, y, 1, w=1 / y)
     return {"task": max(float(task), 1e-6), "store": 1 / max(float(slope), 1e-12)}
 
 
+def overhead_table(rows: list[dict[str, Any]]) -> list[str]:
+    """What ``ray`` adds, the crossing point, and what the server's process takes."""
+    by = {(row["engine"], row["parameters"], row["cohort"]): row for row in rows if row["part"] == "overhead"}
+    lines = [
+        "| parameters | cohort | `processes`, s a round | `ray`, s a round | overhead, ms a client | as fast to "
+        f"{RATE:.0%} from a training of | server, s a round | server, ms a client | server, peak MB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, d, c in sorted(key for key in by if key[0] == "ray" and ("processes", *key[1:]) in by):
+        forked, ray = by["processes", d, c], by["ray", d, c]
+        over = (ray["seconds"] - forked["seconds"]) / c
+        # With w workers a client's training t takes t / w of the round.
+        crossing = max(0.0, over * ray["workers"] * RATE / (1 - RATE))
+        lines.append(
+            f"| {d:,} | {c:,} | {forked['seconds']:.3f} | {ray['seconds']:.3f} | {1000 * over:.2f} | {crossing:.2f} s | "
+            f"{ray['own_seconds']:.3f} | {1000 * ray['own_seconds'] / c:.2f} | {ray['megabytes']:.0f} |"
+        )
+    return lines
+
+
+def settings_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Rounds a second of both engines with images."""
+    lines = [
+        "| setting | `processes`, rounds a second | `ray`, rounds a second | of `processes` |",
+        "|---|---|---|---|",
+    ]
+    for name in SETTINGS:
+        found = {
+            engine: [
+                row["seconds"]
+                for row in rows
+                if row["part"] == "settings" and row["setting"] == name and row["engine"] == engine
+            ]
+            for engine in ENGINES
+        }
+        if all(found.values()):
+            forked, ray = (statistics.median(found[engine]) for engine in ENGINES)
+            lines.append(f"| {name} | {1 / forked:.2f} | {1 / ray:.2f} | {forked / ray:.2f} |")
+    return lines
+
+
+def costs(kept: dict[str, Any] | None) -> list[str]:
+    """What ``docs/cluster.md`` says of them."""
+    if not kept:
+        return ["They have not been measured on an idle machine yet."]
+    of = kept["machine"]
+    return [
+        f"Measured on {of['cores']} cores ({of['cpu']}), Python {of['python']}, torch {of['torch']}, both engines with as "
+        f"many workers; a client's training is one step that computes next to nothing. A round whose updates have more than "
+        f"{LARGEST / 1e9:.0f} GB is not measured.",
+        "",
+        *overhead_table(kept["rows"]),
+        "",
+        "FedAvg with CNN-A and CIFAR-10 images, in the [settings A and B](engines.md#measurements):",
+        "",
+        *settings_table(kept["rows"]),
+    ]
+
+
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure and keep, or write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", nargs="+", choices=["overhead", "settings"], default=["settings", "overhead"])
     parser.add_argument("--parameters", type=int, nargs="+", default=PARAMETERS)
     parser.add_argument("--cohorts", type=int, nargs="+", default=COHORTS)
     parser.add_argument("--workers", type=int, default=cores())
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--address", default="local")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--address", default="local", help="of a cluster; a new one of this machine without")
+    parser.add_argument("--minutes", type=float, default=12.0, help="after so many nothing more is begun")
+    parser.add_argument("--quick", action="store_true", help="only what takes less than a minute")
+    parser.add_argument("--again", action="store_true", help="forget what is there")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--pages", action="store_true", help="only write the tables of the documentation")
     args = parser.parse_args()
-    rows = [{**row, "workers": args.workers} for row in measured(args)]
-    print("\n".join(table(rows)))
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "constants": constants(rows)}, indent=2) + "\n")
+    if not args.pages:
+        measure(args)
+    kept = json.loads(args.json.read_text()) if args.json.exists() else None
+    if args.pages:
+        write_pages(kept, {page_of("cluster"): {"costs": costs(kept)}})
+    elif kept:
+        print("\n".join([*overhead_table(kept["rows"]), "", *settings_table(kept["rows"])]))
 
 
 if __name__ == "__main__":

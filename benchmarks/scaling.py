@@ -1,8 +1,7 @@
 """How long a round takes on many nodes, on paper: a model of its parts from constants that were measured.
 
-``python -m benchmarks.scaling [--constants FILE] [--write]``
-
-``FILE`` is what ``python -m benchmarks.cluster --json FILE`` keeps. ``--write`` puts the tables into ``docs/scaling.md``.
+``python -m benchmarks.scaling [--constants FILE]`` prints the tables, of what ``python -m benchmarks.cluster`` keeps in
+``results/cluster-cpu.json`` or in ``FILE``. ``python -m benchmarks.cluster --pages`` puts them into ``docs/scaling.md``.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "cluster-cpu.json"
 NODES = (1, 2, 4, 10, 30, 100, 300, 1000)
 MODELS = {"62k": 62_000, "11M": 11_000_000, "110M": 110_000_000}
 CLIENTS = (10**4, 10**5, 10**6, 10**7)
@@ -115,26 +115,63 @@ def saturation(machine: Constants) -> list[str]:
 TABLES = {"rounds": round_table, "clients": client_table, "saturation": saturation}
 
 
-def filled(text: str, machine: Constants) -> str:
-    """The page with its tables made anew, each between its marks."""
-    for name, make in TABLES.items():
-        body = "\n".join(make(machine))
-        text = re.sub(rf"(<!-- {name} -->\n\n).*?(\n\n<!-- end -->)", rf"\g<1>{body}\g<2>", text, flags=re.S)
+def page_of(name: str) -> Path:
+    """A page of the documentation."""
+    return ROOT / "docs" / f"{name}.md"
+
+
+def constants_of(kept: dict[str, Any] | None) -> Constants:
+    """Those that were measured, and the others as they are assumed."""
+    told = (kept or {}).get("constants", {})
+    return Constants(**{one.name: told[one.name] for one in fields(Constants) if one.name in told})
+
+
+def said(kept: dict[str, Any] | None) -> list[str]:
+    """Where the constants come from."""
+    of = constants_of(kept)
+    text = (
+        f"`task` {1000 * of.task:.2f} ms, `store` {of.store / 1e9:.2f} GB/s, `link` {of.link / 1e9:.2f} GB/s, `add` "
+        f"{of.add / 1e9:.0f} GB/s, `draw` {1e9 * of.draw:.0f} ns. "
+    )
+    if kept and kept.get("constants"):
+        text += (
+            "The first two are measured on one machine, as [below](cluster.md#what-it-costs). `link` comes from a trial"
+        )
+    else:
+        text += "The first three come from a trial"
+    return [
+        f"{text} of Ray 2.60 between two nodes on one machine whose two cores were busy; the others are assumptions."
+    ]
+
+
+def scaling_tables(kept: dict[str, Any] | None) -> dict[str, list[str]]:
+    """The tables of ``docs/scaling.md`` by their marks."""
+    return {name: make(constants_of(kept)) for name, make in TABLES.items()} | {"constants": said(kept)}
+
+
+def filled(text: str, tables: dict[str, list[str]]) -> str:
+    """A page with its tables made anew, each between its marks."""
+    for name, lines in tables.items():
+        start, rest = text.split(f"<!-- {name} -->\n\n", 1)
+        text = (
+            f"{start}<!-- {name} -->\n\n" + "\n".join(lines) + "\n\n<!-- end -->" + rest.split("\n\n<!-- end -->", 1)[1]
+        )
     return text
 
 
+def write_pages(kept: dict[str, Any] | None, pages: dict[Path, dict[str, list[str]]]) -> None:
+    """Write the tables of pages, and those of ``docs/scaling.md``."""
+    for page, tables in {**pages, page_of("scaling"): scaling_tables(kept)}.items():
+        page.write_text(filled(page.read_text(), tables))
+
+
 def main() -> None:
-    """Print the tables, or write them."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--constants", type=Path)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--constants", type=Path, default=RESULTS)
     args = parser.parse_args()
-    told = json.loads(args.constants.read_text())["constants"] if args.constants else {}
-    machine = Constants(**{one.name: told[one.name] for one in fields(Constants) if one.name in told})
-    if args.write:
-        PAGE.write_text(filled(PAGE.read_text(), machine))
-    else:
-        print("\n\n".join("\n".join(make(machine)) for make in TABLES.values()))
+    kept = json.loads(args.constants.read_text()) if args.constants.exists() else None
+    print("\n\n".join("\n".join(lines) for lines in scaling_tables(kept).values()))
 
 
 if __name__ == "__main__":

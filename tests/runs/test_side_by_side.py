@@ -20,7 +20,8 @@ from unskew.engines.machine import cores
 from unskew.errors import ConfigError, EngineError
 from unskew.reproduction.preset import load_preset
 from unskew.reproduction.sweep import Sweep
-from unskew.runs.side_by_side import SMALL, Work, places, read_parallel, side_by_side
+from unskew.runs.crew import Work
+from unskew.runs.side_by_side import SMALL, places, read_parallel, side_by_side
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -54,7 +55,7 @@ def test_what_lies_in_a_file_is_what_was_laid_there(tmp_path):
     assert torch.equal(taken_up(tmp_path / "file")["model"].weight, model.weight)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000])
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000, "8@local", "0@auto", "2@somewhere"])
 def test_no_number_of_runs(text):
     with pytest.raises(ConfigError, match="no number of runs"):
         read_parallel(text)
@@ -72,6 +73,14 @@ def test_how_many_runs_are_made_at_a_time(monkeypatch):
     assert at_once("auto", engine="ray", ray={"address": "10.0.0.1:6379"}) == 4
     with pytest.raises(ConfigError, match="a Ray cluster of their own"):
         at_once(2, engine="ray")
+    there = [at_once(read_parallel(text)) for text in ("3@10.0.0.1:6379", "auto@auto")]
+    assert [(at, at.address, at.auto, at.small) for at in there] == [
+        (3, "10.0.0.1:6379", False, True),
+        (8, "auto", True, True),
+    ]
+    assert at_once("1@auto", ray={"deadline": 5}).deadline == 5
+    with pytest.raises(ConfigError, match="whole runs are tasks"):
+        at_once("2@auto", engine="ray")
 
 
 def echo(given, number, callbacks):

@@ -84,7 +84,10 @@ Client = Annotated[
     typer.Option("--client", help="The client whose own model it is, by number or name; else the global one."),
 ]
 Parallel = Annotated[
-    str, typer.Option("--parallel", metavar="N|auto", help="Runs at a time, each in a process of its own.")
+    str,
+    typer.Option(
+        "--parallel", metavar="N|auto", help="Runs at a time, each in a process; on a Ray cluster N@HOST:PORT."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 

@@ -83,6 +83,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         lines.append(("privacy", summary["privacy"]))
     if summary["updates_skipped"]:
         lines.append(("left out", f"{summary['updates_skipped']} updates that were not finite"))
+    if "retries" in summary:
+        lines.append(("trained again", f"{summary['retries']:,} clients whose worker or node had died"))
     for name, value in lines:
         table.add_row(name, value)
     return table

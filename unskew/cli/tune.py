@@ -63,7 +63,10 @@ def tune(
     pruning: Annotated[
         bool, typer.Option("--pruning/--no-pruning", help="End trials early that are worse than most.")
     ] = True,
-    parallel: Annotated[int, typer.Option("--parallel", help="Processes that make trials.")] = 1,
+    parallel: Annotated[
+        str,
+        typer.Option("--parallel", metavar="N", help="Processes that make trials, or N@HOST:PORT on a Ray cluster."),
+    ] = "1",
     config: ConfigFile = None,
     sets: Sets = None,
     out: Annotated[
@@ -110,7 +113,7 @@ def tune(
             space=spaces,
             out=folder,
             resume=again,
-            parallel=parallel,
+            parallel=int(parallel) if parallel.isdecimal() and len(parallel) < 10 else parallel,
             pruning=pruning,
             follow=follow,
             **values,

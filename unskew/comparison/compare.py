@@ -24,10 +24,11 @@ from unskew.options import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.records.recorder import Callback, reaching
 from unskew.runs.checks import check_method
+from unskew.runs.crew import Work
 from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.side_by_side import Work, check_parallel, places, side_by_side
+from unskew.runs.side_by_side import beside, check_parallel, places, side_by_side
 from unskew.tasks.catalogue import TASKS
 from unskew.tasks.metrics import METRICS, RECALL
 from unskew.tasks.score import score_of
@@ -166,7 +167,8 @@ def compare(
         again: The former name of ``resume``.
         follow: Gives the callbacks of a run from its method, seed and configuration.
         each: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
-        parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size.
+        parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size. On a Ray cluster
+            ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
@@ -234,7 +236,7 @@ def compare(
             clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
         at_once = places(parallel, list(configs.values()), size)
         works = [Work(one, one_run, arguments(*one), partial(followers, *one)) for one in configs]
-        finished = dict(side_by_side(works, at_once, given)) if at_once > 1 else {}
+        finished = dict(side_by_side(works, at_once, given)) if beside(at_once) else {}
         for seed in which:
             for name in names:
                 run = finished.get((name, seed))

@@ -14,11 +14,11 @@ from unskew.data.checks import (
     as_targets,
     check_finite,
     given_inputs,
-    is_mapped,
     laid_out,
     without_padding,
 )
 from unskew.data.clients import cat_inputs, take
+from unskew.data.maps import map_of
 from unskew.data.normalisation import Normalisation
 from unskew.errors import DataError, items, shown
 
@@ -121,7 +121,7 @@ def given_clients(
     for k, arrays in enumerate(clients):
         if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
             raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-        in_file = is_mapped(arrays[0]) or (len(arrays) == 4 and is_mapped(arrays[2]))
+        in_file = any(map_of(x) is not None for x in arrays[::2])
         mapped = mapped or in_file
         x, y = given_tensors(arrays[0], arrays[1], f"client {k}", task, in_file)
         if len(arrays) == 2:

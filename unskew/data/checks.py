@@ -55,15 +55,6 @@ def from_numpy(values: object) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values))
 
 
-def is_mapped(values: object) -> bool:
-    """Whether an array, or what it is a part of, is mapped from a file."""
-    while isinstance(values, np.ndarray):
-        if isinstance(values, np.memmap):
-            return True
-        values = values.base
-    return False
-
-
 def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
     """A tensor of inputs: images become ``[n, C, H, W]`` over channels-last memory, tables stay ``[n, f]``.
 

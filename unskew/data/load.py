@@ -16,6 +16,7 @@ from torch import Tensor
 from unskew.data.arrays import training_size, whole_number
 from unskew.data.clients import DrawnClients, take
 from unskew.data.federation import Federation
+from unskew.data.maps import piece_of
 from unskew.data.normalisation import Normalisation
 from unskew.data.partition.make import Partition, make_partition
 from unskew.data.partition.spelling import column_of, parse
@@ -198,7 +199,8 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         told = sent if told is None else told + sent
         y, test = trained_for.standardise(y), replace(test, y=trained_for.standardise(test.y))
         at_server = None if at_server is None else replace(at_server, y=trained_for.standardise(at_server.y))
-    clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, splits)
+    in_file = piece_of(train.x) is not None
+    clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, splits, in_file)
     clients.source = named, seed
     return Federation(
         clients=clients,

@@ -17,6 +17,10 @@ from unskew.protocol.training import Buffers, Training
 from unskew.tasks.task import Task
 
 
+def uncounted(clients: int) -> None:
+    """Nobody counts retries."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """All that an engine needs for a run.
@@ -33,6 +37,7 @@ class Setup:
         common: What each rule sent to every client alike before the first round.
         patience: Seconds without an answer from a worker after which ``tell`` is called with a sentence.
         tell: Tells the user something.
+        retried: Counts clients that were trained again because a worker or a node died.
     """
 
     spec: ModelSpec
@@ -46,6 +51,7 @@ class Setup:
     common: dict[str, Tensors] = field(default_factory=dict)
     patience: float = 600.0
     tell: Callable[[str], None] = warnings.warn
+    retried: Callable[[int], None] = uncounted
 
 
 class Engine(Protocol):

@@ -1,5 +1,7 @@
 """An object in a file, its arrays as they lie in memory: processes of one machine that map it share one copy of them.
 
+Arrays that are mapped from a file already are not copied: they are opened there.
+
 Only for files of this program's own that no other user can write, as everything that is pickled.
 """
 
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.data.maps import opened, piece_of
 from unskew.engines.ray_messages import as_array, as_tensor
 
 _ALIGN = 64  # vector instructions and BLAS give the same bits for the same alignment
@@ -23,6 +26,8 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, which are then written apart."""
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and (piece := piece_of(value)) is not None:
+            return opened, (piece,)
         if (
             type(value) is Tensor
             and value.device.type == "cpu"
@@ -53,6 +58,13 @@ def lay_out(value: Any, path: Path) -> None:
         start = file.tell()
         pickle.dump((body.getvalue(), places), file)
         file.write(start.to_bytes(8, "little"))
+
+
+def packed(value: Any) -> bytes:
+    """An object as bytes, but for arrays that are mapped from files: these are named by their files."""
+    body = io.BytesIO()
+    _Pickler(body, protocol=5).dump(value)
+    return body.getvalue()
 
 
 def taken_up(path: Path) -> Any:

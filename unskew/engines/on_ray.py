@@ -20,12 +20,13 @@ from typing import Any
 from uuid import uuid4
 
 from unskew.data.federation import Federation
-from unskew.engines.base import Setup
+from unskew.engines.base import Setup, uncounted
 from unskew.engines.group import parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
-from unskew.engines.ray_cluster import OnCluster, connect, load_ray
+from unskew.engines.laid_out import packed
+from unskew.engines.ray_cluster import OnCluster, connect, load_ray, nodes_of
 from unskew.engines.ray_messages import apart, copied
-from unskew.engines.ray_worker import Described, train_part, versions
+from unskew.engines.ray_worker import Described, InFiles, check_versions, train_part, versions
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 
@@ -84,9 +85,11 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        sent = replace(setup, federation=self._sent(), tell=warnings.warn)
+        sent = replace(setup, federation=self._sent(), tell=warnings.warn, retried=uncounted)
         try:
-            self.everything = ray.put((sent, together))
+            self.everything = self._put((sent, together))
+        except EngineError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"This run cannot be sent to the cluster, as a part of it cannot be pickled: {error}. Give data and rules "
@@ -103,12 +106,16 @@ class RayEngine:
         federation = self.setup.federation
         source = getattr(federation.clients, "source", None)
         by_url = source is not None and any("://" in str(place) for place in (source[0].data, source[0].data_path))
-        if self.where.data == "nodes" and source is None:
+        in_files = source is None and getattr(federation.clients, "mapped", False)
+        if self.where.data == "nodes" and source is None and not in_files:
             raise EngineError(
                 "ray.data=nodes lets nodes open the data where they are named, but these were given in Python, changed by "
-                "the method, or moved to another device; take ray.data=store."
+                "the method, or moved to another device; take ray.data=store, or map them from files "
+                '(np.load(..., mmap_mode="r")).'
             )
-        if source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
+        if self.where.data == "nodes" and in_files:
+            federation = replace(federation, clients=InFiles(len(federation.clients), packed(federation.clients)))
+        elif source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
             federation = replace(federation, clients=Described(len(federation.clients), source[0], source[1]))
         return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 
@@ -118,27 +125,20 @@ class RayEngine:
         Raises:
             EngineError: There is no room for a single one.
         """
-        room = self.ray.cluster_resources()
-        places = int(room.get("CPU", 0) // self.where.cpus_per_worker)
-        if self.where.gpus_per_worker:
-            places = min(places, int(room.get("GPU", 0) / self.where.gpus_per_worker))
+        cores, gpus = self.where.cpus_per_worker, self.where.gpus_per_worker
+        nodes = nodes_of(self.ray)
+        places = sum(int(min(c // cores, g / gpus if gpus else c)) for c, g in nodes)
         if places < 1:
-            asked = f"{self.where.cpus_per_worker} cores and {self.where.gpus_per_worker:g} accelerators"
+            largest = ", ".join(f"{c} cores and {g:g} accelerators" for c, g in sorted(set(nodes), reverse=True)[:3])
             raise EngineError(
-                f"The cluster has {room.get('CPU', 0):g} cores and {room.get('GPU', 0):g} accelerators, too few for one "
-                f"worker of {asked}: start more nodes, or ask for less."
+                f"No node of the cluster has room for a worker of {cores} cores and {gpus:g} accelerators; they have "
+                f"{largest or 'nothing'}. Start other nodes, or ask for less (ray.cpus_per_worker, ray.gpus_per_worker)."
             )
         return min(self.most or places, places)
 
     def _check_versions(self) -> None:
         there = self._wait([self.ray.remote(versions).options(num_cpus=0).remote()])
-        mine = versions()
-        theirs = self.ray.get(there[0])
-        if theirs != mine:
-            raise EngineError(
-                f"The cluster has {_told(theirs)}, this machine {_told(mine)}: numbers would not be comparable. "
-                "Install the same."
-            )
+        check_versions(self.ray.get(there[0]))
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``.
@@ -146,10 +146,11 @@ class RayEngine:
         Updates stay on the nodes that made them until their turn comes, and few are ahead of it: so this process needs the
         memory of one part of the cohort, however large that is.
         """
+        self.setup.retried(0)
         if not casts:
             return
         shared, packed = apart([as_dict(cast) for cast in casts])
-        common = self.ray.put(shared)
+        common = self._put(shared)
         window = self._window()
         waiting = deque(self._parts(casts, window))
         flying: dict[Any, _Part] = {}
@@ -228,7 +229,24 @@ class RayEngine:
     def _receive(self, part: _Part) -> list[Update]:
         """The updates of a part, as copies: what lies in a store can leave it."""
         self._wait([part.answer])
-        return [from_dict(Update, copied(one)) for one in self._get(part.answer)]
+        updates, lost = self._get(part.answer)
+        self.setup.retried(lost * len(part.places))
+        return [from_dict(Update, copied(one, self.setup.device)) for one in updates]
+
+    def _put(self, value: Any) -> Any:
+        """Into the object store, which moves to the disk what it has no room for.
+
+        Raises:
+            EngineError: There is no room on the disk either.
+        """
+        try:
+            return self.ray.put(value)
+        except self.ray.exceptions.RayError as error:
+            raise EngineError(
+                f"The cluster's object store cannot take what clients need: {type(error).__name__}, "
+                f"{str(error).splitlines()[0]} Free disk space of this node, start it with a larger --object-store-memory, "
+                "or let nodes open the data (ray.data=nodes)."
+            ) from error
 
     def _get(self, reference: Any) -> Any:
         try:
@@ -242,7 +260,3 @@ class RayEngine:
     def close(self) -> None:
         """Forget the run. The cluster goes on: it is not ours, or serves the next run of this process."""
         self.everything = None
-
-
-def _told(versions: dict[str, str]) -> str:
-    return " and ".join(f"{name} {version}" for name, version in versions.items())

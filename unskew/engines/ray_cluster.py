@@ -68,6 +68,8 @@ def connect(address: str, workers: int | None) -> None:
             options["_node_ip_address"] = host  # nodes of one machine, each with its address
         if address not in ("local", "auto"):
             check_reachable(address)
+        if address != "auto":
+            check_guarded(own_address() if address == "local" else host.strip("[]"))
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
@@ -77,6 +79,12 @@ def connect(address: str, workers: int | None) -> None:
                 "ray.address=local."
             ) from error
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+
+
+def nodes_of(ray: Any) -> list[tuple[int, float]]:
+    """Cores and accelerators of each node that is alive; what a task asks for must be on one of them."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [(int(has.get("CPU", 0)), float(has.get("GPU", 0))) for has in alive]
 
 
 def check_reachable(address: str) -> None:
@@ -92,6 +100,35 @@ def check_reachable(address: str) -> None:
         raise EngineError(
             f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
         ) from error
+
+
+def check_guarded(host: str) -> None:
+    """Refuse a cluster at a public address that asks for no token: whoever reaches its ports could run programs there.
+
+    Raises:
+        EngineError: It is one.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return
+    try:
+        public = any(ip_address(found[4][0]).is_global for found in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):
+        return
+    if public:
+        raise EngineError(
+            f"{host} is a public address, and Ray executes what is sent to its ports: bind the head to a private one "
+            "(ray start --head --node-ip-address=...), or let it ask for a token (RAY_AUTH_MODE=token on all nodes and here)."
+        )
+
+
+def own_address() -> str:
+    """The address by which this machine reaches others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        try:
+            line.connect(("8.8.8.8", 80))
+            return str(line.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
 
 def _is_loopback(host: str) -> bool:

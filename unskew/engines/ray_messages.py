@@ -59,17 +59,17 @@ def together(record: Any, shared: list[Tensor]) -> Any:
     return shared[record.number] if isinstance(record, Place) else record
 
 
-def copied(value: Any) -> Any:
-    """A record with its tensors in memory of their own."""
+def copied(value: Any, device: torch.device) -> Any:
+    """A record with its tensors in memory of their own, on a device."""
     if isinstance(value, dict):
-        return {key: copied(inner) for key, inner in value.items()}
-    return value.clone() if isinstance(value, Tensor) else value
+        return {key: copied(inner, device) for key, inner in value.items()}
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def as_array(tensor: Tensor) -> tuple[Any, torch.dtype, bool]:
     """The values as a NumPy array in the order of their memory, so that channels stay last."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    plain = (tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach()).contiguous()
+    plain = (tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach()).contiguous().cpu()
     if plain.dtype == torch.bfloat16:
         plain = plain.view(torch.int16)
     return plain.numpy(), tensor.dtype, last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -37,17 +38,14 @@ KEPT = 24 * 3600
 
 
 @dataclass(frozen=True)
-class Described(Sequence[ClientData]):
+class Elsewhere(Sequence[ClientData]):
     """Clients whose data a node opens by itself.
 
     Attributes:
         total: How many there are.
-        spec, seed: What decides who holds what.
     """
 
     total: int
-    spec: DataSpec
-    seed: int
 
     def __len__(self) -> int:
         return self.total
@@ -56,12 +54,35 @@ class Described(Sequence[ClientData]):
         raise IndexError(f"Client {k} is not here: its data are opened on the node that trains it.")
 
 
+@dataclass(frozen=True)
+class Described(Elsewhere):
+    """Clients of data that are named.
+
+    Attributes:
+        spec, seed: What decides who holds what.
+    """
+
+    spec: DataSpec
+    seed: int
+
+
+@dataclass(frozen=True)
+class InFiles(Elsewhere):
+    """Clients whose arrays are mapped from files.
+
+    Attributes:
+        packed: The clients, with their arrays named by these files.
+    """
+
+    packed: bytes
+
+
 _trainers: dict[str, GroupTrainer] = {}
 """The trainer of the run that this worker serves; the one before it is forgotten."""
 
 
 def train_part(run: str, everything: list[Any], common: list[Any], packed: list[Any]) -> tuple[bool, Any]:
-    """The training of some clients, and their updates or what went wrong.
+    """The training of some clients, and what went wrong, or their updates and how many attempts died before this one.
 
     Args:
         run: Names it.
@@ -77,11 +98,35 @@ def train_part(run: str, everything: list[Any], common: list[Any], packed: list[
         shared = ray.get(common[0])
         casts = [with_state(from_dict(Broadcast, together(one, shared))) for one in packed]
         updates = _trainers[run].train(casts)
-        return True, [as_dict(without_state(*one)) for one in zip(casts, updates, strict=True)]
+        return True, ([as_dict(without_state(*one)) for one in zip(casts, updates, strict=True)], attempts_lost(ray))
     except UnskewError as error:
         return False, error
     except Exception:  # a bug in a rule must reach the user
         return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
+
+
+def attempts_lost(ray: Any) -> int:
+    """How often Ray began this task before, with a worker or a node that died; it tells so nowhere else."""
+    return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
+
+
+def device_for(accelerators: float) -> torch.device:
+    """Where a task trains: on what Ray gave it, whatever the server's machine has.
+
+    Args:
+        accelerators: How much of one that is; 0 without.
+
+    Raises:
+        EngineError: PyTorch cannot use it.
+    """
+    if accelerators <= 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EngineError(
+            f"Ray gave a worker of {os.uname().nodename} an accelerator that its PyTorch {torch.__version__} cannot use: "
+            "install a build for it, or leave out ray.gpus_per_worker."
+        )
+    return torch.device("cuda")
 
 
 def _begin(run: str, setup: Setup, at_once: int) -> None:
@@ -94,9 +139,17 @@ def _begin(run: str, setup: Setup, at_once: int) -> None:
     torch.set_num_threads(max(1, int(resources.get("CPU", 1))))
     keep_freed_memory()
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+    setup = replace(setup, device=device_for(resources.get("GPU", 0.0)))
     if isinstance(setup.federation.clients, Described):
         setup = replace(setup, federation=_opened(run, setup.federation, setup.federation.clients))
-    form = form_of(setup.spec) if at_once > 1 else None
+    elif isinstance(setup.federation.clients, InFiles):
+        clients = pickle.loads(setup.federation.clients.packed)  # nosec B301
+        setup = replace(setup, federation=replace(setup.federation, clients=clients))
+    on_cpu = setup.device.type == "cpu"
+    if not on_cpu:
+        setup = replace(setup, federation=setup.federation.to(setup.device))
+    setup = replace(setup, spec=setup.spec.to(setup.device))
+    form = form_of(setup.spec) if at_once > 1 and on_cpu else None
     _trainers[run] = GroupTrainer(setup, LocalTrainer(setup), form)
 
 
@@ -134,3 +187,17 @@ def _place(run: str) -> Path:
 def versions() -> dict[str, str]:
     """What must be the same on all nodes."""
     return {"unskew": __version__, "torch": torch.__version__}
+
+
+def check_versions(theirs: dict[str, str]) -> None:
+    """Refuse a cluster with other versions.
+
+    Raises:
+        EngineError: It has.
+    """
+    mine = versions()
+    if theirs != mine:
+        there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, mine))
+        raise EngineError(
+            f"The cluster has {there}, this machine {here}: numbers would not be comparable. Install the same."
+        )

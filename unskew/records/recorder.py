@@ -59,6 +59,7 @@ class Recorder:
         self._started = time.perf_counter()
         self._path = None if folder is None else folder / "metrics.jsonl"
         self._file: int | None = None
+        self._retries: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -89,9 +90,14 @@ class Recorder:
         if self._path is not None:
             write_atomic(self._path, b"".join((json.dumps(row) + "\n").encode() for row in rows))
 
+    def retried(self, clients: int) -> None:
+        """Count clients of this round that were trained again as a worker or a node died; 0 says that this is counted."""
+        self._retries = (self._retries or 0) + clients
+
     def round(self, row: Row) -> None:
         """Note the figures of a round."""
-        row = finite(row)
+        row = finite(row if self._retries is None else {**row, "retries": self._retries})
+        self._retries = None
         if self._path is not None:
             data = (json.dumps(row) + "\n").encode()
             with writing(self._path):

@@ -19,7 +19,8 @@ from unskew.options import build, imported
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
-from unskew.runs.side_by_side import Work, check_parallel, side_by_side
+from unskew.runs.crew import Work
+from unskew.runs.side_by_side import beside, check_parallel, on_cluster, side_by_side
 
 STUDIES = {
     "quadratic": "unskew.reproduction.studies.quadratic_figure:QuadraticStudy",
@@ -180,8 +181,11 @@ class StudyRuns:
         check_parallel(parallel)
         wanted = [(part, seed) for seed in seeds for part in self.parts()]
         missing = [one for one in wanted if read_outcome(self.results, self.identity(*one)) is None]
-        at_once = min(cores() if isinstance(parallel, str) else parallel, len(missing))
-        if at_once > 1:
+        if isinstance(parallel, str) and "@" in parallel:
+            at_once: int = on_cluster(parallel, len(missing), small=True)
+        else:
+            at_once = min(cores() if isinstance(parallel, str) else parallel, len(missing))
+        if beside(at_once):
             works = [Work(one, _beside, one) for one in missing]
             for _, (part, seed) in side_by_side(works, at_once, self):
                 yield part, seed, self.outcome(part, seed)

@@ -19,9 +19,10 @@ from unskew.reproduction.earlier import as_earlier
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of, outcome_files
 from unskew.reproduction.preset import Cell, Preset, cells
 from unskew.runs.checks import check_method
+from unskew.runs.crew import Work
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, resume, run_experiment
-from unskew.runs.side_by_side import Work, check_parallel, places, side_by_side
+from unskew.runs.side_by_side import beside, check_parallel, places, side_by_side
 
 Follow = Callable[[str, bool], Sequence[Callback]]
 """From the title of a run, and whether it is only the common part of others, to its callbacks."""
@@ -96,7 +97,7 @@ class Sweep:
         table = [cell for seed in seeds for cell in self.cells(seed)]
         works = [] if parallel == 1 else self._works(table)
         at_once = places(parallel, [work.arguments[0] for work in works], size)
-        if at_once > 1:
+        if beside(at_once):
             for _ in side_by_side(works, at_once, (self.runs, self.results)):
                 pass
         for cell in table:

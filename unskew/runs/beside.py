@@ -46,24 +46,25 @@ class _Relay:
         self._tell("end", summary)
 
 
-def work_beside(pipe: Connection, path: str, share: int) -> None:
+def work_beside(pipe: Connection, path: str, share: int, ending: int = signal.SIGTERM) -> None:
     """The life of a process: one work after another, until nobody asks for more.
 
     Args:
         pipe: To the process that began this one.
         path: File with what all works are given.
         share: Cores that it may use.
+        ending: Signal that it sends itself when that process ends: the round is finished and saved, or not.
     """
     with contextlib.suppress(KeyboardInterrupt):
-        _work(pipe, path, share)
+        _work(pipe, path, share, ending)
 
 
-def _work(pipe: Connection, path: str, share: int) -> None:
+def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # a terminal's Ctrl-C is for the process that began us, which passes it on
     signal.signal(signal.SIGTERM, _end)
     loop.NOTICE = b""  # it says so itself
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(ending,), daemon=True).start()
     take_share(share)
     keep_freed_memory()
     given: list[Any] = []
@@ -91,11 +92,11 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(ending: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), ending)
 
 
 def _sent(error: Exception) -> Exception:

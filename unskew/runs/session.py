@@ -117,6 +117,7 @@ class Session:
             prepared.common,
             config.patience,
             self.recorder.warn,
+            self.recorder.retried,
         )
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
         self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
@@ -223,10 +224,8 @@ class Session:
             }
         )
         last = done == self.config.rounds or self.stopping.due
-        if last and self.samples is not None and self.folder is not None:
-            nothing = self.samples.draw(self.folder / "samples")
-            if nothing is not None:
-                self.recorder.warn(nothing)
+        if last and self.samples and self.folder and (nothing := self.samples.draw(self.folder / "samples")):
+            self.recorder.warn(nothing)
         if last or done % self.config.checkpoint_every == 0:
             self._save(done)
         return last

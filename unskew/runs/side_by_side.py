@@ -1,58 +1,48 @@
-"""Independent runs side by side: each in a process of its own, with its share of the cores.
+"""Independent runs side by side: each in a process of its own, with its share of the cores, here or on a cluster.
 
-The processes are spawned, not forked, so whatever they are given must be found by its name there. A run tells its followers
+A run tells its followers
 here what happens; what it gives back is what it gives alone. The first Ctrl-C lets all of them finish their round and save.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import pickle
-import signal
+import re
 import tempfile
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.sections import ADDRESS
 from unskew.engines.catalogue import pick_device
 from unskew.engines.laid_out import lay_out
 from unskew.engines.machine import cores
-from unskew.errors import ConfigError, EngineError, UnskewError, shown
-from unskew.records.recorder import Callback, warn
-from unskew.runs.beside import work_beside
+from unskew.errors import ConfigError, shown
+from unskew.runs.crew import Crew, Work, sendable
+from unskew.runs.on_cluster import ClusterCrew
 from unskew.simulation.loop import Interrupted, interruptible
 
 SMALL = 1_000_000
 """Parameters of a model up to which ``auto`` takes a core for each run: so small ones gain little from a second thread."""
 MOST = 256
 """Runs at a time."""
-GLANCE = 0.2
-"""Seconds between two looks whether Ctrl-C was pressed."""
+ON_CLUSTER = re.compile(rf"([0-9]{{1,3}}|auto)@{ADDRESS}")
 
 
-@dataclass(frozen=True)
-class Work:
-    """A run, or anything else that takes long.
+class At(int):
+    """A number of runs at a time on a cluster.
 
     Attributes:
-        name: What its result is found by.
-        function: Called in another process as ``function(given, *arguments, callbacks=...)``; it has a name there, too.
-        arguments: Its own.
-        follow: Gives its followers, which stay here, when it begins.
-        after: Names of works that must be done before.
+        address: Of the cluster.
+        auto: Whether the number is only the largest that makes sense.
+        small: Whether a core is enough for each.
+        deadline: Seconds without a word of any run after which they are given up; None waits on.
     """
 
-    name: Hashable
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-    follow: Callable[[], Sequence[Callback]] = tuple
-    after: tuple[Hashable, ...] = ()
+    address: str
+    auto: bool
+    small: bool
+    deadline: float | None
 
 
 def check_parallel(parallel: object) -> None:
@@ -62,15 +52,21 @@ def check_parallel(parallel: object) -> None:
         ConfigError: It is none.
     """
     number = isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= MOST
+    there = ON_CLUSTER.fullmatch(parallel) if isinstance(parallel, str) else None
+    if there is not None:
+        number = there[2] != "local" and (there[1] == "auto" or 1 <= int(there[1]) <= MOST)
     if not number and parallel != "auto":
-        raise ConfigError(f"parallel={shown(parallel)} is no number of runs at a time; write 1 to {MOST}, or auto.")
+        raise ConfigError(
+            f"parallel={shown(parallel)} is no number of runs at a time; write 1 to {MOST}, or auto, on a Ray cluster "
+            "8@HOST:PORT, or auto@auto."
+        )
 
 
 def read_parallel(text: str) -> int | str:
     """``parallel`` as it is written on a command line.
 
     Raises:
-        ConfigError: It is neither a number nor ``auto``.
+        ConfigError: It is neither a number nor ``auto``, nor one of them with a cluster.
     """
     parallel = int(text) if text.isdecimal() and len(text) < 10 else text
     check_parallel(parallel)
@@ -81,14 +77,22 @@ def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int
     """How many runs are made at a time.
 
     Args:
-        parallel: What was asked for: a number, or ``auto``.
+        parallel: What was asked for: a number, or ``auto``; with ``@`` and its address, on a cluster.
         configs: The runs.
         size: Parameters of the largest model among them.
 
     Raises:
-        ConfigError: Each run would start a cluster of its own.
+        ConfigError: Each run would start a cluster of its own, or its clients would wait for the cores that it has.
     """
     check_parallel(parallel)
+    if isinstance(parallel, str) and "@" in parallel:
+        if any(one.engine == "ray" or one.ray.address is not None for one in configs):
+            raise ConfigError(
+                f"With parallel={parallel} whole runs are tasks of the cluster, and clients are trained where their run is: "
+                "leave out engine=ray and ray.address."
+            )
+        deadline = min((one.ray.deadline for one in configs if one.ray.deadline is not None), default=None)
+        return on_cluster(parallel, len(configs), size <= SMALL, deadline)
     if parallel == 1 or len(configs) < 2:
         return 1
     clusters = [one for one in configs if one.engine == "ray" and one.ray.address in (None, "local")]
@@ -106,6 +110,19 @@ def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int
     return 1 if divided or clusters or size > SMALL else min(cores(), len(configs))
 
 
+def on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> At:
+    """``N@ADDRESS`` for so many works."""
+    number, _, address = parallel.partition("@")
+    at = At(works if number == "auto" else min(int(number), works))
+    at.address, at.auto, at.small, at.deadline = address, number == "auto", small, deadline
+    return at
+
+
+def beside(at_once: int) -> bool:
+    """Whether runs are made by others than this process."""
+    return at_once > 1 or (isinstance(at_once, At) and at_once > 0)
+
+
 def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
     """Carry out works, ``places`` at a time; gives the name and the result of each when it is done.
 
@@ -113,7 +130,7 @@ def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Itera
 
     Args:
         works: What is to be done; those that others come ``after`` stand before them.
-        places: Processes.
+        places: Processes, or an ``At``.
         given: What all of them need, such as data. It lies in memory once for all processes.
 
     Raises:
@@ -121,148 +138,30 @@ def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Itera
         EngineError: A process died.
         Interrupted: Ctrl-C was pressed; all have finished their round.
     """
-    with tempfile.TemporaryDirectory(prefix="unskew-") as folder:
+    with tempfile.TemporaryDirectory(prefix="unskew-") as folder, interruptible() as stopped:
         path = Path(folder) / "given"
-        with _sendable():
+        with sendable():
             lay_out(given, path)
-        crew = _Crew(max(1, min(places, len(works))), path)
+        crew: Crew | ClusterCrew
+        if isinstance(places, At):
+            number = int(places)
+            crew = ClusterCrew(
+                places.address, number, places.auto, places.small, places.deadline, path, paths_in(given)
+            )
+        else:
+            crew = Crew(max(1, min(places, len(works))), path)
         try:
-            yield from crew.carry_out(works)
+            yield from crew.carry_out(works, stopped)
+            if stopped:
+                raise Interrupted(stopped[0])
+        except BaseException:
+            crew.wind_up()
+            raise
         finally:
             crew.close()
 
 
-@contextlib.contextmanager
-def _sendable() -> Iterator[None]:
-    """Within, what cannot be pickled becomes a sentence."""
-    try:
-        yield
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"Runs side by side are made in processes of their own, and a part of these cannot be sent there: {error}. "
-            "Define classes and functions at the top of a module and hold no open files, or leave out parallel."
-        ) from error
-
-
-@dataclass
-class _Busy:
-    """A work that is being done."""
-
-    work: Work
-    callbacks: list[Callback]
-
-
-@dataclass
-class _Crew:
-    """The processes, and who does what."""
-
-    places: int
-    given: Path
-    processes: dict[Connection, BaseProcess] = field(default_factory=dict)
-    busy: dict[Connection, _Busy] = field(default_factory=dict)
-    done: set[Hashable] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        share = max(1, cores() // self.places)
-        for _ in range(self.places):
-            ours, theirs = context.Pipe()
-            # Not daemons: these may have no worker processes of their own.
-            process = context.Process(target=work_beside, args=(theirs, str(self.given), share))
-            process.start()
-            theirs.close()
-            self.processes[ours] = process
-
-    def carry_out(self, works: Sequence[Work]) -> Iterator[tuple[Hashable, Any]]:
-        """See ``side_by_side``."""
-        waiting = list(works)
-        with interruptible() as stopped:
-            try:
-                while (waiting or self.busy) and not stopped:
-                    self._hand_out(waiting)
-                    for ready in wait(list(self.busy), GLANCE):
-                        yield from self._hear(cast(Connection, ready))
-            except BaseException:
-                self._wind_up()
-                raise
-            if stopped:
-                self._wind_up()
-                raise Interrupted(stopped[0])
-
-    def _hand_out(self, waiting: list[Work]) -> None:
-        for pipe in self.processes:
-            if pipe in self.busy:
-                continue
-            work = next((work for work in waiting if all(name in self.done for name in work.after)), None)
-            if work is None:
-                return
-            with _sendable():
-                task = pickle.dumps((work.function, work.arguments))
-            waiting.remove(work)
-            self.busy[pipe] = _Busy(work, list(work.follow()))
-            with contextlib.suppress(OSError):  # noticed, with its reason, when the answer is read
-                pipe.send_bytes(task)
-
-    def _hear(self, pipe: Connection) -> Iterator[tuple[Hashable, Any]]:
-        """One message of a process; if that is the end of its work, its name and result."""
-        busy = self.busy[pipe]
-        try:
-            kind, *rest = pipe.recv()
-        except (EOFError, OSError):
-            del self.busy[pipe]
-            self._died(self.processes.pop(pipe), busy.work)
-        if kind == "call":
-            name, arguments = rest
-            if name == "warn":
-                warn(busy.callbacks, *arguments)
-                return
-            for callback in busy.callbacks:
-                told = getattr(callback, name, None)
-                if told is not None:
-                    told(*arguments)
-            return
-        del self.busy[pipe]
-        if kind == "failed":
-            error, text = rest
-            if not isinstance(error, UnskewError):
-                error.add_note(text)
-            raise error
-        if kind == "stopped":
-            raise Interrupted(signal.SIGTERM)
-        self.done.add(busy.work.name)
-        yield busy.work.name, rest[0]
-
-    @staticmethod
-    def _died(process: BaseProcess, work: Work) -> NoReturn:
-        process.join(timeout=5)
-        if process.exitcode == 1:  # Python ended before it came to the work
-            raise EngineError(
-                "A process for a run beside others could not begin; its reason is above. A script that begins runs "
-                'side by side does so under: if __name__ == "__main__".'
-            )
-        raise EngineError(
-            f"The process of a run beside others died (exit code {process.exitcode}, {work.name}); memory may have run "
-            "out. Go on with what is there (resume), with fewer runs at a time."
-        )
-
-    def _wind_up(self) -> None:
-        """Let those that are at work finish their round and save it, and wait for them."""
-        for pipe in self.busy:
-            self.processes[pipe].terminate()
-        while self.busy:
-            for ready in wait(list(self.busy)):
-                with contextlib.suppress(Exception, Interrupted):  # the first reason to stop is the one that is told
-                    list(self._hear(cast(Connection, ready)))
-
-    def close(self) -> None:
-        """End the processes: those that are still at work at once."""
-        for pipe, process in self.processes.items():
-            pipe.close()
-            if pipe in self.busy:
-                process.terminate()
-        patience = time.monotonic() + 5
-        for process in self.processes.values():
-            process.join(timeout=max(0.0, patience - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+def paths_in(given: Any) -> list[Path]:
+    """Folders that works are given."""
+    parts = given if isinstance(given, tuple) else vars(given).values() if hasattr(given, "__dict__") else ()
+    return [part for part in parts if isinstance(part, Path)]

@@ -87,6 +87,8 @@ def summarise(
         # A client that takes part in every round spends this much in all.
         "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
     }
+    if any("retries" in row for row in history):
+        summary["retries"] = sum(row.get("retries", 0) for row in history)
     if traffic.reports:
         summary["report_bytes_up"] = traffic.reports
     if server.method.data and prepared.training.local_steps is None:

@@ -18,8 +18,11 @@ from unskew.config.reading import experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, UnskewError, items, shown
 from unskew.files import make_folder, occupied, place, unmake_folder, waiting_for, write_atomic
+from unskew.records.recorder import Callback
+from unskew.runs.crew import Work
 from unskew.runs.given import unnamed, values_of
 from unskew.runs.model import ModelLike
+from unskew.runs.side_by_side import MOST, check_parallel, on_cluster, places, side_by_side
 from unskew.tuning.found import Tuned, Tuning, found, write_found
 from unskew.tuning.options import given_spaces, parts_of, spelled
 from unskew.tuning.study import optuna_library
@@ -42,7 +45,7 @@ def tune(
     model: ModelLike | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    parallel: int = 1,
+    parallel: int | str = 1,
     pruning: bool = True,
     follow: Follow = unfollowed,
     **options: Any,
@@ -61,7 +64,7 @@ def tune(
         model: See ``unskew.run``.
         out: Folder of the trials' database, the tuned configurations and the comparison.
         resume: Go on in an existing ``out``.
-        parallel: Processes that make trials.
+        parallel: Processes that make trials. On a Ray cluster ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
         pruning: Whether trials that are worse than most after as many rounds are ended early.
         follow: Gives the callbacks of a run from its title.
         options: Fields of ``unskew.Experiment``; ``seed`` is that of the trials.
@@ -79,7 +82,10 @@ def tune(
     fresh = fresh_seeds(seeds, config.seed)
     given = given_spaces(space or {}, names, values)
     plan = Plan(names, values, given, trials, pruning, folder, federation, unnamed(model))
-    if parallel > 1 and (folder is None or federation is not None or plan.model is not None):
+    away = isinstance(parallel, str)
+    if away:
+        places(parallel, [config], 0)
+    if parallel != 1 and (folder is None or federation is not None or plan.model is not None):
         raise ConfigError(
             "Several processes share a folder and load the data and the model by their names: give out, and neither a "
             "federation nor a model that was made in Python, or leave out parallel."
@@ -89,13 +95,18 @@ def tune(
         if folder is not None:
             _remember(folder, plan, fresh)
         studies = plan.studies()
-        with _helpers(plan, parallel - 1):
+        if isinstance(parallel, str):
+            count = plan.trials * len(plan.methods)
+            works = [Work(number, _trials_there) for number in range(min(count, MOST))]
+            for _ in side_by_side(works, on_cluster(parallel, len(works), small=True), replace(plan)):
+                pass
+        with _helpers(plan, 0 if isinstance(parallel, str) else parallel - 1):
             finish_trials(plan, studies, follow)
         tuned = {name: found(plan, name, study, fresh[0]) for name, study in studies.items()}
         rows = [row for study in studies.values() for row in study.rows()]
         if folder is not None:
             write_found(folder, tuned, rows)
-        comparison = _compared(plan, tuned, fresh, federation, model, follow)
+        comparison = _compared(plan, tuned, fresh, federation, model, follow, parallel if away else 1)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
     return Tuning(tuned, rows, comparison, folder)
@@ -117,7 +128,10 @@ def _names(methods: Any) -> list[str]:
 
 
 def _check_counts(trials: Any, parallel: Any) -> None:
-    for name, value, most in (("trials", trials, MOST_TRIALS), ("parallel", parallel, 4096)):
+    on_machine = not (isinstance(parallel, str) and "@" in parallel)
+    if not on_machine:
+        check_parallel(parallel)
+    for name, value, most in (("trials", trials, MOST_TRIALS), ("parallel", parallel if on_machine else 1, 4096)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ConfigError(f"{name}={shown(value, str)} is not valid: it must be a whole number from 1 to {most}.")
 
@@ -219,6 +233,11 @@ def _help(plan: Plan) -> None:
         make_trials(plan, plan.studies())
 
 
+def _trials_there(plan: Plan, callbacks: Sequence[Callback]) -> None:
+    """What a task on a cluster does: trials, until there is none left that nobody else is at."""
+    make_trials(plan, plan.studies())
+
+
 def _compared(
     plan: Plan,
     tuned: Mapping[str, Tuned],
@@ -226,6 +245,7 @@ def _compared(
     federation: Federation | None,
     model: Any,
     follow: Follow,
+    parallel: int | str,
 ) -> Comparison:
     """The tuned methods side by side on fresh seeds."""
     out = None if plan.folder is None else plan.folder / "compare"
@@ -247,6 +267,7 @@ def _compared(
             model=plan.values.get("model") if model is None else model,
             out=out,
             resume=out is not None,
+            parallel=parallel,
             follow=lambda name, seed, _: follow(f"{name}, seed {seed}"),
             **common,
         )

@@ -31,7 +31,7 @@ from unskew.data.reading.tables import Source, Table, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_root, leaf_source
-from unskew.data.sources.npz import npz_source
+from unskew.data.sources.npz import folder_of_arrays, npz_source
 from unskew.data.sources.shapes import shapes
 from unskew.errors import ConfigError, DataError, UnskewError
 
@@ -51,6 +51,7 @@ SOURCES: dict[str, str] = {
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; drawn, no download",
     "npz": "npz:PATH, arrays x and y of one class a sample, x_test and y_test if there are any, and columns such as client",
+    "npy": "npy:PATH, a folder with arrays such as those of npz, each in a file: x.npy, y.npy; they stay in their files",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
     "sentences": "made-up pairs of sentences in five genres, 4,000 and 1,000 to test on, three classes; no download",
@@ -59,11 +60,16 @@ SOURCES: dict[str, str] = {
 }
 DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
 """Sources that need no file."""
-PATHS = ("folder", "table", "leaf", "npz")
+PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with their path."""
 
 
-LAYOUTS: dict[str, Callable[[Path], object]] = {"leaf": leaf_root, "folder": class_folders, "table": table_files}
+LAYOUTS: dict[str, Callable[[Path], object]] = {
+    "leaf": leaf_root,
+    "npy": folder_of_arrays,
+    "folder": class_folders,
+    "table": table_files,
+}
 """What refuses a path that is of another kind, before all files under it are looked at."""
 
 ALL = Choice()
@@ -138,8 +144,8 @@ def load_source(
         raise ConfigError("dSprites takes no label or image column; its label is the shape.")
     if kind == "folder" and (label is not None or image is not None):
         raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
-    if kind == "npz" and (label is not None or image is not None):
-        raise ConfigError("A file of arrays takes no label or image column; its inputs are x and its labels are y.")
+    if kind in ("npz", "npy") and (label is not None or image is not None):
+        raise ConfigError("Data of arrays take no label or image column; its inputs are x and its labels are y.")
     if kind == "leaf" and label is not None:
         raise ConfigError("Data in LEAF's layout take no label column; their labels are y.")
     if label_separator is not None and kind != "table":
@@ -220,7 +226,7 @@ def loaded(request: Request) -> Source:
     assert path is not None
     if kind == "leaf":
         return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
-    if kind == "npz":
+    if kind in ("npz", "npy"):
         return npz_source(path, request.test_share)
     if kind == "folder":
         return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)

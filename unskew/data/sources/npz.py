@@ -1,4 +1,8 @@
-"""Arrays in one file: ``npz:PATH`` with ``x`` and ``y``, perhaps ``x_test`` and ``y_test``, and columns such as a client."""
+"""Arrays with ``x`` and ``y``, perhaps ``x_test`` and ``y_test``, and columns such as a client.
+
+``npz:PATH`` is one file that holds all of them. ``npy:PATH`` is a folder with a file for each, ``x.npy`` and so on: these are
+mapped, and only what is used of them is read.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,27 @@ from pathlib import Path
 import numpy as np
 
 from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.maps import map_of
 from unskew.data.reading.tables import SPLIT_SEED, Source, Table
 from unskew.errors import DataError
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file; nothing executable is loaded.
+    """The arrays of a file, or those of a folder as they lie in their files; nothing executable is loaded.
 
     Raises:
         DataError: It cannot be read, or has no ``x`` and ``y`` of one length.
     """
+    folder = path.is_dir()
     try:
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+        if folder:
+            found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
+        else:
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} cannot be read as a file of arrays (.npz): {error}.") from error
+        what = "a folder of arrays (.npy)" if folder else "a file of arrays (.npz)"
+        raise DataError(f"{path} cannot be read as {what}: {error}.") from error
     for one, other in (("x", "y"), ("x_test", "y_test")):
         if (one in found) != (other in found) or (one == "x" and one not in found):
             raise DataError(
@@ -33,6 +43,17 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
+def folder_of_arrays(path: Path) -> Path:
+    """A folder that holds ``x.npy`` and ``y.npy``.
+
+    Raises:
+        DataError: It does not.
+    """
+    if not all((path / f"{name}.npy").is_file() for name in "xy"):
+        raise DataError(f"{path} must be a folder with the files x.npy and y.npy.")
+    return path
+
+
 def npz_source(path: Path, test_share: float) -> Source:
     """The data set; arrays of one dimension and as many rows as ``y`` are columns, such as who holds a sample.
 
@@ -40,6 +61,8 @@ def npz_source(path: Path, test_share: float) -> Source:
         DataError: The arrays cannot be used.
     """
     found = arrays(path)
+    for values in found.values():
+        map_of(values)
     n = len(found["y"])
     columns = {
         k: v

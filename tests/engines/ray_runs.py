@@ -1,0 +1,143 @@
+"""Whole runs as tasks of a cluster: what they give is what they give one after another. Run by ``test_ray``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from support.ray_nodes import TOKEN, cluster
+
+import unskew
+from unskew.errors import ConfigError
+from unskew.records.recorder import Callback
+from unskew.reproduction.preset import load_preset
+from unskew.reproduction.sweep import Sweep
+
+os.environ |= TOKEN
+
+import ray
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes, and this process connected to them."""
+    with tempfile.TemporaryDirectory(prefix="ray") as folder, cluster(folder) as (address, started):
+        yield address, started
+        ray.shutdown()
+
+
+class KillsOne(Callback):
+    """The worker that relays a run, after the run's first round."""
+
+    def __init__(self, nodes):
+        self.nodes, self.killed, self.warned = nodes, [], []
+
+    def round(self, row):
+        for pid in [] if self.killed else [pid for node in self.nodes for pid in node.pids()]:
+            name = Path(f"/proc/{pid}/cmdline")
+            if name.exists() and name.read_bytes().startswith(b"ray::carried_out"):
+                os.kill(pid, signal.SIGKILL)
+                self.killed.append(pid)
+                return
+
+    def warn(self, text):
+        self.warned.append(text)
+
+
+def test_whole_runs_as_tasks_of_the_cluster(nodes, tmp_path):
+    options = {"methods": ["fedavg", "scaffold"], "seeds": 2, "model": "logistic", "rounds": 3, "local_steps": 2}
+    options |= {"clients": 4, "checkpoint_every": 1}
+    alone = unskew.compare(engine="inline", out=tmp_path / "alone", **options)
+    killer = KillsOne(nodes[1])
+    there = unskew.compare(parallel=f"2@{nodes[0]}", out=tmp_path / "there", follow=lambda *run: [killer], **options)
+    assert killer.killed
+    assert any("begun again" in text for text in killer.warned)
+    for name, histories in alone.histories.items():
+        for one, other in zip(histories, there.histories[name], strict=True):
+            assert [row["loss"] for row in one] == [row["loss"] for row in other]
+    for path in sorted((tmp_path / "alone").rglob("model.safetensors")):
+        assert path.read_bytes() == (tmp_path / "there" / path.relative_to(tmp_path / "alone")).read_bytes()
+    assert not list((tmp_path / "there").rglob("*.new"))
+    again = unskew.compare(parallel=f"2@{nodes[0]}", out=tmp_path / "there", resume=True, **options)
+    assert again.histories == there.histories
+    with pytest.raises(ConfigError, match="whole runs are tasks"):
+        unskew.compare(parallel=f"2@{nodes[0]}", engine="ray", **options)
+
+
+def test_a_table_on_a_cluster_with_its_common_rounds_made_once(nodes, tmp_path):
+    def outcomes(name, parallel):
+        told = []
+        settings = {"engine": "inline", "model": "logistic", "local_steps": 3}
+        folders = (tmp_path / name / "runs", tmp_path / name / "results")
+        follow = lambda title, common: told.append(title) or []  # noqa: E731
+        made = Sweep(load_preset("fedcog/table-1"), "smoke", *folders, settings, ["FedAvg", "FedCOG"], None, follow)
+        made.otherwise = True
+        return [(c.row, c.column, o["curve"]["accuracy"]) for c, o in made.carry_out([0], parallel)], sorted(told)
+
+    assert outcomes("one after another", 1) == outcomes("cluster", f"auto@{nodes[0]}")
+
+
+def test_tuning_on_a_cluster_is_tuning(nodes, tmp_path):
+    pytest.importorskip("optuna")
+    options = {"methods": ["fedprox"], "trials": 3, "seeds": 1, "data": "digits", "clients": 3, "model": "logistic"}
+    options |= {"rounds": 2, "local_steps": 1, "pruning": False}
+    found = unskew.tune(out=tmp_path / "there", parallel=f"2@{nodes[0]}", **options)
+    assert [row["state"] for row in found.trials] == ["finished"] * 3
+    best = max(found.trials, key=lambda row: row["value"])
+    assert found.tuned["fedprox"].value == best["value"]
+    # Trials beside each other draw other options than one after another; what one is worth is the same anywhere.
+    first = unskew.tune(out=tmp_path / "alone", **{**options, "trials": 1}, engine="inline")
+    assert first.trials[0]["value"] == found.trials[0]["value"]
+
+
+def test_ctrl_c_lets_all_nodes_save_and_the_command_goes_on(nodes, tmp_path):
+    def command(out, rounds, *more):
+        names = (
+            "compare",
+            "fedavg",
+            "scaffold",
+            "--model",
+            "logistic",
+            "--clients",
+            "4",
+            "--seeds",
+            "0",
+            "--set",
+            "rounds=",
+        )
+        parts = [
+            *names[:-1],
+            f"rounds={rounds}",
+            "--local-steps",
+            "2",
+            "--set",
+            "checkpoint_every=100000",
+            "--out",
+            out,
+        ]
+        return [sys.executable, "-m", "unskew", *map(str, parts), *more]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    there, away = tmp_path / "there", ("--parallel", f"2@{nodes[0]}")
+    process = subprocess.Popen(command(there, 3000, *away), stdout=subprocess.DEVNULL, env=environment)
+    files = [there / name / "seed-0" / "metrics.jsonl" for name in ("fedavg", "scaffold")]
+    end = time.monotonic() + 240
+    while not all(file.is_file() and file.read_bytes().count(b"\n") > 3 for file in files):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) in (1, 130)
+    for file in files:
+        rounds = len(file.read_text().splitlines())
+        assert 3 < rounds < 3000
+        (checkpoint,) = (file.parent / "checkpoints").iterdir()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+        assert json.loads(manifest)["round"] == rounds

@@ -1,0 +1,96 @@
+"""Arrays that are mapped from files: which file the memory of a tensor is from, so that it can be opened by its path.
+
+Another process, or another machine that sees the file, then maps it as well, and nothing of it is copied or sent.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError
+
+_known: dict[int, weakref.ref[np.memmap]] = {}
+"""Mapped files by their address in memory, for as long as somebody holds them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a tensor lies in a file.
+
+    Attributes:
+        path: Of the file.
+        bytes: Of the whole file, by which another one of the same name is noticed.
+        offset: In bytes.
+        dtype, shape, strides: Of the tensor.
+    """
+
+    path: str
+    bytes: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def map_of(values: object) -> np.memmap | None:
+    """The mapped file that an array is, or is a part of; it is remembered for ``piece_of``."""
+    found: np.memmap | None = None
+    while isinstance(values, np.ndarray):
+        if isinstance(values, np.memmap) and values.filename is not None:
+            found = values
+        values = values.base
+    if found is not None:
+        address = found.__array_interface__["data"][0]
+        _known[address] = weakref.ref(found, lambda _: _known.pop(address, None))
+    return found
+
+
+def piece_of(x: Tensor) -> Piece | None:
+    """Where a tensor lies in a file; None if it lies in memory, or the file is no longer there."""
+    if not _known or x.device.type != "cpu" or not x.numel():
+        return None
+    extent = x.element_size() * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))
+    for address, reference in list(_known.items()):
+        whole = reference()
+        if whole is not None and address <= x.data_ptr() and x.data_ptr() + extent <= address + whole.nbytes:
+            path, offset = str(whole.filename), int(whole.offset) + x.data_ptr() - address
+            try:
+                size = os.stat(path).st_size
+            except OSError:
+                return None
+            return Piece(path, size, offset, x.dtype, tuple(x.shape), tuple(x.stride()))
+    return None
+
+
+def opened(piece: Piece) -> Tensor:
+    """The tensor, mapped from its file.
+
+    Raises:
+        DataError: This machine does not see the file, or sees another one.
+    """
+    try:
+        there = os.stat(piece.path).st_size
+        whole = np.memmap(piece.path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{os.uname().nodename} does not see {piece.path}, which the data are mapped from: {error}. Put it where all "
+            "nodes see it under this path, or take ray.data=store."
+        ) from error
+    if there != piece.bytes:
+        raise DataError(
+            f"{piece.path} has {there:,} bytes at {os.uname().nodename}, but {piece.bytes:,} at the server: give all nodes "
+            "the same file."
+        )
+    map_of(whole)
+    count = 1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.strides, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may not be written to, and nobody does
+        line = torch.frombuffer(whole, dtype=piece.dtype, count=count, offset=piece.offset)
+    return line.as_strided(piece.shape, piece.strides)
