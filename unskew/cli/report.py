@@ -28,16 +28,22 @@ def report(
             help="The file; report.html in the folder, or here for several folders.",
         ),
     ] = None,
+    images: Annotated[
+        bool, typer.Option("--images/--no-images", help="What clients made, and real images of their data beside it.")
+    ] = True,
 ) -> None:
     """Write a report on finished runs: one HTML file that needs no network."""
     from unskew.reporting.report import report as write
 
-    say(console_for(), write(runs, out))
+    say(console_for(), write(runs, out, images=images))
 
 
 def say(console: Console, file: Path) -> None:
-    """Tell where the report is."""
-    text = f"The report is {file}: open it in a browser; it needs no network."
+    """Tell where the report is, and what not everybody should see."""
+    from unskew.reporting.report import shows_real
+
+    real = " It holds real images of a client's data; unskew report --no-images leaves them out."
+    text = f"The report is {file}: open it in a browser; it needs no network.{real if shows_real(file) else ''}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
