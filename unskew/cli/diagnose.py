@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
 from unskew.cli.options import (
-    BUDGET,
-    DATA,
-    FLAGS,
     AsJson,
     ConfigFile,
     Sets,
@@ -26,7 +24,7 @@ COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
 
 
-@overridden_by(*DATA, "model", "rounds", "participation", *BUDGET, "lr", "seed", "device")
+@overridden_by(*DATA, "model", "rounds", "participation", *BUDGET, "lr", *OBJECTIVE, "seed", "device")
 def diagnose(
     context: typer.Context,
     run: Annotated[

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.flags import DATA
 from unskew.cli.loudness import LOUDNESS
-from unskew.cli.options import DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.options import AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place, user_cache, write_atomic
 
