@@ -73,7 +73,7 @@ def unsent(monkeypatch):
 @st.composite
 def flags(draw, command):
     """A flag of a command with its value."""
-    name = draw(st.sampled_from(sorted(FLAGS[command])) | mutated(st.sampled_from(sorted(FLAGS["run"]))))
+    name = draw(st.sampled_from(sorted(FLAGS[command]) or ["--json"]) | mutated(st.sampled_from(sorted(FLAGS["run"]))))
     if name in ALONE:
         return [name]
     if name == "--set":

@@ -10,6 +10,7 @@ import torch
 from support.running import call
 
 import unskew
+from unskew.data.reading.telling import told
 from unskew.errors import CheckpointError, ConfigError, DataError
 
 TINY = {"rounds": 2, "local_steps": 5, "engine": "inline"}
@@ -61,6 +62,10 @@ def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digi
     assert np.allclose(loaded.predict_proba(colours), first, atol=0.02)  # luminance is rounded to whole numbers
     for number, image in enumerate(x):
         Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
+    said = []
+    with told(lambda *what: said.append(what), after=0):
+        loaded.predict_file(tmp_path)
+    assert said == [("images read", 0, 3), ("predicted", 0, 3)]
     found = call(capsys, "predict", str(digits.folder), str(tmp_path), "--json").json()
     assert [line["row"] for line in found] == ["0.png", "1.png", "2.png"]
     assert [line["label"] for line in found] == loaded.predict(x)

@@ -79,6 +79,7 @@ def diagnose(
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
+    from unskew.data.reading.telling import told
     from unskew.diagnosis.diagnose import diagnose as measure
     from unskew.diagnosis.situation import Limits
     from unskew.diagnosis.trying import check_minutes, try_out
@@ -97,7 +98,7 @@ def diagnose(
         check_place(plot)
     model_name = options.pop("model", None)
     console = console_for(as_json)
-    with make_progress(console, transient=True) as progress:
+    with make_progress(console, transient=True) as progress, told(follow := ProgressLine(progress, "diagnose").prepare):
         report = measure(
             run=run,
             model=model_name,
@@ -108,7 +109,7 @@ def diagnose(
             curvature=curvature,
             epsilon=epsilon,
             mu=mu,
-            follow=ProgressLine(progress, "diagnose").prepare,
+            follow=follow,
             **options,
         )
     advice = report.advice(

@@ -36,14 +36,16 @@ def predict(
     """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    from unskew.cli.progress import waiting
     from unskew.serving.load import load
     from unskew.serving.rows import read_rows
 
-    predictor = load(run, client=client, trust_code=trust_code)
-    read = read_rows(rows, predictor.inputs)
+    with waiting("predict"):
+        predictor = load(run, client=client, trust_code=trust_code)
+        read = read_rows(rows, predictor.inputs)
+        probabilities = predictor.outputs(read.x)
     for one in read.unknown:
         print(f"unskew: {one}", file=sys.stderr)
-    probabilities = predictor.outputs(read.x)
     labels = predictor.labels(probabilities)
     columns, numbers = predictor.class_names, predictor.numbers
     categories = any(one.kind == "category" for one in predictor.inputs.columns)

@@ -33,9 +33,12 @@ def report(
     ] = True,
 ) -> None:
     """Write a report on finished runs: one HTML file that needs no network."""
+    from unskew.cli.progress import waiting
     from unskew.reporting.report import report as write
 
-    say(console_for(), write(runs, out, images=images))
+    with waiting("report"):
+        file = write(runs, out, images=images)
+    say(console_for(), file)
 
 
 def say(console: Console, file: Path) -> None:
@@ -49,6 +52,7 @@ def say(console: Console, file: Path) -> None:
 
 def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
     """What a command does when its runs are finished; without plotly, a hint. A report that fails spoils no result."""
+    from unskew.cli.progress import waiting
     from unskew.errors import UnskewError
     from unskew.reporting.page import MISSING
     from unskew.reporting.report import report as write
@@ -57,6 +61,8 @@ def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None =
         if find_spec("plotly") is None:
             console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
         else:
-            say(console, write(list(runs), out))
+            with waiting("report"):
+                file = write(list(runs), out)
+            say(console, file)
     except (UnskewError, OSError) as error:
         console.print(f"There is no report: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)

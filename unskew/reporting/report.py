@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import Comparison
+from unskew.data.reading.telling import tell
 from unskew.errors import ConfigError, shown
 from unskew.files import make_folder, place, write_atomic
 from unskew.records.result import Result
@@ -112,6 +113,7 @@ def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True) -> s
         )
         pieces.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
     for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
+        tell("parts written", number, len(parts))
         inside = part_html(part, shown_, f"part-{number}", images)
         line = f'<p class="soft">{markup.text(summary_line(part))}</p>'
         if len(parts) == 1:
