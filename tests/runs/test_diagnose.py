@@ -133,14 +133,14 @@ def test_the_loss_of_a_run_is_the_one_that_is_measured(tmp_path):
     """Weights of two double every gradient; a run knows its own, and so does what it predicts numbers with."""
     fed, same = blobs([8, 6]), {"model": "logistic", "curvature": False, "shares": [0]}
     once, twice = (
-        unskew.diagnose(fed, class_weights=weights, **same).as_json()["places"][0] for weights in (None, [2.0] * 3)
+        unskew.diagnose(fed, class_weights=weights, **same).as_json()["models"][0] for weights in (None, [2.0] * 3)
     )
     for name in ("zeta2", "gradient2", "sigma2_mean"):
         assert twice[name] == near(4 * once[name], 1e-4)
     options = {"rounds": 1, "local_steps": 1, "engine": "inline", "class_weights": "balanced"}
     unskew.run(fed, model="logistic", out=tmp_path / "run", **options)
-    first = unskew.diagnose(fed, run=tmp_path / "run", curvature=False, shares=[0]).as_json()["places"][0]
-    again = unskew.diagnose(fed, class_weights="balanced", **same).as_json()["places"][0]
+    first = unskew.diagnose(fed, run=tmp_path / "run", curvature=False, shares=[0]).as_json()["models"][0]
+    again = unskew.diagnose(fed, class_weights="balanced", **same).as_json()["models"][0]
     assert first["zeta2"] == near(again["zeta2"], 1e-4)
     assert first["zeta2"] != near(once["zeta2"], 1e-4)
     with pytest.raises(ConfigError, match="loss=mae is for regression"):

@@ -80,8 +80,8 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
         return codes(texts(column), one.values)
     if one.kind == "date":
         if not empty and not is_date(column.type):
-            bad = where_not(column, pa.timestamp("us"))
-            raise DataError(f"{what} holds {bad}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
+            held = where_not(column, pa.timestamp("us"))
+            raise DataError(f"{what} holds {held}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
         days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
