@@ -98,7 +98,7 @@ def diagnose(
         check_place(plot)
     model_name = options.pop("model", None)
     console = console_for(as_json)
-    with make_progress(console, transient=True) as progress, told(follow := ProgressLine(progress, "diagnose").prepare):
+    with make_progress(console, transient=True) as progress, told(tell := ProgressLine(progress, "diagnose").prepare):
         report = measure(
             run=run,
             model=model_name,
@@ -109,7 +109,7 @@ def diagnose(
             curvature=curvature,
             epsilon=epsilon,
             mu=mu,
-            follow=follow,
+            follow=tell,
             **options,
         )
     advice = report.advice(

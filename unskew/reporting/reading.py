@@ -78,7 +78,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
         places |= {path.resolve(): path for path in finished}
     if len(places) > MOST_RUNS:
         raise ConfigError(f"These folders hold {len(places)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
-    runs = []
+    runs: list[RunFiles] = []
     for path in places.values():
         tell("runs read", len(runs), len(places))
         runs.append(read_run(path))

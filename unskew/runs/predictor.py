@@ -68,7 +68,7 @@ class Predictor:
         ready, task = self.prepared(x), self.inputs.objective
         said = task.restored if isinstance(task, Regression) else task.probabilities
         with torch.no_grad():
-            parts = []
+            parts: list[Tensor] = []
             for part in torch.split(ready, BATCH):
                 tell("predicted", BATCH * len(parts), len(ready))
                 parts.append(said(self.module(self.normalise(part))))
