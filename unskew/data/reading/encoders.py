@@ -96,16 +96,21 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
 
 
 def where_not(column: Any, kind: Any) -> str:
-    """What a column holds that has another type: the first text that is no value of the type, and its row, from 0 on."""
+    """What a column holds that has another type: the first text that is no value of the type, and its row, from 0 on.
+
+    >>> import pyarrow as pa
+    >>> where_not(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
+    "'maybe' in row 3"
+    """
     import pyarrow as pa
 
-    if not is_string(column.type):
-        return str(column.type)
-    for row, value in enumerate(texts(column)):
-        try:
-            pa.scalar(value, pa.string()).cast(kind)
-        except pa.ArrowInvalid:
-            return f"{value!r} in row {row}"
+    if is_string(column.type):
+        for row, value in enumerate(texts(column)):
+            truth = pa.types.is_floating(kind) and value in ("true", "false")  # which count as numbers
+            try:
+                pa.scalar(None if truth else value, pa.string()).cast(kind)
+            except pa.ArrowInvalid:
+                return f"{value!r} in row {row}"
     return str(column.type)
 
 
