@@ -191,6 +191,7 @@ def test_it_says_how_it_was_made_and_how_to_repeat_it(compared, page):
         assert text in told
 
 
+@pytest.mark.slow
 def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_path, capsys, light):
     """Of a comparison whose other method made nothing; without the data, the page says that it has no real images."""
     quick = {"model": "mlp", "clients": 2, "rounds": 2, "local_steps": 2, "engine": "inline", "keep_samples": 60}
