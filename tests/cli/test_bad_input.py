@@ -209,6 +209,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --seeds 0,0", "seeds='0,0'"),
         ("compare fedavg --seeds 99999999999", "seeds='0..99999999998' is not a list of seeds"),
         ("compare fedavg --target 2", "target=2"),
+        ("compare fedavg --class-weights 1,x", "'1,x' is neither balanced nor numbers"),
         ("compare fedavg --resume", "--out"),
         ("compare fedavg --model cn", "no model 'cn'"),
         ("compare fedavg --set model_options.x=1", "no option 'x'"),

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 import yaml
 from support.running import TINY, Stop, StopAfter, assert_same_run, call, metrics, summary
 
 import unskew
+from unskew.cli.app import app
+from unskew.cli.options import values_of
 from unskew.config.experiment import Experiment
+from unskew.config.reading import experiment
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -67,6 +71,19 @@ def test_help_names_every_flag(capsys, command, flags):
     outcome = call(capsys, command, "--help")
     assert outcome.code == 0
     assert set(flags.split()) <= set(re.findall(r"--([a-z-]+)", outcome.out))
+
+
+def test_fields_of_tables_and_of_the_loss_have_flags_and_the_help_has_sections(capsys):
+    said = "--categories a,b --dates d --missing mean --task regression --loss huber:2 --class-weights 1,5 --weights uniform"
+    words = f"--data table:t.csv --label y {said} --metrics auroc,f1 --early-stopping 3 --optimizer adam --lr-schedule cosine"
+    with typer.main.get_command(app).commands["run"].make_context("run", words.split()) as context:
+        config = experiment(values_of(None, context))
+    assert (config.categories, config.dates, config.missing, config.task) == (("a", "b"), ("d",), "mean", "regression")
+    assert (config.loss, config.class_weights, config.weights) == ("huber:2", (1.0, 5.0), "uniform")
+    assert (config.metrics, config.early_stopping) == (("auroc", "f1"), 3)
+    assert (config.optimizer, config.lr, config.lr_schedule) == ("adam", 0.001, "cosine")
+    heads = [line for line in call(capsys, "run", "--help").out.splitlines() if line[:1].strip() and line.endswith(":")]
+    assert heads == ["Arguments:", "Options:", "Data:", "Training:", "Machine:", "Evaluation:"]
 
 
 def test_the_installed_program(tmp_path):
@@ -502,7 +519,9 @@ def test_a_warning_names_its_run_among_several(capsys, tmp_path):
 
 def test_seeds_are_a_list_and_a_number_is_still_how_many(capsys):
     args = ("compare", "fedavg", *QUICK, "--rounds", 1)
-    for number, (seeds, which) in enumerate({"1,3": [1, 3], "2..3": [2, 3], "0": [0], "2": [0, 1]}.items()):
+    for number, (seeds, which) in enumerate(
+        {"1,3": [1, 3], "2..3": [2, 3], "2..2": [2], "0": [0], "2": [0, 1]}.items()
+    ):
         outcome = call(capsys, *args, "--seeds", seeds, "--out", f"c{number}")
         assert outcome.code == 0
         assert sorted(p.name for p in Path(f"c{number}/fedavg").iterdir()) == [f"seed-{k}" for k in which]

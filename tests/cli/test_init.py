@@ -56,6 +56,9 @@ def test_a_table_is_looked_at_and_the_file_runs(capsys):
     assert yaml.safe_load(Path("other.yaml").read_text())["label"] == "hospital"
     assert call(capsys, "init", "study.csv", "--label", "cost", "--out", "x.yaml").code == 2
     assert call(capsys, "init", "nowhere.csv", "--out", "x.yaml").code == 2
+    Path("semicolons.csv").write_text(Path("study.csv").read_text().replace(",", ";"))
+    for command in (["init", "semicolons.csv", "--out", "x.yaml"], ["partition", "table:semicolons.csv"]):
+        assert "divided by ';'" in call(capsys, *command).err
 
 
 def test_gaps_categories_and_numbers_to_predict_are_seen_and_the_file_runs(capsys):

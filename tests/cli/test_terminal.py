@@ -2,13 +2,17 @@
 
 import io
 import re
+import time
 
 import pytest
 from rich.console import Console
 from support.running import TINY, call
 
 from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.loudness import LOUDNESS
+from unskew.cli.progress import waiting
 from unskew.cli.tables import partition_table
+from unskew.data.reading.telling import tell
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -41,6 +45,25 @@ def test_listings_are_whole_in_a_narrow_terminal(command, words, capsys, monkeyp
     outcome = call(capsys, *command)
     assert outcome.code == 0
     whole(outcome.out, *words)
+
+
+def test_long_work_is_shown_with_the_time_left_on_standard_error_of_a_terminal_alone(capsys, monkeypatch):
+    monkeypatch.setattr("unskew.cli.progress.PATIENCE", 0.0)
+
+    def shown():
+        with waiting("report"):
+            for done in range(3):
+                tell("runs read", done, 4)
+                time.sleep(0.02)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    assert shown() == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert re.search(r"report: runs read.*0:00:0", shown())
+    monkeypatch.setattr(LOUDNESS, "quiet", True)
+    assert shown() == ""
 
 
 def test_tables_of_a_comparison_are_whole_in_a_narrow_terminal():

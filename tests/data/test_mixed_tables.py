@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pytest
 import torch
+from support.running import call
 from support.tolerance import assert_engines_agree, near
 
 import unskew
@@ -127,7 +128,7 @@ def test_tables_alone_have_categories():
         unskew.load_federation("digits", categories="auto")
 
 
-def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path):
+def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path, capsys):
     options = {"data": f"table:{table}", **COLUMNS, "categories": "auto", "dates": "since", "missing": "indicator"}
     result = unskew.run(model="table-mlp", out=tmp_path / "run", **options, **TINY)
     loaded, fed = unskew.load(tmp_path / "run"), load(table)
@@ -147,11 +148,16 @@ def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path):
             for one in known
         ]  # fmt: skip
         rows.append([*row, *(float(said[name] is None) for name in gap)])
-    assert loaded.predict_file(new) == loaded.predict(rows) == result.predict(rows)
+    told = "'drug' has values in 1 row that were not there in training, and counts as missing in them: 'zzz'."
+    with pytest.warns(UserWarning, match=told):
+        assert loaded.predict_file(new) == loaded.predict(rows) == result.predict(rows)
+    said = call(capsys, "predict", tmp_path / "run", new, "--json")
+    assert told in said.err
+    assert [(line["row"], line["unknown"]) for line in said.json()] == [(0, []), (1, ["drug"])]
     for text, words in (
         ("since,smoker,drug,dose,age\n2024-03-05,yes,b1,1,2\n", "'grade'"),
-        ("since,smoker,drug,dose,age,grade\nsoon,yes,b1,1,2,3\n", "not dates"),
-        ("since,smoker,drug,dose,age,grade\n2024-03-05,yes,b1,1,old,3\n", "not numbers"),
+        ("since,smoker,drug,dose,age,grade\nsoon,yes,b1,1,2,3\n", "'since' holds 'soon' in row 0, not dates"),
+        ("since,smoker,drug,dose,age,grade\n2024-03-05,yes,b1,1,old,3\n", "'age' holds 'old' in row 0, not numbers"),
     ):
         new.write_text(text)
         with pytest.raises(DataError, match=words):

@@ -436,7 +436,7 @@ def test_train_and_test_tables_must_match(tmp_path):
     with pytest.raises(DataError, match="the test rows: column 'b' of the training rows is missing"):
         load_source(f"{tmp_path}/train.csv", label="y")
     (tmp_path / "test.csv").write_text("a,b,y\n1,x,0\n")
-    with pytest.raises(DataError, match="column 'b' holds string, not numbers"):
+    with pytest.raises(DataError, match="column 'b' holds 'x' in row 0, not numbers"):
         load_source(f"{tmp_path}/train.csv", label="y")
 
 

@@ -76,6 +76,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
         "cache",
         "clients",
         "coefficients.png",
+        "personal",
         "report.html",
         "samples",
         "synthetic",

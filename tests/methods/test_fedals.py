@@ -253,6 +253,7 @@ def test_the_consensus_distance_of_each_layer_is_that_before_averaging():
     result = run("fedals:alpha=2", rounds=1, diagnose="consensus", momentum=0.9)
     names = [n for n in result.history[0] if n.startswith("consensus/")]
     assert names == ["consensus/first", "consensus/head"]
+    assert [result.history[0][name] for name in ("fedals_averaged", "fedals_periods")] == [[2], [2, 1]]
     fed = blobs(SIZES)
     torch.manual_seed(2)
     start = Net().double()

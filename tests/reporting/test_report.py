@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from support.html_page import Page
 from support.named import CLASSES, CLIENTS, federation
 from support.running import TINY, call
@@ -187,6 +189,36 @@ def test_it_says_how_it_was_made_and_how_to_repeat_it(compared, page):
     assert unskew.__version__ in told
     for text in ("lr: 0.1", "inline", "There were none."):
         assert text in told
+
+
+@pytest.mark.slow
+def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_path, capsys, light):
+    """Of a comparison whose other method made nothing; without the data, the page says that it has no real images."""
+    quick = {"model": "mlp", "clients": 2, "rounds": 2, "local_steps": 2, "engine": "inline", "keep_samples": 60}
+    made = "fedssyn:generator=vae-small,epochs=1,n_syn=6"
+    folder = unskew.compare(methods=[made, "fedals:alpha=2"], seeds=1, out=tmp_path / "c", **quick).folder
+    text = call(capsys, "report", folder).out
+    assert "real images of a client's data; unskew report --no-images leaves them out" in " ".join(text.split())
+    page = Page((folder / "report.html").read_text())
+    images = [attrs for tag, attrs in page.tags if tag == "img" and "images of" in attrs["alt"]]
+    assert [one["alt"] for one in images[:2]] == ["real images of 0", "made images of 0"]
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(images[0]["src"].partition(",")[2]))))
+    fed = unskew.load_federation("digits", clients=2, keep_samples=60)
+    who = next(k for k in (0, 1) if f"client {k}, seed 0" in page.texts)
+    client = fed.clients[who]
+    np.testing.assert_array_equal(pixels[:, :8], client.x[client.y == 0][0, 0].numpy())
+    assert len(images[0]["src"]) < 3000
+    assert sum("beside real ones" in text for text in page.texts) == 1
+    assert page.column("periods of fedals:alpha=2", "averaged every, local steps") == [4, 4, 2]
+    dots = page.data["parts"][0]["measured"]["dots"]["fedals_averaged"]["fedals:alpha=2"]
+    assert list(zip(dots["round"], dots["value"], strict=True)) == [(1, 3), (2, 1), (2, 2), (2, 3)]
+    bare = unskew.report(folder, tmp_path / "bare.html", images=False).read_text()
+    assert not [tag for tag, _ in Page(bare).tags if tag == "img"]
+    path = folder / "fedssyn-generator=vae-small,epochs=1,n_syn=6" / "seed-0" / "config.yaml"
+    path.write_text(path.read_text().replace("partition: dirichlet:0.1", "partition: iid"))
+    told = Page(unskew.report(folder).read_text())
+    assert any("the data of the run are not at hand" in text for text in told.texts)
+    assert "real images of 0" not in str(told.tags)
 
 
 def test_warnings_are_kept_and_shown(tmp_path, light):

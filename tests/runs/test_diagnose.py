@@ -129,6 +129,24 @@ def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
     assert [row["rounds"] for row in found.shares] == pytest.approx([s / steps[0] for s in steps[1:]], rel=1e-5)
 
 
+def test_the_loss_of_a_run_is_the_one_that_is_measured(tmp_path):
+    """Weights of two double every gradient; a run knows its own, and so does what it predicts numbers with."""
+    fed, same = blobs([8, 6]), {"model": "logistic", "curvature": False, "shares": [0]}
+    once, twice = (
+        unskew.diagnose(fed, class_weights=weights, **same).as_json()["models"][0] for weights in (None, [2.0] * 3)
+    )
+    for name in ("zeta2", "gradient2", "sigma2_mean"):
+        assert twice[name] == near(4 * once[name], 1e-4)
+    options = {"rounds": 1, "local_steps": 1, "engine": "inline", "class_weights": "balanced"}
+    unskew.run(fed, model="logistic", out=tmp_path / "run", **options)
+    first = unskew.diagnose(fed, run=tmp_path / "run", curvature=False, shares=[0]).as_json()["models"][0]
+    again = unskew.diagnose(fed, class_weights="balanced", **same).as_json()["models"][0]
+    assert first["zeta2"] == near(again["zeta2"], 1e-4)
+    assert first["zeta2"] != near(once["zeta2"], 1e-4)
+    with pytest.raises(ConfigError, match="loss=mae is for regression"):
+        unskew.diagnose(fed, loss="mae", **same)
+
+
 def test_identical_clients_have_no_dissimilarity_and_identical_samples_no_noise():
     a, y = np.array([[1.0, 2.0, 3.0]] * 5), np.array([0.5] * 5)
     fed, spec = quadratics([a, a], [y, y])

@@ -159,12 +159,33 @@ def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, ca
         unskew.load(ditto, client=3)
 
 
+def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch):
+    same = {**TINY, "rounds": 1, "model": "logistic", "method": "fedavg+ft"}
+    folder = unskew.run(out=tmp_path / "run", **same).folder
+    clients = unskew.load_federation("digits", clients=3).clients
+    for k, line in enumerate(map(json.loads, (folder / "clients.jsonl").read_text().splitlines())):
+        labels = unskew.load(folder, client=k).predict(clients[k].x_test)
+        right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
+        assert np.mean(right) == pytest.approx(line["personal_accuracy"])
+    found = call(capsys, "export", folder, "--format", "torchscript", "--client", "2", "--json").json()
+    x = clients[0].x[:5]
+    own = unskew.load(folder, client=2).predict_proba(x)
+    assert np.allclose(ask("torchscript", found["file"], x), own, atol=TOLERANCE, rtol=0)
+    assert not np.allclose(own, unskew.load(folder).predict_proba(x))
+    (folder / "personal" / "1.safetensors").write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        unskew.load(folder, client=1)
+    monkeypatch.setattr("unskew.runs.tuned.MOST", 10)
+    with pytest.warns(UserWarning, match="are not kept"):
+        unskew.run(out=tmp_path / "large", **same)
+    with pytest.raises(ConfigError, match="keeps none of client 0"):
+        unskew.load(tmp_path / "large", client=0)
+
+
 def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
-    for method, words in (("fedavg", "no personal models"), ("fedavg+ft", "keeps none of them")):
-        folder = tmp_path / method
-        unskew.run(model="logistic", method=method, out=folder, **{**TINY, "rounds": 1})
-        with pytest.raises(ConfigError, match=words):
-            unskew.load(folder, client=0)
+    unskew.run(model="logistic", method="fedavg", out=tmp_path / "fedavg", **{**TINY, "rounds": 1})
+    with pytest.raises(ConfigError, match="no personal models"):
+        unskew.load(tmp_path / "fedavg", client=0)
     shutil.copytree(ditto, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints", "export*"))
     with pytest.raises(CheckpointError, match="last checkpoint"):
         unskew.load(tmp_path / "bare", client=0)

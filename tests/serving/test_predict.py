@@ -10,6 +10,7 @@ import torch
 from support.running import call
 
 import unskew
+from unskew.data.reading.telling import told
 from unskew.errors import CheckpointError, ConfigError, DataError
 
 TINY = {"rounds": 2, "local_steps": 5, "engine": "inline"}
@@ -61,6 +62,10 @@ def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digi
     assert np.allclose(loaded.predict_proba(colours), first, atol=0.02)  # luminance is rounded to whole numbers
     for number, image in enumerate(x):
         Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
+    said = []
+    with told(lambda *what: said.append(what), after=0):
+        loaded.predict_file(tmp_path)
+    assert said == [("images read", 0, 3), ("predicted", 0, 3)]
     found = call(capsys, "predict", str(digits.folder), str(tmp_path), "--json").json()
     assert [line["row"] for line in found] == ["0.png", "1.png", "2.png"]
     assert [line["label"] for line in found] == loaded.predict(x)
@@ -88,14 +93,17 @@ def test_rows_of_a_table_are_read_by_the_names_of_their_columns(patients, capsys
     assert [line["label"] for line in written] == ["yes", "no"]
     expected = unskew.load(patients / "run").predict_proba([[2.0, 1.5], [-2.0, -1.0]])
     assert [float(line["p_yes"]) for line in written] == pytest.approx(expected[:, 1].tolist(), abs=1e-6)
+    assert [line["row"] for line in written] == (["0", "1"] if kind == "csv" else [0, 1])
 
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("a.csv", "age\n1\n", "'bmi'"),
-        ("a.csv", "age,bmi\n1,2\n1,\n", "missing or infinite"),
-        ("a.csv", "age,bmi\n1,x\n", "not numbers"),
+        ("a.csv", "age,bmi\n1,2\n1,\n", "'bmi' has 1 missing or infinite values, the first in row 1;"),
+        ("a.csv", "age,bmi\n1,2\n1,x\n", "'bmi' holds 'x' in row 1, not numbers"),
+        ("a.csv", "age;bmi\n1;2\n", "divided by ';', and columns must be divided by commas"),
+        ("a.csv", "age\tbmi\n1,5\t2\n", "divided by tabs"),
         ("a.csv", "age,bmi\n", "no rows"),
         ("a.png", "", "rows of a table"),
         ("gone.csv", None, "no file or folder"),

@@ -17,11 +17,11 @@ from unskew.cli import info as cli_info
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
 from unskew.cli.export import export
+from unskew.cli.flags import DATA, EVALUATION, MACHINE, SERVER, TRAINING, Sections
 from unskew.cli.init import init
 from unskew.cli.loudness import LOUDNESS, in_front
 from unskew.cli.options import (
-    BUDGET,
-    DATA,
+    SEEDS,
     AsJson,
     ConfigFile,
     DataPath,
@@ -31,6 +31,7 @@ from unskew.cli.options import (
     Rounds,
     Sets,
     TrustCode,
+    check_place,
     console_for,
     free_name,
     is_config,
@@ -40,6 +41,7 @@ from unskew.cli.options import (
     short_name,
     stoppable,
     values_of,
+    which_seeds,
 )
 from unskew.cli.predict import predict
 from unskew.cli.report import report, report_at_the_end
@@ -51,10 +53,6 @@ from unskew.files import place
 if TYPE_CHECKING:
     from rich.console import Console
 
-SERVER = ("server", "server_path")
-TRAINING = ("model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay")
-MACHINE = ("engine", "device", "network")
-EVALUATION = ("eval_every", "target")
 app = typer.Typer(
     help="Federated learning for skewed data: run, compare and resume methods that add up.",
     no_args_is_help=True,
@@ -64,7 +62,7 @@ app = typer.Typer(
 app.callback(invoke_without_command=True)(cli_info.version)
 
 
-@app.command()
+@app.command(cls=Sections)
 @overridden_by(*DATA, *SERVER, "method", *TRAINING, "seed", *MACHINE, *EVALUATION, "save_samples", "synthetic")
 def run(
     context: typer.Context,
@@ -89,9 +87,8 @@ def run(
     from unskew.comparison.compare import folder_name
     from unskew.runs.run import check_unfinished, run_experiment
 
-    if again:
-        if out is None:
-            raise ConfigError("--resume goes on in the folder that --out names; give both.")
+    check_place(again, out)
+    if again and out is not None:
         check_unfinished(out, checked.rounds)
     name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}")
     folder = out or free_name(Path("runs") / name)
@@ -102,7 +99,7 @@ def run(
     show(result, folder, console, as_json)
 
 
-@app.command()
+@app.command(cls=Sections)
 @overridden_by(*DATA, *SERVER, *TRAINING, *MACHINE, *EVALUATION, "synthetic")
 def compare(
     context: typer.Context,
@@ -112,7 +109,7 @@ def compare(
             help="Methods or sums of methods; a .yaml file is the configuration, several alone are a method each."
         ),
     ],
-    seeds: Annotated[str, typer.Option("--seeds", help="Which seeds: 0,1,2 or 0..4.")] = "0..2",
+    seeds: Annotated[str, typer.Option("--seeds", help=f"Seeds: {SEEDS}")] = "0..2",
     config: ConfigFile = None,
     sets: Sets = None,
     out: Annotated[
@@ -148,21 +145,14 @@ def compare(
     from unskew.tasks.score import score_of
 
     at_once = read_parallel(parallel)
-    if again and out is None:
-        raise ConfigError("--resume goes on in the folder that --out names; give both.")
+    check_place(again, out)
     for name in (assignment.partition("=")[0].strip() for assignment in sets or []):
         if name in ("method", "seed"):
             raise ConfigError(
                 f"--set {name} has no effect on a comparison: its methods are listed, as in unskew compare fedavg moon, "
                 "and --seeds 0..4 takes the seeds 0 to 4."
             )
-    from unskew.options import seeds_in
-
-    which = seeds_in(seeds)
-    if len(which) == 1 and which[0] > 0:  # the former meaning
-        which = seeds_in(f"0..{which[0] - 1}")
-        hint = f"--seeds {seeds} is taken as how many; name them: --seeds 0..{len(which) - 1}."
-        print(f"unskew: {hint}", file=sys.stderr)
+    which = which_seeds(seeds)
     values = values_of(config, context)
     # A file made for one run may be used: what is compared, and for which seeds, is said here.
     for name in ("method", "seed"):
@@ -238,14 +228,14 @@ def resume(
 
 app.command()(cli_info.methods)
 app.command()(cli_info.models)
-app.command()(cli_info.partition)
+app.command(cls=Sections)(cli_info.partition)
 app.command()(init)
-app.command()(diagnose)
+app.command(cls=Sections)(diagnose)
 app.command()(export)
 app.command()(predict)
 app.command()(report)
 app.command()(reproduce)
-app.command()(tune)
+app.command(cls=Sections)(tune)
 app.add_typer(deploy, name="deploy")
 
 

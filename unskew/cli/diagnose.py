@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
 from unskew.cli.options import (
-    BUDGET,
-    DATA,
-    FLAGS,
     AsJson,
     ConfigFile,
     Sets,
@@ -26,7 +24,7 @@ COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
 
 
-@overridden_by(*DATA, "model", "rounds", "participation", *BUDGET, "lr", "seed", "device")
+@overridden_by(*DATA, "model", "rounds", "participation", *BUDGET, "lr", *OBJECTIVE, "seed", "device")
 def diagnose(
     context: typer.Context,
     run: Annotated[
@@ -81,6 +79,7 @@ def diagnose(
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
+    from unskew.data.reading.telling import told
     from unskew.diagnosis.diagnose import diagnose as measure
     from unskew.diagnosis.situation import Limits
     from unskew.diagnosis.trying import check_minutes, try_out
@@ -99,7 +98,7 @@ def diagnose(
         check_place(plot)
     model_name = options.pop("model", None)
     console = console_for(as_json)
-    with make_progress(console, transient=True) as progress:
+    with make_progress(console, transient=True) as progress, told(tell := ProgressLine(progress, "diagnose").prepare):
         report = measure(
             run=run,
             model=model_name,
@@ -110,7 +109,7 @@ def diagnose(
             curvature=curvature,
             epsilon=epsilon,
             mu=mu,
-            follow=ProgressLine(progress, "diagnose").prepare,
+            follow=tell,
             **options,
         )
     advice = report.advice(

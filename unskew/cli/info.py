@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.flags import DATA
 from unskew.cli.loudness import LOUDNESS
-from unskew.cli.options import DATA, AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.options import AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.errors import ConfigError, UnskewError
 from unskew.files import place, user_cache, write_atomic
 
@@ -122,11 +123,13 @@ def partition(
             raise ConfigError(f"Name the data once, not {source} and --data {context.params['data']}.")
         values["data"] = source
     checked = experiment(values)
+    from unskew.cli.progress import waiting
     from unskew.cli.tables import columns_table, partition_table
     from unskew.data.load import federation_of
     from unskew.plots.curves import clients_by_class
 
-    fed = federation_of(checked.data_spec, checked.seed)
+    with waiting("partition"):
+        fed = federation_of(checked.data_spec, checked.seed)
     counts, names = fed.holdings()
     plot = out if out is not None or as_json else Path("clients.png")
     if plot is not None:

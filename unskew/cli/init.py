@@ -33,9 +33,11 @@ def init(
         raise ConfigError(f"{out} is already there; choose another name with --out, or remove it.")
     if not out.parent.is_dir():
         raise ConfigError(f"There is no folder {out.parent} to write {out.name} into.")
+    from unskew.cli.progress import waiting
     from unskew.config.draft import draft
 
-    made = draft(data, label)
+    with waiting("init"):
+        made = draft(data, label)
     write_atomic(out, made.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in made.seen:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unskew.cli.flags import FLAGS, flag
 from unskew.errors import ConfigError
 from unskew.files import place
 
@@ -26,53 +27,12 @@ if TYPE_CHECKING:
 
     from unskew.config.experiment import Experiment
 
-FLAGS: dict[str, tuple[type, str]] = {
-    "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH."),
-    "data_path": (str, "Folder with the source's files, for offline use."),
-    "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
-    "clients": (int, "Number of clients."),
-    "label": (str, "Label column of a table."),
-    "label_separator": (str, "What stands between the labels of a row, in a label column of text."),
-    "image": (str, "Image column of a table."),
-    "text": (str, "Text column, or a pair: premise,hypothesis."),
-    "tokenizer": (str, "Of texts: a name at the hub, a folder, or bytes."),
-    "features": (str, "Columns of a table that are inputs: age,income; all numbers by default."),
-    "exclude": (str, "Columns of a table that are no inputs: patient_id,row."),
-    "server": (str, "Data at the server: a number of test samples, or another data source."),
-    "server_path": (str, "Folder with the files of that other source."),
-    "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
-    "model": (str, "logistic, mlp, cnn, cnn-b, cnn-c, resnet20, vgg11, hf:NAME, package.module:f"),
-    "rounds": (int, "Communication rounds."),
-    "participation": (float, "Share of clients per round."),
-    "local_steps": (int, "Mini-batch steps per client and round."),
-    "local_epochs": (int, "Passes over a client's data per round."),
-    "batch_size": (int, "Samples per step."),
-    "lr": (float, "Learning rate of the clients."),
-    "momentum": (float, "Momentum of the clients' SGD."),
-    "weight_decay": (float, "Weight decay of the clients' optimizer."),
-    "seed": (int, "Decides every random draw."),
-    "engine": (str, "auto, inline, processes, vectorized or ray."),
-    "device": (str, "auto, cpu, cuda, cuda:1."),
-    "network": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
-    "eval_every": (int, "Evaluate every so many rounds."),
-    "target": (float, "Report the rounds needed to this accuracy (0 to 1)."),
-    "save_samples": (bool, "Draw the inputs that clients make in the last round."),
-    "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
-}
-"""Fields of a configuration that have a flag of their own: the type and the help of each."""
-TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
-DATA = ("data", "data_path", "partition", "clients", *TABLE)
-BUDGET = ("local_steps", "local_epochs", "batch_size")
-
-
-def _flag(name: str) -> Any:
-    return typer.Option(f"--{name.replace('_', '-')}", help=FLAGS[name][1])
-
-
-DataPath = Annotated[str | None, _flag("data_path")]
-Rounds = Annotated[int | None, _flag("rounds")]
-EngineName = Annotated[str | None, _flag("engine")]
-Device = Annotated[str | None, _flag("device")]
+SEEDS = "which, as 0,1,2 or 0..4; a single number from 1 is how many."
+"""What ``--seeds`` takes, in every help."""
+DataPath = Annotated[str | None, flag("data_path")]
+Rounds = Annotated[int | None, flag("rounds")]
+EngineName = Annotated[str | None, flag("engine")]
+Device = Annotated[str | None, flag("device")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
 ConfigFile = Annotated[
     Path | None,
@@ -101,7 +61,7 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         for parameter in own.values():
             parameters.append(parameter)
             if parameter.name == "config":
-                kinds = {name: Annotated[FLAGS[name][0] | None, _flag(name)] for name in names}
+                kinds = {name: Annotated[FLAGS[name][0] | None, flag(name)] for name in names}
                 parameters += [parameter.replace(name=name, annotation=kind) for name, kind in kinds.items()]
 
         @functools.wraps(command)
@@ -172,6 +132,8 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
         if isinstance(values.get(section), str | list):  # short for one field: the others may be set
             values[section] = {field: values[section]}
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
+    if flags.get("class_weights", "balanced") != "balanced":
+        flags["class_weights"] = numbers_in(flags["class_weights"])
     if "network" in flags:
         flags["network"] = {"delay": flags["network"]}
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
@@ -187,6 +149,46 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(values.get(name), dict)
         values[name] = {**values[name], **value} if both else value
     return values
+
+
+def numbers_in(text: str) -> list[float]:
+    """The weights of ``--class-weights``.
+
+    Raises:
+        ConfigError: They are no numbers.
+    """
+    try:
+        return [float(piece) for piece in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--class-weights {text!r} is neither balanced nor numbers such as 1,5.") from None
+
+
+def which_seeds(text: str, first: int = 0) -> list[int]:
+    """The seeds of ``--seeds``: a list names them, and a single number from 1 is how many, which a hint says.
+
+    Args:
+        text: As it was written.
+        first: The first of so many.
+    """
+    from unskew.options import seeds_in
+
+    which = seeds_in(text)
+    if text.strip().isdigit() and which[0] > 0:
+        named = f"{first}..{first + which[0] - 1}"
+        which = seeds_in(named)
+        hint = f"--seeds {text} is taken as how many; name them: --seeds {named}."
+        print(f"unskew: {hint}", file=sys.stderr)
+    return which
+
+
+def check_place(again: bool, out: Path | None) -> None:
+    """Refuse to go on nowhere.
+
+    Raises:
+        ConfigError: ``--resume`` is there without ``--out``.
+    """
+    if again and out is None:
+        raise ConfigError("--resume goes on in the folder that --out names; give both.")
 
 
 def console_for(as_json: bool = False) -> Console:

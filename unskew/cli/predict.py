@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,21 +36,31 @@ def predict(
     """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    from unskew.cli.progress import waiting
     from unskew.serving.load import load
     from unskew.serving.rows import read_rows
 
-    predictor = load(run, client=client, trust_code=trust_code)
-    inputs, names = read_rows(rows, predictor.inputs)
-    probabilities = predictor.outputs(inputs)
+    with waiting("predict"):
+        predictor = load(run, client=client, trust_code=trust_code)
+        read = read_rows(rows, predictor.inputs)
+        probabilities = predictor.outputs(read.x)
+    for one in read.unknown:
+        print(f"unskew: {one}", file=sys.stderr)
     labels = predictor.labels(probabilities)
     columns, numbers = predictor.class_names, predictor.numbers
+    categories = any(one.kind == "category" for one in predictor.inputs.columns)
+    strange: dict[int | str, list[str]] = {}
+    for one in read.unknown:
+        for row in one.rows:
+            strange.setdefault(row, []).append(one.column)
     lines: list[dict[str, Any]] = [
         {
             "row": name,
             **({} if numbers else {"label": label}),
             **dict(zip(columns if numbers else columns_of(columns), map(float, row), strict=True)),
+            **({"unknown": strange.get(name, [])} if categories else {}),
         }
-        for name, label, row in zip(names, labels, probabilities, strict=True)
+        for name, label, row in zip(read.names, labels, probabilities, strict=True)
     ]
     if out is not None:
         write_atomic(out, as_text(lines, out.suffix.lower()).encode())
@@ -66,10 +77,10 @@ def predict(
     several = predictor.inputs.task == "multilabel"
     for line, row in list(zip(lines, probabilities, strict=True))[:SHOWN]:
         if numbers:
-            table.add_row(Text(line["row"]), *(f"{value:.6g}" for value in row))
+            table.add_row(Text(str(line["row"])), *(f"{value:.6g}" for value in row))
             continue
         shown = ", ".join(line["label"]) if several else str(line["label"])
-        table.add_row(Text(line["row"]), Text(shown or "-"), "" if several else f"{row.max():.3f}")
+        table.add_row(Text(str(line["row"])), Text(shown or "-"), "" if several else f"{row.max():.3f}")
     console.print(table)
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All are in {out}." if out is not None else "--out FILE writes all of them, with every probability."
@@ -82,7 +93,7 @@ def columns_of(names: list[str]) -> list[str]:
 
 
 def as_text(lines: list[dict[str, Any]], kind: str) -> str:
-    """The predictions as JSON lines or CSV; in CSV several labels are divided by |."""
+    """The predictions as JSON lines or CSV; in CSV several labels or columns are divided by |."""
     if kind == ".jsonl":
         return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     import csv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.progress import (
 from unskew.cli.loudness import LOUDNESS
 from unskew.cli.tables import columns_table
 from unskew.data.federation import Federation
+from unskew.data.reading.telling import PATIENCE, told
 from unskew.records.recorder import Row
 from unskew.reporting.wording import percent
 from unskew.tasks.score import SCORES, score_of
@@ -45,6 +47,44 @@ def make_progress(console: Console, transient: bool = False) -> Iterator[Progres
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """Within, what takes longer than two seconds is shown with the time left, on standard error; in a pipe nothing is."""
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+        disable=LOUDNESS.quiet or not console.is_terminal,
+        transient=True,
+    )
+    if progress.disable:
+        yield
+        return
+    line = progress.add_task(title, total=None)  # some work has no parts that could be counted
+    timer = Timer(PATIENCE, progress.start)
+    timer.daemon = True
+    before = [""]
+
+    def follow(text: str, done: float, total: float) -> None:
+        if text != before[0]:
+            progress.reset(line, description=f"{title}: {text}", total=total)
+            before[0] = text
+        progress.update(line, completed=done)
+
+    timer.start()
+    try:
+        with told(follow, after=0):
+            yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
 
 
 class ProgressLine:

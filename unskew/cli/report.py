@@ -28,21 +28,31 @@ def report(
             help="The file; report.html in the folder, or here for several folders.",
         ),
     ] = None,
+    images: Annotated[
+        bool, typer.Option("--images/--no-images", help="What clients made, and real images of their data beside it.")
+    ] = True,
 ) -> None:
     """Write a report on finished runs: one HTML file that needs no network."""
+    from unskew.cli.progress import waiting
     from unskew.reporting.report import report as write
 
-    say(console_for(), write(runs, out))
+    with waiting("report"):
+        file = write(runs, out, images=images)
+    say(console_for(), file)
 
 
 def say(console: Console, file: Path) -> None:
-    """Tell where the report is."""
-    text = f"The report is {file}: open it in a browser; it needs no network."
+    """Tell where the report is, and what not everybody should see."""
+    from unskew.reporting.report import shows_real
+
+    real = " It holds real images of a client's data; unskew report --no-images leaves them out."
+    text = f"The report is {file}: open it in a browser; it needs no network.{real if shows_real(file) else ''}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
     """What a command does when its runs are finished; without plotly, a hint. A report that fails spoils no result."""
+    from unskew.cli.progress import waiting
     from unskew.errors import UnskewError
     from unskew.reporting.page import MISSING
     from unskew.reporting.report import report as write
@@ -51,6 +61,8 @@ def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None =
         if find_spec("plotly") is None:
             console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
         else:
-            say(console, write(list(runs), out))
+            with waiting("report"):
+                file = write(list(runs), out)
+            say(console, file)
     except (UnskewError, OSError) as error:
         console.print(f"There is no report: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unskew.cli.flags import DATA, SERVER, TRAINING
 from unskew.cli.options import (
-    BUDGET,
-    DATA,
+    SEEDS,
     AsJson,
     ConfigFile,
     Sets,
     TrustCode,
+    check_place,
     console_for,
     free_name,
     is_config,
@@ -27,6 +28,7 @@ from unskew.cli.options import (
     short_name,
     stoppable,
     values_of,
+    which_seeds,
 )
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError
@@ -38,10 +40,7 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
     from unskew.tuning.found import Tuning
 
-FIELDS = (
-    *(*DATA, "server", "server_path", "model", "rounds", "participation", *BUDGET, "lr", "momentum", "weight_decay"),
-    *("seed", "engine", "device", "network", "eval_every"),
-)
+FIELDS = (*DATA, *SERVER, *TRAINING, "seed", "engine", "device", "network", "eval_every")
 
 
 @overridden_by(*FIELDS)
@@ -52,8 +51,8 @@ def tune(
     ],
     trials: Annotated[int, typer.Option("--trials", help="Trials of each method.")] = 20,
     seeds: Annotated[
-        str, typer.Option("--seeds", help="Fresh seeds to compare on: how many, or which, as 5..7.")
-    ] = "3",
+        str | None, typer.Option("--seeds", help=f"Fresh seeds to compare on, 3 by default: {SEEDS}")
+    ] = None,
     space: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,12 +82,11 @@ def tune(
 
     for name in methods:  # a mistake is told before PyTorch is loaded
         check_names(name)
-    if again and out is None:
-        raise ConfigError("--resume goes on in the folder that --out names; give both.")
+    check_place(again, out)
     values = values_of(config, context)
     values.pop("method", None)  # a file made for one run may be used
     checked = experiment(values)
-    spaces = spaces_in(space or [])
+    spaces, fresh = spaces_in(space or []), 3 if seeds is None else which_seeds(seeds, checked.seed + 1)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.tuning.tune import tune as tune_methods
 
@@ -109,7 +107,7 @@ def tune(
         result = tune_methods(
             methods=methods,
             trials=trials,
-            seeds=seeds,
+            seeds=fresh,
             space=spaces,
             out=folder,
             resume=again,

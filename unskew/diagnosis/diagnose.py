@@ -17,6 +17,7 @@ from torch import Tensor
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
+from unskew.data.objective import trained_for
 from unskew.diagnosis.report import Report
 from unskew.diagnosis.situation import Setting
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
@@ -112,6 +113,7 @@ def diagnose(
         config = experiment(values)
         device = pick_device(config.device)
         fed = federation_of(config.data_spec, config.seed) if federation is None else federation
+        fed = trained_for(fed, config.loss, config.class_weights)
         spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
     sizes, times = np.unique(fed.sizes, return_counts=True)
     scope = check_scope(

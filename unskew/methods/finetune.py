@@ -5,7 +5,8 @@ This is how personalised accuracy is most often measured, for instance by Wang, 
 by the FedCOG paper (arXiv:2312.05966): each client's model after local training from the global model is evaluated.
 
 The training is that of a round: the method's own client rules with what they kept at the client, the run's budget, fresh
-batches. Nothing of it is sent, aggregated or kept, so everything but the personal figures is as without ``ft``.
+batches. Nothing of it is sent or aggregated, so everything but the personal figures is as without ``ft``. The models of the
+clients that are evaluated are kept in the run folder.
 """
 
 from __future__ import annotations

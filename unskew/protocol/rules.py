@@ -216,6 +216,10 @@ class Sync(HasServerHalf):
         """
         raise NotImplementedError
 
+    def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Figures for the line of ``round`` in ``metrics.jsonl``, after it: numbers, or lists of them."""
+        return {}
+
     def own(self, spec: ModelSpec) -> Slices:
         """Slices that are each client's own for good: its personal model is the global one with its values there."""
         return ()

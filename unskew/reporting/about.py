@@ -15,7 +15,8 @@ from typing import Any
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, check_names, rule_class, slots_of
 from unskew.reporting.parts import Part, Series
-from unskew.reporting.reading import RunFiles
+from unskew.reporting.reading import RunFiles, number
+from unskew.reporting.tables import Cell, Table
 
 PICTURES, LARGEST = 4, 200_000
 """Pictures of a method that are shown at most, and bytes of one."""
@@ -113,13 +114,32 @@ def alike(configs: Iterable[dict[str, Any]]) -> bool:
     return all(other == first for other in others)
 
 
+def periods(one: Series) -> Table | None:
+    """How often a method averaged each layer in the last round of its first run; None if it says nothing of it."""
+    run = one.runs[0]
+    found = run.history[-1].get("fedals_periods")
+    if not isinstance(found, list) or not found or not all(map(number, found)):
+        return None
+    steps = run.config.get("local_steps")
+    counted = number(steps)
+    rows = [
+        [
+            Cell(str(layer), layer),
+            Cell(f"{period:g}", period),
+            *([Cell(f"{period * steps:g}", period * steps)] * counted),
+        ]
+        for layer, period in enumerate(found, 1)
+    ]
+    columns = ["layer", "averaged every, rounds", *(["averaged every, local steps"] * counted)]
+    return Table(f"periods of {one.label}", f"How often {one.label} averages each layer", columns, rows, 0)
+
+
 def pictures(one: Series) -> list[tuple[str, str]]:
     """Pictures of what clients made with a method, of its first run that has some: a title and a data address."""
     for run in one.runs:
-        made = "data" in {slot for fact in facts(one.method) for slot in fact.slots.split(", ")}
         places = [
             ("samples", run.folder / "samples"),
-            *([("synthetic", place) for place in _synthetic(run)] if made else []),
+            *([("synthetic", place) for place in synthetic_folders(run)] if makes(one) else []),
         ]
         found = [
             (f"{what}, {path.stem}, seed {run.summary['seed']}", address)
@@ -132,7 +152,12 @@ def pictures(one: Series) -> list[tuple[str, str]]:
     return []
 
 
-def _synthetic(run: RunFiles) -> list[Path]:
+def makes(one: Series) -> bool:
+    """Whether clients make something before training; a folder of such may be that of another run beside it."""
+    return "data" in {slot for fact in facts(one.method) for slot in fact.slots.split(", ")}
+
+
+def synthetic_folders(run: RunFiles) -> list[Path]:
     """Folders with what clients made before training; a comparison keeps them beside its runs."""
     bases = [run.folder / "synthetic", run.folder.parent.parent / "synthetic"]
     named = Path(str(run.summary.get("synthetic", ""))).name.strip(".")

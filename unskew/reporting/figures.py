@@ -9,7 +9,6 @@ import numpy as np
 
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
-from unskew.protocol.rules import ServerRule
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import number
 from unskew.tasks.score import SCORES
@@ -112,8 +111,7 @@ def line(one: Series, name: str, share: bool = False) -> dict[str, list[float]] 
 
 def titles() -> dict[str, str]:
     """What methods of the catalogue call their own figures."""
-    kinds = [kind for kind in map(rule_class, CATALOGUE) if issubclass(kind, ServerRule)]
-    return {figure.name: figure.title for kind in kinds for figure in kind.figures}
+    return {one.name: one.title for kind in map(rule_class, CATALOGUE) for one in getattr(kind, "figures", ())}
 
 
 def measured(part: Part) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from unskew.comparison.compare import averaged, is_figure
 from unskew.config.reading import load_yaml
+from unskew.data.reading.telling import tell
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.result import read_history
 from unskew.tasks.score import SCORES, score_of
@@ -77,7 +78,11 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
         places |= {path.resolve(): path for path in finished}
     if len(places) > MOST_RUNS:
         raise ConfigError(f"These folders hold {len(places)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
-    return [read_run(path) for path in places.values()], notes
+    runs: list[RunFiles] = []
+    for path in places.values():
+        tell("runs read", len(runs), len(places))
+        runs.append(read_run(path))
+    return runs, notes
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import Comparison
+from unskew.data.reading.telling import tell
 from unskew.errors import ConfigError, shown
 from unskew.files import make_folder, place, write_atomic
 from unskew.records.result import Result
@@ -15,7 +16,7 @@ from unskew.reporting.figures import style_of
 from unskew.reporting.page import page, plotly_script
 from unskew.reporting.parts import Part, parts_of
 from unskew.reporting.reading import read_runs
-from unskew.reporting.sections import content, part_html, summary_line
+from unskew.reporting.sections import REAL, content, part_html, summary_line
 
 NAME = "report.html"
 MARK = b'<meta name="generator" content="unskew '
@@ -23,7 +24,10 @@ MARK = b'<meta name="generator" content="unskew '
 
 
 def report(
-    runs: str | Path | Result | Comparison | Sequence[str | Path | Result | Comparison], out: str | Path | None = None
+    runs: str | Path | Result | Comparison | Sequence[str | Path | Result | Comparison],
+    out: str | Path | None = None,
+    *,
+    images: bool = True,
 ) -> Path:
     """Write a report on runs: one HTML file that holds everything and needs no network.
 
@@ -31,6 +35,8 @@ def report(
         runs: Run folders, folders of comparisons, folders that hold some, or what ``unskew.run`` and ``unskew.compare``
             gave, one or several.
         out: The file; if None, ``report.html`` in the folder, or where one works for several folders.
+        images: Whether it may hold images: those that clients made, and, where the data of a run are at hand, real ones
+            beside them.
 
     Returns:
         The file.
@@ -49,7 +55,7 @@ def report(
     parts, more = parts_of(found)
     make_folder(file.parent)
     # A name may hold what no text file can, such as half a character.
-    write_atomic(file, whole(parts, [*notes, *more]).encode(errors="replace"))
+    write_atomic(file, whole(parts, [*notes, *more], images).encode(errors="replace"))
     return file
 
 
@@ -81,7 +87,12 @@ def check_file(file: Path) -> None:
                 raise ConfigError(f"{file} is there and is no report; choose another file with --out.")
 
 
-def whole(parts: Sequence[Part], notes: Iterable[str]) -> str:
+def shows_real(file: Path) -> bool:
+    """Whether a report holds real images of clients' data."""
+    return REAL in file.read_text(encoding="utf-8", errors="replace")
+
+
+def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True) -> str:
     """The page on these parts; a method has one colour in all of them."""
     labels = list(dict.fromkeys(one.label for part in parts for one in part.series))
     styles = {label: style_of(number) for number, label in enumerate(labels)}
@@ -102,7 +113,8 @@ def whole(parts: Sequence[Part], notes: Iterable[str]) -> str:
         )
         pieces.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
     for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
-        inside = part_html(part, shown_, f"part-{number}")
+        tell("parts written", number, len(parts))
+        inside = part_html(part, shown_, f"part-{number}", images)
         line = f'<p class="soft">{markup.text(summary_line(part))}</p>'
         if len(parts) == 1:
             pieces.append(f'<main class="part" id="part-0">{line}{inside}</main>')

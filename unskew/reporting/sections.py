@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from unskew.reporting import about, figures, markup, tables
+from unskew.reporting.about import synthetic_folders
+from unskew.reporting.beside import beside
 from unskew.reporting.holdings import holdings
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.wording import percent
@@ -17,6 +19,10 @@ LATER = (
     *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
 )
 """Figures of a round that any method may have, or that begin so; a method's own come first."""
+REAL = (
+    "These are real images of a client's data: mind whom this page is sent to. <code>unskew report --no-images</code> makes "
+    "one without any."
+)
 Styles = Mapping[str, Mapping[str, str]]
 
 
@@ -31,8 +37,8 @@ def content(part: Part, styles: Styles) -> dict[str, Any]:
     }
 
 
-def part_html(part: Part, shown: Mapping[str, Any], group: str) -> str:
-    """A part of the page, from its content; ``group`` is its name there."""
+def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = True) -> str:
+    """A part of the page, from its content; ``group`` is its name there. ``images``: whether it may hold any."""
     pieces = [
         markup.legend(shown["methods"]),
         "<h3>Comparison</h3>",
@@ -44,7 +50,7 @@ def part_html(part: Part, shown: Mapping[str, Any], group: str) -> str:
         "<h3>Cost</h3>",
         markup.table(tables.costs(part)),
         _server_cost(part),
-        _methods(part, shown["measured"]),
+        _methods(part, shown["measured"], images),
         _warnings(part),
         _again(part),
     ]
@@ -140,7 +146,7 @@ def _server_cost(part: Part) -> str:
     return '<p class="soft">Memory and arithmetic of the server are measured with <code>diagnose: [server]</code>.</p>'
 
 
-def _methods(part: Part, shown: Mapping[str, Any]) -> str:
+def _methods(part: Part, shown: Mapping[str, Any], images: bool) -> str:
     pieces = ["<h3>What the methods did</h3>"]
     names = {name: title if title == name else f"{title} ({name})" for name, title in shown["titles"].items()}
     names = {name: title for name, title in names.items() if name in shown["lines"] or name in shown["dots"]}
@@ -159,8 +165,18 @@ def _methods(part: Part, shown: Mapping[str, Any]) -> str:
                 pieces.append(f"<h4>{markup.text(fact.name)}</h4><p>{markup.text(line)}</p>")
                 if fact.text:
                     pieces.append(markup.folded("Formula, and what the paper leaves open", markup.prose(fact.text)))
-        pieces.append(_pictures(one))
+        pieces.append(_periods(one))
+        if images:
+            pieces.append(_pictures(one) + _beside(one))
     return "".join(pieces)
+
+
+def _periods(one: Series) -> str:
+    table = about.periods(one)
+    if table is None:
+        return ""
+    note = "Layers are numbered in order of depth, as <code>unskew models</code> lists them."
+    return f'{markup.table(table)}<p class="soft">{note}</p>'
 
 
 def _pictures(one: Series) -> str:
@@ -172,6 +188,29 @@ def _pictures(one: Series) -> str:
         for title, address in found
     )
     return f'<h4>What clients made with {markup.text(one.label)}</h4><div class="pictures">{images}</div>'
+
+
+def _beside(one: Series) -> str:
+    if not about.makes(one) or not any(synthetic_folders(run) for run in one.runs):
+        return ""
+    found = beside(one)
+    title = f"<h4>Images made with {markup.text(one.label)} beside real ones</h4>"
+    if found is None:
+        return f'{title}<p class="soft">Real images are not shown: the data of the run are not at hand.</p>'
+    who, rows = found
+    lines = "".join(
+        f"<tr><td>{markup.text(row.name)}</td>{_strip(row.real, f'real images of {row.name}')}"
+        f"{_strip(row.made, f'made images of {row.name}')}</tr>"
+        for row in rows
+    )
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("class", "real", "made"))
+    inside = f"<caption>{markup.text(who)}</caption><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
+    shown = f'<div class="scroll beside"><table data-name="beside">{inside}</table></div>'
+    return f'{title}<p class="warned">{REAL}</p>{shown}'
+
+
+def _strip(address: str, title: str) -> str:
+    return f'<td><img src="{address}" alt="{markup.text(title)}"></td>' if address else "<td>none</td>"
 
 
 def _warnings(part: Part) -> str:

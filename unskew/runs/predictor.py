@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unskew.data.checks import as_inputs
 from unskew.data.reading.images import with_channels, with_size
+from unskew.data.reading.telling import tell
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError, DataError
 from unskew.runs.inputs import Inputs
@@ -67,7 +68,10 @@ class Predictor:
         ready, task = self.prepared(x), self.inputs.objective
         said = task.restored if isinstance(task, Regression) else task.probabilities
         with torch.no_grad():
-            parts = [said(self.module(self.normalise(part))) for part in torch.split(ready, BATCH)]
+            parts: list[Tensor] = []
+            for part in torch.split(ready, BATCH):
+                tell("predicted", BATCH * len(parts), len(ready))
+                parts.append(said(self.module(self.normalise(part))))
         return torch.cat(parts).double().numpy()
 
     def predict(self, x: object) -> list[Any]:

@@ -16,6 +16,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.objective import trained_for
 from unskew.data.reading.files import TABLES
+from unskew.data.reading.telling import told
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, new_folder, place
@@ -142,7 +143,7 @@ def _carried_out(
     trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
-    original = federation_of(config.data_spec, config.seed) if federation is None else federation
+    original = opened(config, callbacks) if federation is None else federation
     tell_data(callbacks, original)
     original = trained_for(original, config.loss, config.class_weights)
     spec, warnings = check_method(config, original, model, method)
@@ -156,6 +157,18 @@ def _carried_out(
         session.server.traffic.count(client, "up", up, 0)
         session.server.traffic.count(client, "down", down, 0)
     return session.go(resume)
+
+
+def opened(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
+    """The data of a run; callbacks that show what is made before the first round are told of reading that takes long."""
+    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "prepare")]
+
+    def follow(text: str, done: float, total: float) -> None:
+        for listener in listeners:
+            listener.prepare(text, done, total)
+
+    with told(follow):
+        return federation_of(config.data_spec, config.seed)
 
 
 def tell_data(callbacks: Sequence[Callback], federation: Federation) -> None:

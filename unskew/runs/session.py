@@ -40,6 +40,7 @@ from unskew.runs.predictor import Predictor
 from unskew.runs.stopping import EarlyStopping
 from unskew.runs.stores import store_of
 from unskew.runs.summary import names_of_classes, of_clients, summarise
+from unskew.runs.tuned import keeping
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
@@ -137,9 +138,7 @@ class Session:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
             if personal.tunes(self.method) and not self.config.eval_clients:
-                texts.append(
-                    "ft trains the clients that are evaluated; with eval_clients 0 there are no personal figures."
-                )
+                texts.append("ft trains evaluated clients; with eval_clients 0 there are no personal figures.")
             for text in texts:
                 self.recorder.warn(text)
             rounds = range(start, start if self.stopping.due else self.config.rounds)
@@ -167,8 +166,8 @@ class Session:
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         draw = partial(self.server.rule.draw, self.recorder.history)
         predictor = partial(Predictor, module, inputs_of(self.evaluator.federation, config), self.spec.dtype)
-        vector = self.server.evaluated.cpu()
-        return Result(self.recorder.history, summary, module, vector, self.folder, draw, clients, predictor)
+        history, vector = self.recorder.history, self.server.evaluated.cpu()
+        return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
 
     def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
         """What trains the clients, and how it was chosen."""
@@ -286,7 +285,8 @@ class Session:
         scores = score(partial(personal.shared, server) if own_statistics else None)
         own: ClientScores | None = None
         if personal.tunes(self.method):
-            own = score(partial(personal.tuned, server, engine, config.rounds, self.sampler.size))
+            tuned = partial(personal.tuned, server, engine, config.rounds, self.sampler.size)
+            own = score(keeping(tuned, self.folder, self.recorder.warn))
         elif personal.personalises(self.method, self.spec):
             own = score(partial(personal.kept, server))
         federation = self.evaluator.federation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,15 @@ class Served(Predictor):
     def predict_file(self, path: str | Path) -> list[Any]:
         """What ``predict`` gives, for the rows of a table, an image, or a folder of images.
 
+        Categories that were not there in training count as missing, and a warning says so.
+
         Raises:
             DataError: It cannot be read, lacks columns, or is nothing that this model takes.
         """
-        return self.predict(read_rows(Path(path), self.inputs)[0])
+        rows = read_rows(Path(path), self.inputs)
+        for unknown in rows.unknown:
+            warnings.warn(str(unknown), stacklevel=2)
+        return self.predict(rows.x)
 
 
 @dataclass(frozen=True)

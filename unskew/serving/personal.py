@@ -1,4 +1,4 @@
-"""The model that a method keeps for one client, from the last checkpoint of a finished run."""
+"""The model that a method keeps for one client of a finished run, from its last checkpoint or from a file of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import ClientState, Tensors
 from unskew.protocol.rules import Method
+from unskew.runs.tuned import NAME, tuned_model
 from unskew.simulation.checkpoint import CLIENTS, newest, reading
 from unskew.simulation.personal import personalises, serving, tunes
 
@@ -56,10 +57,7 @@ def model_of_client(
     """
     number = client_number(folder, client)
     if tunes(method):
-        raise ConfigError(
-            f"{config.method} trains each client's model at the end of the run, from the global one, and keeps none of them; "
-            "leave --client out, and train the model on the client's data."
-        )
+        return _tuned(folder, config, final, number)
     own = personalises(method, spec)
     if not own and config.buffers != "local":
         raise ConfigError(
@@ -79,6 +77,24 @@ def model_of_client(
         if v.shape != final[0].shape or b.shape != final[1].shape:
             raise ValueError(f"the model of client {number} has another size")
     return v, b
+
+
+def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
+    """What a client trained for itself at the end of the run."""
+    with reading(folder / "summary.json"):  # it is gone while a run goes on, whose earlier models are still there
+        json.loads((folder / "summary.json").read_bytes())
+    with reading(folder / NAME / str(number)):
+        found = tuned_model(folder, number)
+        if found is not None and (found[0].shape, found[1].shape) != (final[0].shape, final[1].shape):
+            raise ValueError(f"the model of client {number} has another size")
+    if found is None:
+        raise ConfigError(
+            f"{config.method} trains the clients' own models at the end of the run, and {folder} keeps none of client "
+            f"{number}: only clients that are evaluated have one (eval_clients, holdout), only where all of them are not too "
+            "large, and none of a run across real sites, where they stay. Leave --client out, and train the model on the "
+            "client's data."
+        )
+    return found
 
 
 def _is_last(folder: Path, round: int) -> bool:

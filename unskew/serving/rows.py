@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.reading.encoders import Encoder, filled, read_columns
+from unskew.data.reading.encoders import Encoder, filled, read_columns, texts
 from unskew.data.reading.files import TABLES
 from unskew.data.reading.images import decode_column
 from unskew.data.reading.tables import read_file
@@ -18,10 +20,48 @@ from unskew.errors import DataError, unknown
 from unskew.runs.inputs import Inputs
 
 REMEDY = "; the model needs a number in each row, so fill them or leave those rows out."
+FEW = 3
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
-def read_rows(path: Path, inputs: Inputs) -> tuple[Tensor, list[str]]:
+class Unknown(NamedTuple):
+    """Values of a category that nobody trained on.
+
+    Attributes:
+        column: Its name.
+        values: Each of them once, as they come.
+        rows: Where they are.
+    """
+
+    column: str
+    values: tuple[str, ...]
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """A sentence that says what becomes of them."""
+        more = f" and {len(self.values) - FEW} more" if len(self.values) > FEW else ""
+        rows = f"{len(self.rows)} row{'' if len(self.rows) == 1 else 's'}"
+        return (
+            f"The column {self.column!r} has values in {rows} that were not there in training, and counts as missing in "
+            f"them: {', '.join(map(repr, self.values[:FEW]))}{more}."
+        )
+
+
+class Rows(NamedTuple):
+    """Inputs of a model.
+
+    Attributes:
+        x: As ``Predictor.outputs`` takes them.
+        names: What each is called: the number of its row, from 0 on, or its file.
+        unknown: Categories that nobody trained on.
+    """
+
+    x: Tensor
+    names: Sequence[int | str]
+    unknown: tuple[Unknown, ...] = ()
+
+
+def read_rows(path: Path, inputs: Inputs) -> Rows:
     """Inputs of a model, and what each of them is called.
 
     Args:
@@ -38,7 +78,7 @@ def read_rows(path: Path, inputs: Inputs) -> tuple[Tensor, list[str]]:
         table = read_file(path)
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
-        return rows_of_table(table, path, inputs), [str(row) for row in range(table.num_rows)]
+        return Rows(rows_of_table(table, path, inputs), range(table.num_rows), unknown_categories(table, inputs))
     if inputs.kind != "uint8":
         raise DataError(f"The model takes rows of a table (.csv, .jsonl or .parquet); {path} is none.")
     files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
@@ -49,7 +89,7 @@ def read_rows(path: Path, inputs: Inputs) -> tuple[Tensor, list[str]]:
     column = pa.chunked_array([pa.array([file.read_bytes() for file in files])])
     size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
-    return decode_column(column, str(path), None, size), names
+    return Rows(decode_column(column, str(path), None, size), names)
 
 
 def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
@@ -73,3 +113,15 @@ def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
         return decode_column(table.column(inputs.image), str(path), path.parent, size)
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
     return torch.from_numpy(filled(read_columns(table, encoders, str(path), REMEDY), encoders))
+
+
+def unknown_categories(table: Any, inputs: Inputs) -> tuple[Unknown, ...]:
+    """What columns of categories hold that is neither missing nor was there in training."""
+    found = []
+    for one in inputs.columns:
+        if one.kind == "category":
+            values, known = texts(table.column(one.name)), {None, *one.values}
+            rows = np.flatnonzero([value not in known for value in values])
+            if len(rows):
+                found.append(Unknown(one.name, tuple(dict.fromkeys(values[rows])), tuple(rows.tolist())))
+    return tuple(found)

@@ -210,12 +210,12 @@ class Server:
             "train_seconds": intake.sums["train_seconds"] / len(taken) if taken else 0.0,
             **({"discarded": discarded} if discarded else {}),
             **own_figures(self.rule, self.state),
-            **self._held(),
+            **self._held(round),
         }
 
-    def _held(self) -> dict[str, float]:
-        """How full the rule's buffer is after the round, and how large its cache."""
-        figures = {}
+    def _held(self, round: int) -> dict[str, Any]:
+        """How full the rule's buffer is after the round, how large its cache, and what was exchanged."""
+        figures = self.exchange.figures(self.rules, round)
         if self.rule.buffer() is not None:
             figures[f"{self.rule.name}_waiting"] = float(self.waiting.aggregate.count)
         if "last_update" in self.needs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,10 @@ class Exchange:
             if slices is not None:
                 self._checked(tuple((piece.start, piece.stop, piece.step) for piece in slices))
         return both
+
+    def figures(self, rules: dict[str, Tensors], round: int) -> dict[str, Any]:
+        """What the rule says of a round that is over."""
+        return {} if self.sync is None else self.sync.exchanged(rules[self.sync.name], round, self.spec)
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
         check_slices(edges, self.spec.size, f"{self.sync.name}.travels" if self.sync else "")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import is_category, is_date, is_numeric
+from unskew.data.reading.columns import is_category, is_date, is_numeric, is_string
 from unskew.data.statistics import MOMENTS, bytes_of, moments
 from unskew.errors import DataError
 
@@ -80,18 +80,38 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
         return codes(texts(column), one.values)
     if one.kind == "date":
         if not empty and not is_date(column.type):
-            raise DataError(f"{what} holds {column.type}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
+            held = where_not(column, pa.timestamp("us"))
+            raise DataError(f"{what} holds {held}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
         days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
         if not empty and not is_numeric(column.type):
-            raise DataError(f"{what} holds {column.type}, not numbers as in the training rows.")
+            raise DataError(f"{what} holds {where_not(column, pa.float64())}, not numbers as in the training rows.")
         with np.errstate(over="ignore"):
             values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
     if np.isinf(values).any() or (not one.fills and np.isnan(values).any()):
-        bad = int((~np.isfinite(values)).sum())
-        raise DataError(f"{what} has {bad} missing or infinite values{remedy}")
+        bad = np.flatnonzero(np.isinf(values) if one.fills else ~np.isfinite(values))
+        raise DataError(f"{what} has {len(bad)} missing or infinite values, the first in row {bad[0]}{remedy}")
     return np.asarray(values)
+
+
+def where_not(column: Any, kind: Any) -> str:
+    """What a column holds that has another type: the first text that is no value of the type, and its row, from 0 on.
+
+    >>> import pyarrow as pa
+    >>> where_not(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
+    "'maybe' in row 3"
+    """
+    import pyarrow as pa
+
+    if is_string(column.type):
+        for row, value in enumerate(texts(column)):
+            truth = pa.types.is_floating(kind) and value in ("true", "false")  # which count as numbers
+            try:
+                pa.scalar(None if truth else value, pa.string()).cast(kind)
+            except pa.ArrowInvalid:
+                return f"{value!r} in row {row}"
+    return str(column.type)
 
 
 def texts(column: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from unskew.data.reading.hub import hub_or_cache, unreachable
 from unskew.data.reading.tables import read_file
+from unskew.data.reading.telling import tell
 from unskew.errors import DataError
 
 TABLES = (".parquet", ".csv", ".jsonl")
@@ -163,7 +164,10 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
 
 def joined(files: list[Path]) -> Any:
     """The rows of several files, one after the other."""
-    parts = [read_file(file) for file in files]
+    parts = []
+    for number, file in enumerate(files):
+        tell("files read", number, len(files))
+        parts.append(read_file(file))
     for file, part in zip(files, parts, strict=True):
         if part.column_names != parts[0].column_names:
             raise DataError(f"{file} has the columns {part.column_names}, {files[0]} has {parts[0].column_names}.")

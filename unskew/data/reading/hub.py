@@ -34,6 +34,23 @@ def hub_or_cache() -> Iterator[bool]:
         constants.HF_HUB_OFFLINE = before
 
 
+@contextmanager
+def from_cache() -> Iterator[None]:
+    """Within, the hub is not asked, and only what was downloaded before is taken."""
+    try:
+        constants: Any = import_module("huggingface_hub.constants")
+    except ImportError:  # then nothing can be taken from it
+        constants = None
+    before = constants and constants.HF_HUB_OFFLINE
+    if constants:
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        if constants:
+            constants.HF_HUB_OFFLINE = before
+
+
 def unreachable(what: str) -> str:
     """The sentence for something that is neither here nor to be had."""
     return f"{what} is not on this machine, and the Hugging Face hub cannot be reached. Check the network, or"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unskew.data.checks import as_inputs
 from unskew.data.federation import cat_inputs
+from unskew.data.reading.telling import tell
 from unskew.errors import DataError
 
 JPEG = b"\xff\xd8"
@@ -40,6 +41,8 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
     out = np.empty((0, 0, 0, 0), np.uint8)
     for i, data in enumerate(encoded(column, who, folder)):
         colour = out.shape[-1] == 3
+        if i % 100 == 0:
+            tell("images read", i, len(column))
         try:
             image = decode(data, colour, simplejpeg)
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on damaged files

@@ -250,8 +250,31 @@ def read_file(path: Path) -> Any:
         table.validate(full=kind != ".csv")  # the other two are read without a look at their text
         names = table.column_names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        check_separator(path, kind)
         raise DataError(f"{path} cannot be read as a table: {error}") from error
+    if len(names) == 1:
+        check_separator(path, kind)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path} has more than one column named {twice[0]!r}; rename them.")
     return table
+
+
+def check_separator(path: Path, kind: str) -> None:
+    """Refuse a CSV file whose first line is divided by something else than commas.
+
+    Raises:
+        DataError: It is.
+    """
+    if kind != ".csv" or not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline(1 << 16)
+    other = max(";\t|", key=first.count)
+    if first.count(other) > first.count(","):
+        shown = "tabs" if other == "\t" else repr(other)
+        raise DataError(
+            f"{path} is divided by {shown}, and columns must be divided by commas. With pandas: "
+            f"pandas.read_csv({str(path)!r}, sep={other!r}).to_csv({str(path.with_name('with-commas.csv'))!r}, index=False); "
+            "where numbers have decimal commas, with decimal=','."
+        )

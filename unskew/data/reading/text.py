@@ -16,6 +16,7 @@ from unskew.data.checks import check_classes
 from unskew.data.reading.files import Hub, existing, file_tables, hub_tables, joined, local_files, stamp
 from unskew.data.reading.labels import class_names_of, read_labels
 from unskew.data.reading.tables import Source, Table, further_columns, with_test
+from unskew.data.reading.telling import tell
 from unskew.data.reading.tokens import Text, Tokenizer, make_tokenizer
 from unskew.data.sources.sentences import sentences
 from unskew.errors import ConfigError, DataError, unknown
@@ -196,8 +197,11 @@ def cut(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tupl
 
 def encoded(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
     """Token ids for classification, at most ``block`` a text."""
-    parts = (texts[first : first + CHUNK] for first in range(0, len(texts), CHUNK))
-    return list(chain.from_iterable(tokenizer.pairs(part, block) for part in parts))
+    found: list[list[int]] = []
+    for first in range(0, len(texts), CHUNK):
+        tell("texts read", first, len(texts))
+        found += tokenizer.pairs(texts[first : first + CHUNK], block)
+    return found
 
 
 def padded(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:

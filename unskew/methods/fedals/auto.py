@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,12 @@ from unskew.models.groups import layer_groups, slices_of
 from unskew.models.vector import ModelSpec
 from unskew.protocol.context import Context
 from unskew.protocol.proposed import Proposed
-from unskew.protocol.rules import ClientRule, Slices, Sync, Tensors, Updates
+from unskew.protocol.rules import ClientRule, Figure, Slices, Sync, Tensors, Updates
+
+FIGURES = (
+    Figure("fedals_averaged", "layers averaged in the round, by depth"),
+    Figure("fedals_periods", "rounds between two averages of each layer"),
+)
 
 
 class HasPeriods(Protocol):
@@ -109,6 +114,11 @@ class AutoPeriods(ClientRule, Sync):
             state["growth"], state["count"] = torch.zeros_like(rates), torch.zeros_like(rates)
         return state
 
+    def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """The layers that were averaged after the round, by their numbers in order of depth, and all periods from then on."""
+        state = state or self.beginning(spec)
+        return averaged((state["synced"] == round).tolist(), [int(p) for p in state["periods"].tolist()])
+
     def beginning(self, spec: ModelSpec) -> Tensors:
         """No layer has been averaged."""
         groups = len(layer_groups(spec))
@@ -125,6 +135,16 @@ class AutoPeriods(ClientRule, Sync):
         age = round - int(state["begun"]) + 1
         # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
         return [age % p == 0 or age >= self.longest for p in state["periods"].tolist()]
+
+
+def averaged(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
+    """The figures of a round.
+
+    >>> averaged([False, True], [10, 1])
+    {'fedals_averaged': [2], 'fedals_periods': [10, 1]}
+    """
+    layers, periods_now = (figure.name for figure in FIGURES)
+    return {layers: [number for number, was in enumerate(which, 1) if was], periods_now: list(periods)}
 
 
 def by_layer(spec: ModelSpec, values: Tensor) -> Tensor:

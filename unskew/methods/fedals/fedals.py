@@ -29,11 +29,11 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from unskew.errors import ConfigError
-from unskew.methods.fedals.auto import AutoPeriods
+from unskew.methods.fedals.auto import FIGURES, AutoPeriods, averaged
 from unskew.models.groups import layer_groups, slices_of, split_at
 from unskew.models.vector import ModelSpec
 from unskew.protocol.proposed import Proposed
-from unskew.protocol.rules import Method, Slices, Sync, Tensors
+from unskew.protocol.rules import Figure, Method, Slices, Sync, Tensors
 from unskew.protocol.spaces import Space, one_of
 
 
@@ -72,6 +72,7 @@ class FedALS(Sync):
     # Periods that the paper studies, without 1, which is FedAvg, and 100, which short runs never reach.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": one_of(5, 10, 25, 50)}
     needs = ("optimizer", "mean_model")
+    figures: ClassVar[tuple[Figure, ...]] = FIGURES
 
     alpha: Period = 10
     split: Annotated[int, Field(ge=-1)] = -1
@@ -107,6 +108,11 @@ class FedALS(Sync):
         missed = tuple(last is None or last // p < round // p for p in periods)
         due = tuple((round + 1) % p == 0 for p in periods)
         return slices_of(spec, missed), slices_of(spec, due)
+
+    def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """The layers that were averaged after the round, by their numbers in order of depth, and all periods."""
+        periods = _periods(self, spec)
+        return averaged([(round + 1) % p == 0 for p in periods], periods)
 
     def check(self, run: Proposed) -> Sequence[str]:
         """Layers that are never averaged are told.

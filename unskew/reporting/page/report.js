@@ -126,7 +126,7 @@
         const marks = (dots[name] || {})[one.label];
         if (marks) {
           traces.push({ x: marks.round, y: marks.value, mode: "markers", name: plain(one.label),
-            marker: { color: one.color, symbol: SYMBOLS[one.marker], size: 4, opacity: 0.6 },
+            marker: { color: one.color, symbol: SYMBOLS[one.marker], size: marks.round.length > 300 ? 4 : 8, opacity: 0.6 },
             hovertemplate: `<b>${plain(one.label)}</b><br>round %{x}: %{y:.4~g}<extra></extra>` });
         }
       }

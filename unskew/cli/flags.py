@@ -1,0 +1,94 @@
+"""Fields of a configuration that have a flag of their own, and how the help of a command lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+FLAGS: dict[str, tuple[type, str]] = {
+    "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH."),
+    "data_path": (str, "Folder with the source's files, for offline use."),
+    "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
+    "clients": (int, "Number of clients."),
+    "label": (str, "Label column of a table."),
+    "label_separator": (str, "What stands between the labels of a row, in a label column of text."),
+    "image": (str, "Image column of a table."),
+    "text": (str, "Text column, or a pair: premise,hypothesis."),
+    "tokenizer": (str, "Of texts: a name at the hub, a folder, or bytes."),
+    "features": (str, "Columns of a table that are inputs: age,income; all numbers by default."),
+    "exclude": (str, "Columns of a table that are no inputs: patient_id,row."),
+    "categories": (str, "Columns of a table that hold categories: drug,ward; auto for all text."),
+    "dates": (str, "Columns of a table that hold dates."),
+    "missing": (str, "Missing numbers of a table: refuse, mean or indicator."),
+    "task": (str, "regression predicts the numbers in the label column."),
+    "server": (str, "Data at the server: a number of test samples, or another data source."),
+    "server_path": (str, "Folder with the files of that other source."),
+    "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
+    "model": (str, "logistic, mlp, cnn, cnn-b, cnn-c, resnet20, vgg11, hf:NAME, package.module:f"),
+    "rounds": (int, "Communication rounds."),
+    "participation": (float, "Share of clients per round."),
+    "local_steps": (int, "Mini-batch steps per client and round."),
+    "local_epochs": (int, "Passes over a client's data per round."),
+    "batch_size": (int, "Samples per step."),
+    "optimizer": (str, "Of the clients: sgd, adam or adamw."),
+    "lr": (float, "Learning rate of the clients."),
+    "lr_schedule": (str, "How it changes: constant, step:30,0.1, cosine, warmup:5+cosine, ..."),
+    "momentum": (float, "Momentum of the clients' SGD."),
+    "weight_decay": (float, "Weight decay of the clients' optimizer."),
+    "loss": (str, "Of regression: mse, mae, huber or huber:DELTA."),
+    "class_weights": (str, "Of the clients' loss: balanced, or one for each class: 1,5."),
+    "weights": (str, "How clients count: auto, samples or uniform."),
+    "seed": (int, "Decides every random draw."),
+    "engine": (str, "auto, inline, processes, vectorized or ray."),
+    "device": (str, "auto, cpu, cuda, cuda:1."),
+    "network": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
+    "eval_every": (int, "Evaluate every so many rounds."),
+    "metrics": (str, "Further figures: auroc,auprc,f1,balanced_accuracy,ece,recall."),
+    "early_stopping": (int, "End after so many evaluations without progress on held-out data."),
+    "target": (float, "Report the rounds needed to this accuracy (0 to 1)."),
+    "save_samples": (bool, "Draw the inputs that clients make in the last round."),
+    "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
+}
+"""The type and the help of each."""
+TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
+COLUMNS = ("categories", "dates", "missing", "task")
+DATA = ("data", "data_path", "partition", "clients", *TABLE, *COLUMNS)
+SERVER = ("server", "server_path")
+BUDGET = ("local_steps", "local_epochs", "batch_size")
+OBJECTIVE = ("loss", "class_weights")
+OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
+TRAINING = ("model", "rounds", "participation", *BUDGET, *OPTIMIZER, *OBJECTIVE, "weights")
+MACHINE = ("engine", "device", "network")
+EVALUATION = ("eval_every", "metrics", "early_stopping", "target")
+PANELS = {
+    "Data": (*DATA, *SERVER),
+    "Training": ("method", *TRAINING, "seed"),
+    "Machine": MACHINE,
+    "Evaluation": (*EVALUATION, "save_samples", "synthetic"),
+}
+"""Under which head the help of a command lists them; its own options stand before."""
+
+
+def flag(name: str) -> Any:
+    """The option of a field."""
+    panel = next(panel for panel, names in PANELS.items() if name in names)
+    return typer.Option(f"--{name.replace('_', '-')}", help=FLAGS[name][1], rich_help_panel=panel)
+
+
+class Sections(TyperCommand):
+    """A command whose help lists the fields of a configuration after its own options, by what they are about."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of all options."""
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is not None:
+                own = "Arguments" if one.param_type_name == "argument" else "Options"
+                panels[getattr(one, "rich_help_panel", None) or own].append(record)
+        for title, records in panels.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

@@ -1,0 +1,43 @@
+"""How far a long piece of work is: whoever does it tells, and a command that shows it listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Follow = Callable[[str, float, float], None]
+"""Told what is done, how much of it is done, and how much there is."""
+PATIENCE = 2.0
+"""Seconds after which a reader wants to know."""
+_follow: ContextVar[Follow | None] = ContextVar("follow", default=None)
+
+
+@contextmanager
+def told(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
+    """Within, ``follow`` is told what takes longer than ``after`` seconds.
+
+    >>> with told(print, after=0):
+    ...     tell("files read", 1, 2)
+    files read 1 2
+    >>> tell("files read", 2, 2)
+    """
+    begun = time.monotonic()
+
+    def patient(text: str, done: float, total: float) -> None:
+        if time.monotonic() - begun >= after:
+            follow(text, done, total)
+
+    token = _follow.set(patient)
+    try:
+        yield
+    finally:
+        _follow.reset(token)
+
+
+def tell(text: str, done: float, total: float) -> None:
+    """Say how much is done, if anybody listens."""
+    follow = _follow.get()
+    if follow is not None:
+        follow(text, done, total)

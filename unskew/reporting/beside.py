@@ -1,0 +1,97 @@
+"""What clients made before training beside real images of theirs, where the data of the run are at hand."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.config.reading import experiment
+from unskew.data.clients import take
+from unskew.data.federation import Federation
+from unskew.data.load import federation_of
+from unskew.data.reading.hub import from_cache
+from unskew.data.reading.images import with_size
+from unskew.errors import UnskewError
+from unskew.generators import synthetic_set
+from unskew.generators.synthetic_set import SyntheticSet
+from unskew.options import untrusted
+from unskew.reporting.about import synthetic_folders
+from unskew.reporting.parts import Series
+from unskew.reporting.reading import RunFiles
+
+CLASSES, IMAGES, SIDE = 6, 4, 32
+"""Classes of one client, images of each, and the largest side of one: a page has room for a few."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Images of one class as data addresses, each a strip of some: real ones, and those that the client made."""
+
+    name: str
+    real: str
+    made: str
+
+
+def beside(one: Series) -> tuple[str, list[Row]] | None:
+    """A client and its rows, of the first run whose synthetic set and data are both at hand; None if there is none."""
+    for run in one.runs:
+        found = _at_hand(run)
+        if found is not None and len(found[0].y):
+            made, federation = found
+            client = made.makers[0]
+            return f"{federation.who(client)}, seed {run.summary['seed']}", _rows(made, federation, client)
+    return None
+
+
+def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
+    """The synthetic set of a run and the data it was made from, without a network and without code that the folder names."""
+    folder = next((place for place in synthetic_folders(run) if (place / synthetic_set.ABOUT).is_file()), None)
+    if folder is None or "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
+        return None
+    try:
+        with untrusted(run.config, run.folder), from_cache():
+            config = experiment(run.config)
+            federation = federation_of(config.data_spec, config.seed)
+        made = synthetic_set.load(folder)
+    except (UnskewError, OSError, ImportError):
+        return None
+    same = federation.fingerprint == run.summary["partition_hash"] and federation.name == run.summary["data"]
+    images = federation.test[0].dtype == torch.uint8 and tuple(made.x.shape[1:]) == tuple(federation.shape)
+    known = len(made.y) > 0 and int(made.y.max()) < federation.classes and max(made.makers) < len(federation.clients)
+    return (made, federation) if same and images and known else None
+
+
+def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[Row]:
+    """A row for each of the classes of which the client made most, in their order."""
+    own = federation.clients[client]
+    labels = made.y[made.source == client]
+    counts = torch.bincount(labels, minlength=federation.classes)
+    most = sorted(counts.argsort(descending=True, stable=True)[:CLASSES].tolist())
+    rows = []
+    for k in (k for k in most if counts[k]):
+        real = take(own.x, (own.y == k).nonzero().flatten()[:IMAGES])
+        mine = take(made.x, ((made.source == client) & (made.y == k)).nonzero().flatten()[:IMAGES])
+        rows.append(Row(federation.names[k], _strip(real), _strip(mine)))
+    return rows
+
+
+def _strip(images: Tensor) -> str:
+    """Images ``[n, C, H, W]`` side by side, as a data address; empty if there are none."""
+    from PIL import Image
+
+    if not len(images):
+        return ""
+    images = with_size(images, SIDE, SIDE) if max(images.shape[2:]) > SIDE else images
+    apart = [
+        np.pad(image, ((0, 0), (0, 1), (0, 0)), constant_values=255) for image in images.permute(0, 2, 3, 1).numpy()
+    ]
+    pixels = np.concatenate(apart, axis=1)[:, :-1]
+    out = io.BytesIO()
+    kind = "png" if pixels.shape[2] == 1 else "jpeg"
+    Image.fromarray(pixels[..., 0] if kind == "png" else pixels).save(out, kind)
+    return f"data:image/{kind};base64," + base64.b64encode(out.getvalue()).decode()
