@@ -10,7 +10,7 @@ from support.tolerance import assert_engines_agree, near
 import unskew
 from unskew.config.reading import experiment
 from unskew.data.reading.encoders import Encoder, categories_of
-from unskew.data.statistics import bytes_of, moments
+from unskew.data.statistics import bytes_of, counted, moments, squares
 from unskew.deployment.session import check_deployable
 from unskew.errors import ConfigError, DataError
 from unskew.models.zoo.table import TableMLP
@@ -52,12 +52,12 @@ def test_means_and_deviations_from_sums_are_those_of_all_rows():
     parts = [draws.normal(1e6, 3, size=(n, 2)) for n in (1, 50, 7)]
     parts[1][3, 0] = np.nan
     pooled = np.concatenate(parts)
-    found = moments(lambda: parts, ["a", "b"])
+    found = moments(map(counted, parts), lambda mean: (squares(part, mean) for part in parts), ["a", "b"])
     assert found.counts.tolist() == [57, 58]
     assert found.mean.tolist() == near(np.nanmean(pooled, 0).tolist())
     assert found.std.tolist() == near(np.nanstd(pooled, 0).tolist(), size=1e6)
     with pytest.raises(DataError, match="any value in the column 'b'"):
-        moments(lambda: [np.array([[1.0, np.nan]])], ["a", "b"])
+        moments([counted(np.array([[1.0, np.nan]]))], lambda mean: [], ["a", "b"])
 
 
 def test_what_the_server_learns_is_what_all_training_rows_say(table):
