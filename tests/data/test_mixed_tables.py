@@ -8,10 +8,8 @@ import torch
 from support.tolerance import assert_engines_agree, near
 
 import unskew
-from unskew.config.reading import experiment
 from unskew.data.reading.encoders import Encoder, categories_of
 from unskew.data.statistics import bytes_of, counted, moments, squares
-from unskew.deployment.session import check_deployable
 from unskew.errors import ConfigError, DataError
 from unskew.models.zoo.table import TableMLP
 
@@ -176,13 +174,10 @@ def test_every_engine_trains_embeddings_alike(table, options):
     assert_engines_agree(unskew.run(fed, **same, **TINY | options).vector, reference)
 
 
-def test_values_of_a_category_are_no_sum_and_real_sites_form_none_yet(table):
+def test_values_of_a_category_are_no_sum(table):
     with pytest.raises(ConfigError, match="values of the category 'drug'"):
         unskew.run(load(table), model="table-mlp", secure_aggregation="required", **TINY)
     numbers = load(table, categories=(), features="age,dose")
     assert unskew.run(numbers, model="logistic", secure_aggregation="required", **TINY).summary["bytes_up"] > 0
     with pytest.warns(UserWarning, match="logistic takes the codes of drug, smoker as numbers"):
         unskew.run(load(table), model="logistic", **TINY)
-    for option in ({"missing": "mean"}, {"task": "regression"}, {"class_weights": "balanced"}, {"metrics": "auroc"}):
-        with pytest.raises(ConfigError, match="not there for real sites"):
-            check_deployable(experiment(option))

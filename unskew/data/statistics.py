@@ -31,12 +31,23 @@ class Moments(NamedTuple):
 
 def counted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of a client's rows ``[n_k, f]``: how many values each column has, and their sum; NaN is a missing value."""
-    return (~np.isnan(rows)).sum(0), np.nansum(rows, 0, dtype=np.float64)
+    return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
 
 
 def squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """Sums of squared distances from the mean of all clients, ``[f]``."""
     return np.asarray(np.nansum((rows - mean) ** 2, 0, dtype=np.float64))
+
+
+def means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """How many values all clients have in each column, and their mean; see ``moments``."""
+    count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
+    for counts, sums in first:
+        count += counts
+        total += sums
+    if not count.all():
+        raise DataError(f"No client has any value in the column {names[int(np.argmin(count))]!r}; exclude it.")
+    return count, total / count
 
 
 def moments(
@@ -58,13 +69,8 @@ def moments(
     >>> moments(map(counted, rows), lambda mean: (squares(part, mean) for part in rows), ["age"])
     Moments(counts=array([2]), mean=array([2.]), std=array([1.]))
     """
-    count, total, apart = np.zeros(len(names), np.int64), np.zeros(len(names)), np.zeros(len(names))
-    for counts, sums in first:
-        count += counts
-        total += sums
-    if not count.all():
-        raise DataError(f"No client has any value in the column {names[int(np.argmin(count))]!r}; exclude it.")
-    mean = total / count
+    count, mean = means(first, names)
+    apart = np.zeros(len(names))
     for distances in second(mean):
         apart += distances
     std = np.sqrt(apart / count)
