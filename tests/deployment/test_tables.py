@@ -170,3 +170,34 @@ def test_the_administrator_sees_what_sums_leave(tmp_path):
     found = [one.text for one in check(tmp_path / "sites" / "1" / "site.yaml") if one.what == "sent once"]
     assert any("age, dose, weight, since" in text and "96 bytes" in text for text in found)
     assert any("category drug: b0, b1" in text for text in found)
+
+
+@pytest.mark.slow
+def test_texts_without_labels_give_the_numbers_of_the_simulator(tmp_path):
+    """Of them a site tells only how many it has."""
+    pytest.importorskip("transformers")
+    from support.tiny import opt_folder, rows, write_jsonl
+
+    for name, some in (("train", rows(36)), ("test", rows(12, seed=1))):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / "texts" / f"{name}.jsonl", some)
+    asked = {
+        "data": f"text:{tmp_path / 'texts'}",
+        "text": {"columns": ["premise", "hypothesis"], "block": 14},
+        "model": {"hf": str(opt_folder(tmp_path / "opt"))},
+        "partition": "sorted:genre",
+        "keep_samples": None,
+    }
+    result, place = compare(tmp_path, **asked)
+    assert result.summary["perplexity"] > 1
+    told = [frame.arrays["facts/class_counts"].shape for _, frame in place.link.received if frame.kind == "facts"]
+    assert set(told) == {(0,)}
+
+
+@pytest.mark.slow
+def test_several_labels_give_the_numbers_of_the_simulator(tmp_path):
+    draws = np.random.default_rng(0).normal(size=(60, 3))
+    made = [{"a": a, "b": b, "c": c, "y": "|".join(n for n, v in (("x", a), ("z", b)) if v > 0)} for a, b, c in draws]
+    write(tmp_path / "labels.csv", made)
+    asked = {"data": f"table:{tmp_path / 'labels.csv'}", "label": "y", "label_separator": "|", "partition": "iid"}
+    compare(tmp_path, **asked, keep_samples=None)
