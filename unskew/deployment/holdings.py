@@ -24,7 +24,7 @@ from unskew.data.reading.tables import Source, Table
 from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec
 from unskew.deployment.agreement import Reference
-from unskew.deployment.site_config import OwnData, SiteConfig
+from unskew.deployment.site_config import OwnData, SiteConfig, within
 from unskew.errors import ConfigError, DataError
 from unskew.tasks.regression import Regression
 
@@ -181,8 +181,8 @@ def own_holding(
     if experiment.clients is None:
         raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
     prefix, colon, path = data.source.partition(":")
-    name = f"{prefix}:{folder / Path(path).expanduser()}" if colon else data.source
-    place = None if data.data_path is None else str(folder / data.data_path)
+    name = f"{prefix}:{within(folder, path)}" if colon else data.source
+    place = None if data.data_path is None else str(within(folder, data.data_path))
     choice = chosen(data, experiment, columns)
     if choice.mixed:
         source = load_source(name, path=place, label=data.label, image=data.image, size=data.image_size, choice=choice)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unskew.config.experiment import Experiment
 from unskew.deployment.places import Given, Local
+from unskew.deployment.site_config import address
 from unskew.deployment.sites import Patience
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import write_atomic
@@ -67,6 +68,11 @@ class Deployment:
         Raises:
             ConfigError: There are some.
         """
+        if self.address is not None:
+            try:
+                address(self.address)
+            except ValueError as error:
+                raise ConfigError(f"superlink={self.address} is no address: {error}.") from error
         patience = self.patience
         for name, value in (
             ("local", self.local),

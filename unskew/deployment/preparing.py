@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.arrays import Nonsense, blobs, check_norm, check_records, record_of
-from unskew.deployment.messages import counts_in, text, whole
+from unskew.deployment.messages import FIGURES, counts_in, number, text, whole
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import EngineError
@@ -21,7 +21,10 @@ from unskew.protocol.facts import FederationFacts
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.protocol.workspace import Contributions, Dealt, Prepared, Workspace
+from unskew.simulation.intake import TAKEN
 
+LONGEST = 2000
+"""Characters of what a site says of what it has sent."""
 MOST = 1 << 27
 """Samples of a site: for each of them the server keeps its class."""
 
@@ -169,8 +172,11 @@ def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict
     tensors = record_of(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
-    texts = {n.removeprefix("about."): v for n, v in frame.config.items() if n.startswith("about.")}
-    return tensors, {**frame.figures, **texts}, text(frame.config, "made")
+    said = {n.removeprefix("about."): text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")}
+    figures = {name: number(frame.figures, name) for name in frame.figures}
+    if taken := TAKEN & {*said, *figures} or len(said) + len(figures) > FIGURES:
+        raise Nonsense(f"what it says of it has too many names, or such as the run's own: {taken}")
+    return tensors, {**figures, **said}, text(frame.config, "made")
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

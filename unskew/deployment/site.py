@@ -67,7 +67,7 @@ class Site:
             return Frame("refused", {"reason": f"The message was refused: {error}."})
         except UnskewError as error:
             return Frame("refused", {"reason": str(error)})
-        except (MemoryError, RuntimeError) as error:  # such as a layer for which there is no memory
+        except Exception as error:  # whatever a message has caused: the next one is answered
             self.log(f"{type(error).__name__}: {error}")
             return Frame("refused", {"reason": f"{type(error).__name__} at the site; its log tells more."})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unskew.deployment.agreement import PROTOCOL
-from unskew.deployment.arrays import Nonsense
+from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.conversation import Conversation
 from unskew.deployment.link import Link
 from unskew.deployment.thin.frames import Frame
@@ -183,7 +183,7 @@ class Sites:
             Nonsense: It does not, or the site has refused.
         """
         if frame.kind == "refused":
-            raise Nonsense(f"it says: {frame.config.get('reason', 'nothing')}")
+            raise Nonsense(f"it says: {plainly(frame.config.get('reason', 'nothing'))}")
         if frame.kind != "forgotten" and (frame.config.get("run"), frame.config.get("attempt")) != (self.run, attempt):
             raise Nonsense("it answers something else than what was asked")
         return frame
