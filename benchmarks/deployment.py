@@ -1,4 +1,4 @@
-"""What a deployment over Flower costs on one machine: ``python -m benchmarks.deployment [--short] [--json FILE]``.
+"""What a deployment over Flower costs on one machine: ``python -m benchmarks.deployment [--only 62k/2 11M/8]``.
 
 A SuperLink and real SuperNodes with TLS on loopback, in the environment that Flower is in. FedAvg on the digits with an MLP
 of 62 thousand, 11 million or 110 million parameters, over 2, 8 or 32 sites. Of each case it tells
@@ -6,9 +6,11 @@ of 62 thousand, 11 million or 110 million parameters, over 2, 8 or 32 sites. Of 
 - the seconds of a round, the first left out,
 - the bytes between SuperNodes and SuperLink, counted where they pass, beside those of the tensors that the run counts,
 - the share of a processor that all processes take while nothing is asked of them,
-- the largest memory of the process that holds the run.
+- the largest memory of the process that holds the run, of the SuperLink, and of all processes together.
 
-Each case has an interpreter of its own. The machine must be idle.
+Each case has an interpreter of its own and is kept in ``results/deployment.json``; those that are there are not measured
+again, unless ``--again`` says so. A case that would leave the machine without memory is ended, and that is kept, too.
+``--show`` writes the table into ``docs/deployment.md`` and measures nothing. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -16,185 +18,122 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import socket
+import platform
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-WIDTHS = {"62k": 214, "11M": 3280, "110M": 10450}
+from benchmarks.deployment_case import WIDTHS, one_case
+from unskew.errors import UnskewError
+from unskew.files import write_atomic
+from unskew.reproduction.report import markdown
+
 SITES = (2, 8, 32)
-ROUNDS = 4
+ROUNDS = {"62k": 6, "11M": 4, "110M": 3}
 IDLE = 20.0
 """Seconds in which nothing is asked."""
+LONGEST = 2400.0
+"""Seconds of a case."""
+KEPT = Path("results/deployment.json")
+PAGE, MARKS = Path("docs/deployment.md"), ("<!-- measured -->", "<!-- /measured -->")
 
 
-class Meter:
-    """Hands connections on to a port and counts the bytes each way."""
-
-    def __init__(self, to: int):
-        self.to, self.up, self.down = to, 0, 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                inner, _ = self.listener.accept()
-                outer = socket.create_connection(("127.0.0.1", self.to))
-            except OSError:
-                return
-            for source, sink, way in ((inner, outer, "up"), (outer, inner, "down")):
-                threading.Thread(target=self._hand_on, args=(source, sink, way), daemon=True).start()
-
-    def _hand_on(self, source: socket.socket, sink: socket.socket, way: str) -> None:
-        try:
-            while data := source.recv(1 << 18):
-                sink.sendall(data)
-                setattr(self, way, getattr(self, way) + len(data))
-        except OSError:
-            pass
-        finally:
-            for one in (source, sink):
-                one.close()
-
-
-def processor_seconds(groups: Sequence[int]) -> float:
-    """What the processes of some process groups have taken so far, of those that live."""
-    total, tick = 0.0, os.sysconf("SC_CLK_TCK")
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) in groups:
-            total += sum(int(value) for value in fields[11:15]) / tick
-    return total
-
-
-def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
-    """A line of the table, in this process."""
-    from unskew.config.reading import experiment
-    from unskew.deployment.places import Local
-    from unskew.deployment.run import Deployment, run
-
-    width = WIDTHS[size]
-    config = experiment(
-        {
-            "data": "digits",
-            "partition": "iid",
-            "clients": sites,
-            "model": "mlp",
-            "rounds": rounds,
-            "model_options": {"hidden": [width, width]},
-            "local_steps": 1,
-            "batch_size": 8,
-            "eval_clients": 0,
-        }
-    )
-    meters: list[Meter] = []
-
-    class Metered(Local):
-        """Its SuperNodes reach the SuperLink through the meter."""
-
-        def _supernode(self, client: int) -> Any:
-            port = int(self.superlink.address.rpartition(":")[2])
-            if not meters:
-                meters.append(Meter(port))
-            inside, self.superlink = (
-                self.superlink,
-                type(self.superlink)(f"127.0.0.1:{meters[0].port}", self.superlink.ca, self.superlink.home),
-            )
-            try:
-                return super()._supernode(client)
-            finally:
-                self.superlink = inside
-
-    rows: list[dict[str, Any]] = []
-    crossed: list[int] = []
-
-    class Follower:
-        """Notes the bytes at the end of each round."""
-
-        def start(self, config: Any, rounds_done: int) -> None:
-            crossed.append(meters[0].up + meters[0].down)
-
-        def round(self, row: dict[str, Any]) -> None:
-            rows.append(row)
-            crossed.append(meters[0].up + meters[0].down)
-
-        def end(self, summary: Any) -> None:
-            pass
-
-    place = Metered("benchmark", sites, [config])
+def in_a_process(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
+    """A case in an interpreter of its own; with ``failed`` if there are no figures."""
+    options = ["--only", f"{size}/{sites}", "--rounds", str(rounds), "--idle", str(idle)]
+    command = [sys.executable, "-m", "benchmarks.deployment", "--one", *options]
     with tempfile.TemporaryDirectory() as scratch:
+        environment = {**os.environ, "XDG_CACHE_HOME": scratch, "OMP_NUM_THREADS": "1"}
         try:
-            place.start()
-            time.sleep(15.0 + 2.0 * sites)  # until all have read their data and are connected
-            groups, before = [child.pid for child in place.family.children], time.monotonic()
-            taken = processor_seconds(groups)
-            time.sleep(idle)
-            share = (processor_seconds(groups) - taken) / (time.monotonic() - before)
-            run(config, Deployment(megabytes=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, place)
-        finally:
-            place.close()
-            place.forget()
-    counted = rows[-1]["bytes_up"] + rows[-1]["bytes_down"]
-    return {
-        "parameters": size,
-        "sites": sites,
-        "seconds": [row["seconds"] for row in rows],
-        "round_seconds": median(row["seconds"] for row in rows[1:]),
-        "bytes_counted": counted,
-        "bytes_on_the_wire": crossed[-1] - crossed[0],
-        "ratio": (crossed[-1] - crossed[0]) / counted,
-        "idle_processor_share": share,
-        "run_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=LONGEST, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"it has not ended within {LONGEST:g} s"}
+    if done.returncode:
+        return {"failed": " ".join(done.stderr.split())[-300:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(cases: dict[str, dict[str, Any]]) -> str:
+    """What the page shows."""
+    rows = []
+    for name in (f"{size}/{sites}" for size in WIDTHS for sites in SITES):
+        one, (size, _, sites) = cases.get(name), name.partition("/")
+        if one is None:
+            rows.append([size, sites, "not measured", *[""] * 5])
+        elif "failed" in one:
+            rows.append([size, sites, one["failed"], *[""] * 5])
+        else:
+            memory = [f"{one[f'{of}_megabytes']:,.0f}" for of in ("run", "superlink", "all")]
+            rows.append(
+                [
+                    size,
+                    sites,
+                    f"{one['round_seconds']:.1f}",
+                    f"{one['ratio']:.3f}",
+                    f"{one['idle_processor_share']:.0%}",
+                    *memory,
+                ]
+            )
+    machine = next((one["machine"] for one in cases.values() if "machine" in one), "")
+    head = ["parameters", "sites", "seconds a round", "bytes on the wire / counted", "processor at idle"]
+    head += [f"MB, {who}" for who in ("the run's process", "the SuperLink", "all together")]
+    return f"Measured by `python -m benchmarks.deployment` on {machine}:\n\n{markdown(head, rows)}"
+
+
+def show(cases: dict[str, dict[str, Any]]) -> None:
+    """Write the table into the page."""
+    begin, end = MARKS
+    before, _, rest = PAGE.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    write_atomic(PAGE, f"{before}{begin}\n{table(cases)}\n{end}{after}".encode())
 
 
 def main() -> None:
-    """Measure all cases, or one."""
+    """Measure the cases that are not there yet, or show them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=list(WIDTHS))
-    parser.add_argument("--sites", nargs="+", type=int, default=list(SITES))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--idle", type=float, default=IDLE)
-    parser.add_argument("--short", action="store_true", help="the smallest case with two rounds, to see that it works")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument("--one", action="store_true", help="one case, in this process")
+    every = [f"{size}/{sites}" for size in WIDTHS for sites in SITES]
+    parser.add_argument("--only", nargs="+", choices=every, default=every, help="cases, as PARAMETERS/SITES")
+    parser.add_argument("--again", action="store_true", help="measure those, too, that are there")
+    parser.add_argument("--rounds", type=int, help="of each case")
+    parser.add_argument("--idle", type=float, default=IDLE, help="seconds in which nothing is asked")
+    parser.add_argument("--show", action="store_true", help="write the table and measure nothing")
+    parser.add_argument("--short", action="store_true", help="the smallest case with two rounds; nothing is kept")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.short:
-        asked.sizes, asked.sites, asked.rounds, asked.idle = ["62k"], [2], 2, 5.0
-    if asked.one:
-        print(json.dumps(one_case(asked.sizes[0], asked.sites[0], asked.rounds, asked.idle)))
-        return
-    found = []
-    print("parameters  sites  s/round  wire/counted  idle CPU  run's memory")
-    for size in asked.sizes:
-        for sites in asked.sites:
-            options = ["--sizes", size, "--sites", str(sites), "--rounds", str(asked.rounds), "--idle", str(asked.idle)]
-            command = [sys.executable, "-m", "benchmarks.deployment", "--one", *options]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"{size:>10}  {sites:>5}  failed: {' '.join(done.stderr.split())[-300:]}", flush=True)
-                continue
-            one = json.loads(done.stdout.splitlines()[-1])
-            found.append(one)
-            print(
-                f"{size:>10}  {sites:>5}  {one['round_seconds']:7.1f}  {one['ratio']:12.3f}  "
-                f"{one['idle_processor_share']:8.1%}  {one['run_megabytes']:9.0f} MB",
-                flush=True,
-            )
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=2))
+        asked.only, asked.rounds, asked.idle = ["62k/2"], 2, 5.0
+    cases: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for name in [] if asked.show else asked.only:
+        size, _, sites = name.partition("/")
+        rounds = asked.rounds or ROUNDS[size]
+        if asked.one:
+            try:
+                print(json.dumps(one_case(size, int(sites), rounds, asked.idle)))
+            except UnskewError as error:
+                print(json.dumps({"failed": str(error).splitlines()[0]}))
+            return
+        if name in cases and not (asked.again or asked.short):
+            continue
+        began = time.monotonic()
+        one = in_a_process(size, int(sites), rounds, asked.idle)
+        took = time.monotonic() - began
+        told = one.get("failed") or (
+            f"{one['round_seconds']:.1f} s a round, {one['ratio']:.3f} of the bytes counted, "
+            f"{one['idle_processor_share']:.1%} at idle, {one['run_megabytes']:.0f} MB, {one['all_megabytes']:.0f} MB in all"
+        )
+        print(f"{name}: {told}; the case took {took:.0f} s", flush=True)
+        if not asked.short:
+            machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
+            cases[name] = {**one, "took": took, "machine": machine}
+            write_atomic(KEPT, json.dumps(cases, indent=1).encode())
+    if asked.show:
+        show(cases)
 
 
 if __name__ == "__main__":

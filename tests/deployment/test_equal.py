@@ -19,10 +19,10 @@ BODY = {"fedals", "fedrep"}
 SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center"}
 
 
-def compare(tmp_path, **options):
+def compare(tmp_path, place=None, **options):
     values = {**TINY, **options}
     simulated = unskew.run(out=tmp_path / "simulated", **values)
-    result, place = deployed(tmp_path, **options)
+    result, place = deployed(tmp_path, place, **options)
     assert torch.equal(result.vector, simulated.vector)
     for mine, theirs in zip(result.history, simulated.history, strict=True):
         for name in theirs:

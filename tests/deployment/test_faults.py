@@ -83,6 +83,31 @@ def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
     assert "excluded from the run" in texts[1]
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"clock": "noon"}, "clock is 'noon' and no number"),
+        ({"client": True}, "client is 'True' and no whole number"),
+        ({"name": "\x1b[2Jx"}, "its name has other characters"),
+        ({"examples": 1 << 39}, "a site has from 1 to"),
+    ],
+)
+def test_a_site_that_says_nonsense_of_itself_is_refused_in_a_sentence(said, reason, tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    place.link.spoil = lambda client, asked, answer: (
+        replace(answer, config={**answer.config, **said}) if client == 1 else answer
+    )
+    with pytest.raises((ConfigError, EngineError), match=reason):
+        deployed(tmp_path, place)
+
+
+def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
+    place = LoopPlace(tmp_path, {**TINY, "method": "scaffold"})
+    place.sites[0].work = lambda digest, reference: {}[digest]
+    with pytest.raises(ConfigError, match="KeyError at the site; its log tells more"):
+        deployed(tmp_path, place, method="scaffold")
+
+
 def with_delta(frame, tensor):
     from unskew.deployment.arrays import blob
 

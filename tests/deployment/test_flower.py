@@ -29,7 +29,7 @@ def environment(tmp_path, **more):
     return {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", **more}
 
 
-def command(tmp_path, *arguments, seconds=300, **more):
+def command(tmp_path, *arguments, seconds=600, **more):
     return subprocess.run(
         [str(FLOWER / "unskew"), *map(str, arguments)],
         capture_output=True, text=True, timeout=seconds, env=environment(tmp_path, **more), check=False,

@@ -1,6 +1,6 @@
-"""Every method over four real SuperNodes gives the numbers of the simulator, bit for bit.
+"""Every method of the catalogue, and sums, over four real SuperNodes give the numbers of the simulator, bit for bit.
 
-``UNSKEW_METHODS`` names some of them in the place of all, with commas.
+``UNSKEW_PART=2/5`` takes the second of five parts in the place of all.
 """
 
 import os
@@ -8,21 +8,29 @@ import os
 import pytest
 import torch
 from support.sites import TINY
-from test_equal import BODY, QUICK, SERVER_DATA
+from test_equal import BODY, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
 from test_flower import real
 
 import unskew
 from unskew.config.reading import experiment
 from unskew.deployment.places import Given, Local
 from unskew.deployment.run import Deployment, run
+from unskew.errors import UnskewError
 from unskew.methods.catalogue import CATALOGUE
 
 pytestmark = [pytest.mark.slow, *real]
 
 
 def values_of(name):
-    more = {"server": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
+    sums = {**SUMS, **SLOW_SUMS}
+    more = {"server": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else sums.get(name, {})
     return {**TINY, "clients": 4, "method": QUICK.get(name, name), **more}
+
+
+def asked():
+    """Names of this part; sums first, as they take longest."""
+    part, _, parts = os.environ.get("UNSKEW_PART", "1/1").partition("/")
+    return list(dict.fromkeys([*SUMS, *SLOW_SUMS, *sorted(CATALOGUE)]))[int(part) - 1 :: int(parts)]
 
 
 class Kept(Local):
@@ -38,14 +46,18 @@ class Kept(Local):
 @pytest.mark.usefixtures("flower_is_found")
 def test_every_method_over_four_supernodes(tmp_path):
     """One SuperLink and four SuperNodes for all, as most of the time is their start."""
-    asked = os.environ.get("UNSKEW_METHODS")
-    experiments = {name: experiment(values_of(name)) for name in (asked.split(",") if asked else sorted(CATALOGUE))}
-    place, differ = Kept("matrix", 4, list(experiments.values())), []
+    experiments = {name: experiment(values_of(name)) for name in asked()}
+    place, differ = Kept("matrix", 4, list(experiments.values())), {}
     try:
-        for name, config in experiments.items():
-            result = run(config, Deployment(), tmp_path / name, [], lambda text: None, place)
-            if not torch.equal(result.vector, unskew.run(**values_of(name)).vector):
-                differ.append(name)
+        for number, (name, config) in enumerate(experiments.items()):
+            try:
+                result = run(config, Deployment(), tmp_path / str(number), [], lambda text: None, place)
+                if not torch.equal(result.vector, unskew.run(**values_of(name)).vector):
+                    differ[name] = "another model"
+            except UnskewError as error:
+                differ[name] = str(error)
+            print(f"{name}: {differ.get(name, 'equal')}", flush=True)
     finally:
         Local.close(place)
-    assert differ == []
+    assert differ == {}
+    assert len(experiments) > 0

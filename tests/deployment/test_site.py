@@ -38,6 +38,9 @@ MINE = {"name": "a", "client": 0}
         ({**MINE, "data": {"source": "digits", "lable": "y"}}, "There is no option 'data.lable'"),
         ({**MINE, "data": "all"}, "data='all' is not valid"),
         ({**MINE, "socket": "s" * 120}, "longer than 100 characters"),
+        ({**MINE, "socket": "~nobody.at.all/s"}, "home of a user who is not here"),
+        ({**MINE, "superlink": "example.org"}, "write HOST:PORT"),
+        ({**MINE, "superlink": "example.org:99999"}, "write HOST:PORT"),
     ],
 )
 def test_a_mistake_in_a_sites_file_is_a_sentence(values, why, tmp_path):

@@ -62,9 +62,9 @@ class LoopLink:
 class LoopPlace:
     """Where such sites are."""
 
-    def __init__(self, folder: Path, config: dict, **site: object):
+    def __init__(self, folder: Path, config: dict, count: int | None = None, **site: object):
         self.folder, self.sites, self.primitives = folder, [], Toys()
-        for client in range(config["clients"]):
+        for client in range(config["clients"] if count is None else count):
             place = folder / "sites" / str(client)
             place.mkdir(parents=True, exist_ok=True)
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())

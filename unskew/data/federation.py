@@ -239,7 +239,8 @@ class Federation:
         y_all, begins = torch.cat(ys), offsets[:-1] + np.array(splits)
         fingerprint, trained_for, told = fingerprint_of(y_all.numpy(), offsets), None, None
         if task == "regression":
-            trained_for, told = standardised(y_all, offsets, begins, class_names)
+            targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
+            trained_for, told = standardised(lambda: (targets[start:stop] for start, stop in spans), class_names)
             y_all, pairs = (
                 trained_for.standardise(y_all),
                 {w: (x, trained_for.standardise(y)) for w, (x, y) in pairs.items()},

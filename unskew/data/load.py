@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from unskew.data.arrays import training_size, whole_number
-from unskew.data.clients import DrawnClients, take
+from unskew.data.divided import Divided
 from unskew.data.federation import Federation
-from unskew.data.maps import piece_of
-from unskew.data.normalisation import Normalisation
-from unskew.data.partition.make import Partition, make_partition
-from unskew.data.partition.spelling import column_of, parse
+from unskew.data.partition.make import make_partition
+from unskew.data.partition.spelling import column_of
 from unskew.data.reading.columns import Choice
-from unskew.data.reading.encoders import fit
-from unskew.data.reading.tables import Source, Table, normalisation_of
+from unskew.data.reading.tables import Source
 from unskew.data.reading.text import is_text, load_texts
 from unskew.data.remote import at_hand
 from unskew.data.server_samples import generator, in_channels, server_data
 from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec, TextSpec, names_in
-from unskew.data.targets import standardised
 from unskew.errors import ConfigError, shown, unknown
 from unskew.tasks.catalogue import TASKS
-from unskew.tasks.task import Task
 
 MISSING = ("refuse", "mean", "indicator")
 """What may be done to missing numbers of a table."""
@@ -160,6 +152,12 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         ConfigError: Fields do not fit together.
         DataError: The data cannot be used as asked.
     """
+    whole = divided(spec, seed)
+    return whole.federation(whole.known())
+
+
+def divided(spec: DataSpec, seed: int) -> Divided:
+    """See ``federation_of``: the same before anything is known of what all clients hold together."""
     named, spec = spec, at_hand(spec)
     source = source_of(spec)
     at_server, test = server_data(spec, source, source.test, seed)
@@ -179,52 +177,8 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     # Client by client, shuffled inside each client, so that the part held out is a random one.
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
-    rows = torch.from_numpy(shuffled)
-    offsets, y = parts.offsets, train.y[rows]
-    splits = offsets[:-1] + np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
-    told: np.ndarray | None = None
-    normalisation: Normalisation | None
-    trained_for: Task | None = None
-    if source.encoders:
-        fitted = fit(train.x, rows, offsets, splits, source.encoders, source.indicate)
-        train, test = (replace(part, x=fitted.apply(part.x)) for part in (train, test))
-        at_server = None if at_server is None else replace(at_server, x=fitted.apply(at_server.x))
-        normalisation, told = fitted.normalisation, fitted.told
-    elif len(y) == len(train):
-        normalisation = source.normalisation
-    else:
-        normalisation = normalisation_of(take(train.x, rows))
-    if source.task == "regression":
-        trained_for, sent = standardised(y, offsets, splits, source.class_names)
-        told = sent if told is None else told + sent
-        y, test = trained_for.standardise(y), replace(test, y=trained_for.standardise(test.y))
-        at_server = None if at_server is None else replace(at_server, y=trained_for.standardise(at_server.y))
-    in_file = piece_of(train.x) is not None
-    clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, splits, in_file)
-    clients.source = named, seed
-    return Federation(
-        clients=clients,
-        test=(test.x, test.y),
-        server=at_server,
-        task=source.task,
-        classes=source.classes,
-        normalisation=normalisation,
-        class_names=source.class_names,
-        name=source.name,
-        partition=parts.name,
-        fingerprint=parts.fingerprint,
-        client_names=parts.names,
-        kinds=kinds_of(parts, train, spec.partition) if source.task == "language" else None,
-        columns=source.columns,
-        encoders=fitted.encoders if source.encoders else (),
-        trained_for=trained_for,
-        told=told,
-    )
-
-
-def ranged(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
-    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``."""
-    return take(x, rows[offsets[k] + start : offsets[k] + stop])
+    splits = parts.offsets[:-1] + np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    return Divided(spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits)
 
 
 def source_of(spec: DataSpec) -> Source:
@@ -274,15 +228,3 @@ def source_of(spec: DataSpec) -> Source:
     if spec.image_size is not None and source.train.x.dim() != 4:
         raise ConfigError(f"image_size={spec.image_size} belongs to images, but the inputs of {source.name} are none.")
     return source
-
-
-def kinds_of(parts: Partition, train: Table, partition: object) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """How many rows of each value of the partition's column each client holds, ``[K, G]``, and these values; else None."""
-    column = parse(partition)[1] if isinstance(partition, str) and partition.startswith(("natural:", "sorted:")) else ""
-    if not column:
-        return None
-    names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
-    if len(names) > 100:  # numbers rather than kinds
-        return None
-    held = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
-    return np.stack(held), tuple(names.tolist())

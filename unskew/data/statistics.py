@@ -29,29 +29,51 @@ class Moments(NamedTuple):
     std: np.ndarray
 
 
-def moments(columns: Callable[[], Iterable[np.ndarray]], names: Sequence[str]) -> Moments:
-    """Means and deviations from sums of the clients; NaN is a missing value.
+def counted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a client's rows ``[n_k, f]``: how many values each column has, and their sum; NaN is a missing value."""
+    return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
+
+
+def squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Sums of squared distances from the mean of all clients, ``[f]``."""
+    return np.asarray(np.nansum((rows - mean) ** 2, 0, dtype=np.float64))
+
+
+def means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """How many values all clients have in each column, and their mean; see ``moments``."""
+    count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
+    for counts, sums in first:
+        count += counts
+        total += sums
+    if not count.all():
+        raise DataError(f"No client has any value in the column {names[int(np.argmin(count))]!r}; exclude it.")
+    return count, total / count
+
+
+def moments(
+    first: Iterable[tuple[np.ndarray, np.ndarray]],
+    second: Callable[[np.ndarray], Iterable[np.ndarray]],
+    names: Sequence[str],
+) -> Moments:
+    """Means and deviations from the sums of clients.
 
     Args:
-        columns: Gives the rows ``[n_k, f]`` of each client, twice.
+        first: What each client has ``counted``.
+        second: From the mean to the ``squares`` of each client.
         names: Of the columns, for the error.
 
     Raises:
         DataError: No client has any value of a column.
 
-    >>> moments(lambda: [np.array([[1.0], [np.nan]]), np.array([[3.0]])], ["age"])
+    >>> rows = [np.array([[1.0], [np.nan]]), np.array([[3.0]])]
+    >>> moments(map(counted, rows), lambda mean: (squares(part, mean) for part in rows), ["age"])
     Moments(counts=array([2]), mean=array([2.]), std=array([1.]))
     """
-    count, total, squares = np.zeros(len(names), np.int64), np.zeros(len(names)), np.zeros(len(names))
-    for rows in columns():
-        count += (~np.isnan(rows)).sum(0)
-        total += np.nansum(rows, 0, dtype=np.float64)
-    if not count.all():
-        raise DataError(f"No client has any value in the column {names[int(np.argmin(count))]!r}; exclude it.")
-    mean = total / count
-    for rows in columns():
-        squares += np.nansum((rows - mean) ** 2, 0, dtype=np.float64)
-    std = np.sqrt(squares / count)
+    count, mean = means(first, names)
+    apart = np.zeros(len(names))
+    for distances in second(mean):
+        apart += distances
+    std = np.sqrt(apart / count)
     return Moments(count, mean, np.where(std < CONSTANT, 1.0, std))
 
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from torch import Tensor
 
-from unskew.data.statistics import MOMENTS, moments
+from unskew.data.statistics import MOMENTS, Moments, counted, moments, squares
 from unskew.tasks.regression import Regression
 
 
-def standardised(
-    y: Tensor, offsets: np.ndarray, splits: np.ndarray, names: Sequence[str]
-) -> tuple[Regression, np.ndarray]:
-    """The task of predicting ``y [n, T]``, scaled by what each client has to train on; and bytes, ``[K, 2]``.
+def standardised(clients: Callable[[], Iterable[np.ndarray]], names: Sequence[str]) -> tuple[Regression, np.ndarray]:
+    """The task of predicting ``T`` targets, scaled by what each client has to train on; and bytes, ``[K, 2]``.
 
     Args:
-        y: Targets of all clients, client by client.
-        offsets: Where each client's begin.
-        splits: Where those begin that it holds out.
-        names: Of the targets, for the error.
+        clients: Gives the targets ``[n_k, T]`` that each client trains on.
+        names: Of the targets; by number if empty.
     """
-    values = y.numpy()
+    first = [counted(part) for part in clients()]
+    names = names or [str(t) for t in range(len(first[0][0]))]
+    found = moments(first, lambda mean: (squares(part, mean) for part in clients()), names)
+    return scaled_by(found), bytes_of_targets(len(first), len(names))
 
-    def clients() -> Iterator[np.ndarray]:
-        return (values[start:stop] for start, stop in zip(offsets[:-1], splits, strict=True))
 
-    found = moments(clients, names or [str(t) for t in range(values.shape[1])])
-    told = np.full((len(splits), 2), MOMENTS * values.shape[1], np.int64)
-    return Regression(mean=tuple(found.mean.tolist()), std=tuple(found.std.tolist())), told
+def scaled_by(found: Moments) -> Regression:
+    """The task of predicting numbers with these moments."""
+    return Regression(mean=tuple(found.mean.tolist()), std=tuple(found.std.tolist()))
+
+
+def bytes_of_targets(clients: int, targets: int) -> np.ndarray:
+    """What it costs each client that the scale of so many targets is known, ``[K, 2]``."""
+    return np.full((clients, 2), MOMENTS * targets, np.int64)

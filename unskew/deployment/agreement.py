@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +14,18 @@ from unskew.config.experiment import Experiment
 from unskew.config.paths import wherever
 from unskew.data.federation import Federation
 from unskew.data.normalisation import Normalisation
+from unskew.data.reading.encoders import Encoder
 from unskew.deployment.arrays import DTYPES, NAMES, Nonsense
 from unskew.deployment.messages import text, whole
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, DataError
 from unskew.runs.continuation import RESUMABLE
+from unskew.runs.inputs import Column, Standardised
+from unskew.tasks.catalogue import TASKS
+from unskew.tasks.labels import Classification
+from unskew.tasks.regression import Regression
+from unskew.tasks.task import Task
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of the messages between server and sites; both must have the same."""
 
 
@@ -41,6 +48,10 @@ class Reference:
         task: The task's name.
         dtype: The type that inputs are stored in.
         normalisation: How inputs are standardised.
+        columns: Of a table of mixed columns, what becomes of each.
+        targets: Of regression, the scale of what is predicted.
+        weights: Of the classes in the loss, if they have any.
+        settled: Whether all of it is known: what sums over all sites say is not, before these have sent them.
     """
 
     shape: tuple[int, ...]
@@ -49,10 +60,15 @@ class Reference:
     task: str
     dtype: torch.dtype
     normalisation: Normalisation | None
+    columns: tuple[Encoder, ...] = ()
+    targets: Standardised | None = None
+    weights: tuple[float, ...] = ()
+    settled: bool = True
 
     @staticmethod
     def of(federation: Federation) -> Reference:
         """That of a federation."""
+        task = federation.objective
         return Reference(
             federation.shape,
             federation.classes,
@@ -60,7 +76,33 @@ class Reference:
             federation.task,
             federation.test[0].dtype,
             federation.normalisation,
+            federation.encoders,
+            Standardised(mean=task.mean, std=task.std) if isinstance(task, Regression) else None,
+            task.weights if isinstance(task, Classification) else (),
         )
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether sums over all sites say something of it."""
+        return bool(self.columns) or self.task == Regression.name
+
+    @property
+    def open(self) -> Reference:
+        """The same before the sites have told their sums."""
+        columns = tuple(Encoder(one.name, one.kind, fills=one.fills) for one in self.columns)
+        return replace(self, shape=(), normalisation=None, columns=columns, targets=None, weights=(), settled=False)
+
+    @property
+    def objective(self) -> Task:
+        """What a model is trained for, but for the loss of regression."""
+        if self.targets is not None:
+            return Regression(mean=self.targets.mean, std=self.targets.std)
+        return TASKS[self.task]
+
+    @property
+    def counted(self) -> int:
+        """Of how many classes or labels a site counts its samples; 0 where there are none."""
+        return self.classes if TASKS[self.task].labelled else 0
 
     def config(self) -> dict[str, Any]:
         """It as part of a message."""
@@ -75,6 +117,10 @@ class Reference:
             "task": self.task,
             "dtype": NAMES[self.dtype],
             "normalisation": json.dumps(normalisation),
+            "columns": json.dumps([asdict(one) for one in self.columns]),
+            "targets": json.dumps(None if self.targets is None else [self.targets.mean, self.targets.std]),
+            "weights": json.dumps(self.weights),
+            "settled": self.settled,
         }
 
     @staticmethod
@@ -87,6 +133,9 @@ class Reference:
         try:
             shape, names, given = (json.loads(text(config, n)) for n in ("shape", "class_names", "normalisation"))
             normalisation = None if given is None else Normalisation(tuple(given[0]), tuple(given[1]), float(given[2]))
+            columns, scale, weights = (json.loads(text(config, n)) for n in ("columns", "targets", "weights"))
+            if text(config, "task") not in TASKS or not all(0 < weight < math.inf for weight in weights):
+                raise ValueError
             return Reference(
                 tuple(int(n) for n in shape),
                 whole(config, "classes"),
@@ -94,8 +143,12 @@ class Reference:
                 text(config, "task"),
                 DTYPES[text(config, "dtype")],
                 normalisation,
+                tuple(Encoder(**Column.model_validate(one).model_dump()) for one in columns),
+                None if scale is None else Standardised(mean=scale[0], std=scale[1]),
+                tuple(map(float, weights)),
+                config.get("settled") is True,
             )
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, DataError) as error:
             raise Nonsense(f"what it says of the data cannot be read ({type(error).__name__})") from error
 
     def check(self, other: Reference, who: str) -> None:

@@ -30,6 +30,15 @@ class Nonsense(UnskewError):
     """What the other side sent is not what was asked for; it is refused as a whole."""
 
 
+def plainly(said: object) -> str:
+    """What the other side says, as a line that may be shown and logged: without what would steer a terminal.
+
+    >>> plainly("a" + chr(27) + "[2Jb")
+    'a [2Jb'
+    """
+    return "".join(c if c.isprintable() else " " for c in str(said)[:1000])
+
+
 def blob(tensor: Tensor) -> Blob:
     """A tensor as it travels."""
     whole = tensor.detach().cpu().contiguous()
@@ -43,9 +52,11 @@ def blobs(record: str, tensors: Tensors) -> dict[str, Blob]:
 
 def tensor_of(array: Blob) -> Tensor:
     """An array as a tensor of its own memory; images lie channels-last, as everywhere."""
-    dtype = DTYPES[array.dtype]
+    dtype = DTYPES[array.dtype if array.dtype != "bool" else "uint8"]
     flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
     tensor = flat.view(array.shape)
+    if array.dtype == "bool":
+        tensor = tensor != 0  # other bytes than 0 and 1 are no truth values
     return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
 
 

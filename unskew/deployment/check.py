@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.data.federation import ClientData, Federation
-from unskew.deployment.agreement import Reference
 from unskew.deployment.folder import is_private
-from unskew.deployment.holdings import own_source, split
+from unskew.deployment.holdings import own_holding, reference_alone, reference_of, split
 from unskew.deployment.joining import SKEW
 from unskew.deployment.messages import cast_frame, update_frame
 from unskew.deployment.received import Received
+from unskew.deployment.settling import said
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
 from unskew.deployment.state import SiteState
 from unskew.deployment.thin.frames import Frame
@@ -78,31 +77,28 @@ def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[F
 def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
     """What the site has for one experiment, and what it would send in a round."""
     if site.data == "split":
-        data, reference, _ = split(config, site.client)
-        held = f"{data.examples} samples to train on and {len(data.y_test)} held out, of the experiment's own data"
+        holding, whole = split(config, site.client, f"The site {site.name}")
+        reference = reference_of(whole, config)
+        held = (
+            f"{len(holding.train)} samples to train on and {len(holding.held)} held out, of the experiment's own data"
+        )
         yield Finding("data", True, held)
     else:
-        source = own_source(site, config, folder)
-        reference = Reference.of(
-            Federation(
-                clients=[ClientData(0, source.train.x, source.train.y, source.test.x, source.test.y)],
-                test=(source.test.x, source.test.y),
-                task=source.task,
-                classes=source.classes,
-                class_names=source.class_names,
-            )
-        )
+        holding = own_holding(site, config, folder)
+        source, reference = holding.source, reference_alone(holding, config)
         shape = "x".join(map(str, reference.shape))
         names = ", ".join(source.class_names[:10]) or f"{source.classes} classes"
         yield Finding(
             "data",
             True,
-            f"{len(source.train)} samples to train on and {len(source.test)} held out, inputs {shape}, {names}",
+            f"{len(holding.train)} samples to train on and {len(holding.held)} held out, inputs {shape}, {names}",
         )
         yield Finding(
             "data", None, "whether inputs and classes are those of the server is compared when the run begins"
         )
-    work = Work(site, folder, config, reference)
+    for line in said(holding):
+        yield Finding("sent once", None, line)
+    work = Work(site, config, reference, holding)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
     asked, answered = first_round(work)
     for way, frames in (
@@ -119,7 +115,8 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
             )
             if told and way.startswith("sent"):
                 yield Finding(way, None, f"figures: {', '.join(told)}")
-    yield Finding("sent at the end", None, "accuracy and loss on what is held out")
+    scored = work.original.objective.scored
+    yield Finding("sent at the end", None, f"{scored} and loss on what is held out")
     for rule in work.method.data:
         yield Finding("sent once", None, f"before the first round, what {rule.name} makes of the samples")
     readers = [

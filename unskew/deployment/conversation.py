@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unskew.deployment.arrays import Nonsense
+from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.link import LinkLost
 from unskew.deployment.thin.frames import Frame
 
@@ -81,5 +81,5 @@ class Conversation:
         self.sites.look_again()
         self.failures[client] = self.failures.get(client, 0) + 1
         if self.failures[client] > FAILURES:
-            self.sites.fault(client, f"its SuperNode fails: {frame.config.get('reason')}")
+            self.sites.fault(client, f"its SuperNode fails: {plainly(frame.config.get('reason'))}")
             del self.requests[client]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unskew.deployment.arrays import Nonsense
+from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
 from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import as_images
@@ -131,9 +131,10 @@ class FlowerEngine:
 
     def _forget(self, client: int, frame: Frame) -> None:
         self.server.last.pop(client, None)
+        reason = plainly(frame.config.get("reason"))
         self.sites.tell(
-            f"{self.sites.name(client)} has lost what it kept between rounds ({frame.config.get('reason')}); it goes on as "
-            "one that takes part for the first time."
+            f"{self.sites.name(client)} has lost what it kept between rounds ({reason}); it goes on as one that takes part "
+            "for the first time."
         )
 
     def _check_alike(self, update: Update) -> None:

@@ -6,17 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unskew.config.experiment import Experiment
+from unskew.data.divided import Divided
 from unskew.data.federation import ClientData, Federation
-from unskew.data.load import federation_of, source_of
-from unskew.data.reading.tables import Source
+from unskew.data.load import divided, source_of
+from unskew.data.objective import trained_for
+from unskew.data.partition.make import Partition
+from unskew.data.partition.spelling import column_of
+from unskew.data.reading.columns import Choice
+from unskew.data.reading.encoders import Encoder, Fitted
+from unskew.data.reading.tables import Source, Table
+from unskew.data.sources.catalogue import load_source
 from unskew.data.spec import DataSpec
 from unskew.deployment.agreement import Reference
-from unskew.deployment.site_config import OwnData, SiteConfig
-from unskew.errors import DataError
+from unskew.deployment.site_config import OwnData, SiteConfig, within
+from unskew.errors import ConfigError, DataError
+from unskew.tasks.regression import Regression
 
 
 @dataclass(frozen=True)
@@ -36,53 +46,181 @@ class OnlyOne(Sequence[ClientData]):
         return own if k == own.id else ClientData(k, own.x[:0], own.y[:0], own.x[:0], own.y[:0])
 
 
-def alone(own: ClientData, total: int, reference: Reference) -> Federation:
-    """The federation of one site: its samples, and of the others only how many there are."""
-    return Federation(
-        clients=OnlyOne(own, total),
-        test=(own.x[:0], own.y[:0]),
-        task=reference.task,
-        classes=reference.classes,
-        normalisation=reference.normalisation,
-        class_names=reference.class_names,
-    )
+@dataclass(frozen=True)
+class Holding:
+    """A site's samples as they were read, before what sums over all sites say is done to them.
+
+    Attributes:
+        client: Its number; ``total``: how many there are.
+        who: What errors call it.
+        train: What it trains on.
+        held: What it holds out.
+        source: What these are.
+    """
+
+    client: int
+    total: int
+    who: str
+    train: Table
+    held: Table
+    source: Source
+
+    def federation(self, reference: Reference, loss: str) -> Federation:
+        """The federation of this site: its samples as ``reference`` wants them, and of the others only how many there are.
+
+        Raises:
+            DataError: There are no samples, or of a class that the server does not know.
+            ConfigError: They are not of the kind that the server has.
+        """
+        source, parts = self.source, (self.train, self.held)
+        self.check_kind(reference)
+        if reference.columns:
+            fitted = Fitted(reference.columns, source.encoders, np.zeros((0, 2), np.int64))
+            x, x_test = (fitted.apply(part.x) for part in parts)
+        else:
+            x, x_test = (part.x for part in parts)
+        task, names = reference.objective, reference.class_names or source.class_names
+        if isinstance(task, Regression):
+            y, y_test = (task.standardise(part.y) for part in parts)
+        elif not task.labelled:
+            y, y_test = (part.y for part in parts)
+        else:
+            y, y_test = (renamed(part.y, source.class_names, reference.class_names, self.who) for part in parts)
+        if x.dtype == torch.int64 and x.shape[1] < reference.shape[0]:
+            wide = reference.shape[0] - x.shape[1]  # texts are as wide as the longest
+            x, x_test = (pad(part, (0, wide), value=-1) for part in (x, x_test))
+            y, y_test = (pad(part, (0, wide), value=-1) if part.dim() > 1 else part for part in (y, y_test))
+        classes = len(reference.class_names) or source.classes
+        mine = replace(
+            reference, shape=tuple(x.shape[1:]), classes=classes, class_names=names, task=source.task, dtype=x.dtype
+        )
+        if reference.task == "language":
+            mine = replace(mine, classes=reference.classes, class_names=reference.class_names)
+        reference.check(mine, self.who)
+        federation = Federation(
+            clients=OnlyOne(ClientData(self.client, x, y, x_test, y_test), self.total),
+            test=(x[:0], y[:0]),
+            task=reference.task,
+            classes=reference.classes,
+            normalisation=reference.normalisation,
+            class_names=reference.class_names,
+            trained_for=task,
+            encoders=reference.columns,
+        )
+        return trained_for(federation, loss, reference.weights or None)
+
+    def check_kind(self, reference: Reference) -> None:
+        """Refuse samples of another task, and a table whose columns are not the server's.
+
+        Raises:
+            ConfigError: They are.
+            DataError: There are none, or of a class that the server does not know.
+        """
+        source = self.source
+        if not len(self.train):
+            raise DataError(f"{self.who} has no samples to train on.")
+        if reference.objective.labelled and source.task == reference.task:
+            renamed(self.train.y[:0], source.class_names, reference.class_names, self.who)
+        if source.task == Regression.name and source.class_names != reference.class_names:
+            raise ConfigError(
+                f"{self.who} has {', '.join(source.class_names)} to predict, but the server has "
+                f"{', '.join(reference.class_names)}."
+            )
+        mine, theirs = ([(one.name, one.kind) for one in some] for some in (source.encoders, reference.columns))
+        if mine != theirs:
+            told = (", ".join(f"{name} ({kind})" for name, kind in some[:20]) or "none" for some in (mine, theirs))
+            raise ConfigError("{} has the columns {}, but the server's are {}.".format(self.who, *told))
 
 
-def split(config: Experiment, client: int) -> tuple[ClientData, Reference, int]:
-    """A client's part of the experiment's own data, what these are, and how many clients there are.
+def split(config: Experiment, client: int, who: str) -> tuple[Holding, Divided]:
+    """A client's part of the experiment's own data, and all of them.
 
     Raises:
         DataError: There is no such client.
     """
-    whole = federation_of(config.data_spec, config.seed)
-    if client >= len(whole.clients):
-        raise DataError(f"The experiment has {len(whole.clients)} clients; there is none with number {client}.")
-    return whole.clients[client], Reference.of(whole), len(whole.clients)
+    whole = divided(config.data_spec, config.seed)
+    total = whole.parts.clients
+    if client >= total:
+        raise DataError(f"The experiment has {total} clients; there is none with number {client}.")
+    return Holding(client, total, who, *whole.client(client), whole.source), whole
 
 
-def own_source(config: SiteConfig, experiment: Experiment, folder: Path) -> Source:
-    """The samples that a site's configuration names, as they are read.
+def reference_of(whole: Divided, config: Experiment) -> Reference:
+    """What sites of a rehearsal agree to, as all of them have all data."""
+    return Reference.of(trained_for(whole.federation(whole.known()), config.loss, config.class_weights))
+
+
+def reference_alone(holding: Holding, config: Experiment) -> Reference:
+    """What a site would agree to if it were the only one: for a look at its data before the server has told anything."""
+    source, first = holding.source, holding.train
+    rows = np.arange(len(first))
+    parts = Partition(rows, np.array([0, len(rows)]), "alone")
+    spec = replace(config.data_spec, partition="iid")
+    split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
+    whole = Divided(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
+    return reference_of(whole, config)
+
+
+def own_holding(
+    config: SiteConfig, experiment: Experiment, folder: Path, columns: Sequence[Encoder] | None = None
+) -> Holding:
+    """The samples that a site's configuration names; the part that their source keeps for tests is held out.
+
+    Args:
+        config: The site's.
+        experiment: What they are for.
+        folder: Where the site's configuration lies.
+        columns: Of a table of mixed columns, those of the server; None where it has not told them yet.
 
     Raises:
+        ConfigError: The experiment does not say how many clients there are.
         DataError: They cannot be read.
     """
     data = config.data
     assert isinstance(data, OwnData), "a rehearsal reads the experiment's data"
+    if experiment.clients is None:
+        raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
     prefix, colon, path = data.source.partition(":")
-    source = f"{prefix}:{folder / Path(path).expanduser()}" if colon else data.source
-    spec = DataSpec(
-        data=source,
-        data_path=None if data.data_path is None else str(folder / data.data_path),
-        label=data.label,
-        label_separator=data.label_separator,
-        image=data.image,
-        image_size=data.image_size,
-        features=data.features,
-        exclude=data.exclude,
-        partition="iid",
-        text=experiment.data_spec.text,
+    name = f"{prefix}:{within(folder, path)}" if colon else data.source
+    place = None if data.data_path is None else str(within(folder, data.data_path))
+    choice = chosen(data, experiment, columns)
+    if choice.mixed:
+        source = load_source(name, path=place, label=data.label, image=data.image, size=data.image_size, choice=choice)
+    else:
+        spec = DataSpec(
+            data=name,
+            data_path=place,
+            label=data.label,
+            label_separator=data.label_separator,
+            image=data.image,
+            image_size=data.image_size,
+            features=data.features,
+            exclude=data.exclude,
+            partition="iid",
+            text=experiment.data_spec.text,
+        )
+        source = source_of(spec)
+    who = f"The site {config.name}"
+    return Holding(config.client, experiment.clients, who, source.train, source.test, source)
+
+
+def chosen(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> Choice:
+    """What is said of a table's columns: by the server where it has told, or else by site and experiment."""
+    choice = Choice(
+        data.features or experiment.features,
+        (*data.exclude, *experiment.exclude),
+        column_of(experiment.partition),
+        experiment.categories,
+        experiment.dates,
+        experiment.missing,
+        experiment.task == "regression",
+        agreed=True,
     )
-    return source_of(spec)
+    if not columns:
+        return choice
+    named = {kind: tuple(one.name for one in columns if one.kind == kind) for kind in ("category", "date")}
+    features = tuple(one.name for one in columns)
+    return choice._replace(features=features, categories=named["category"], dates=named["date"])
 
 
 def renamed(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> Tensor:
@@ -107,26 +245,3 @@ def renamed(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
         wide[:, places] = y
         return wide
     return places[y]
-
-
-def own(config: SiteConfig, source: Source, reference: Reference) -> ClientData:
-    """A site's own samples; the part that their source keeps for tests is held out.
-
-    Raises:
-        DataError: They are not of the kind that the server has.
-    """
-    classes = len(reference.class_names) or source.classes
-    names = reference.class_names or source.class_names
-    read = Reference(
-        tuple(source.train.x.shape[1:]), classes, names, source.task, source.train.x.dtype, reference.normalisation
-    )
-    if reference.task == "language":
-        read = replace(read, classes=reference.classes)
-    reference.check(read, f"The site {config.name}")
-    y, y_test = (
-        renamed(part.y, source.class_names, reference.class_names, f"The site {config.name}")
-        for part in (source.train, source.test)
-    )
-    if not len(y):
-        raise DataError(f"The site {config.name} has no samples to train on.")
-    return ClientData(config.client, source.train.x, y, source.test.x, y_test)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.link import LinkLost
+from unskew.deployment.messages import number, text, whole
+from unskew.deployment.site_config import NAME
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import ConfigError, EngineError
 
@@ -78,16 +82,25 @@ class Door:
         """
         sites = self.sites
         if frame.kind != "facts":
-            raise ConfigError(f"A site refuses the run: {frame.config.get('reason', frame.kind)}")
-        client, name = frame.config.get("client"), frame.config.get("name")
-        if not isinstance(client, int) or not 0 <= client < self.clients or not isinstance(name, str):
+            raise ConfigError(f"A site refuses the run: {plainly(frame.config.get('reason', frame.kind))}")
+        try:
+            client, name, clock = (
+                whole(frame.config, "client"),
+                text(frame.config, "name"),
+                number(frame.config, "clock"),
+            )
+            if not re.fullmatch(NAME, name):
+                raise Nonsense("its name has other characters than letters, digits, '-', '_' and '.'")
+        except Nonsense as error:
+            raise ConfigError(f"A site cannot be understood: {error}.") from error
+        if client >= self.clients:
             raise ConfigError(f"A site says that it is client {client}, but the experiment has {self.clients}, from 0.")
         if client in sites.names:
             raise ConfigError(
                 f"Two sites say that they are client {client}: {sites.names[client]} and {name}. Give each a number of its "
                 "own in its site.yaml."
             )
-        apart = abs(float(frame.config.get("clock", 0.0)) - time.time())
+        apart = abs(clock - time.time())
         if apart > SKEW:
             sites.tell(f"{name}: its clock differs by {apart:.0f} s from the one here; certificates may seem expired.")
         return client

@@ -62,10 +62,14 @@ class Given:
             EngineError: It does not.
         """
         self.link = Link(largest)
-        self.start()
-        self.submit(60.0)
+        self.begin()
         self.link.connect(seconds)
         return self.link
+
+    def begin(self) -> None:
+        """Look whether everything is there, and start the app."""
+        self.start()
+        self.submit(60.0)
 
     def reopen(self, seconds: float) -> None:
         """Bring the app back to a SuperLink that was gone.
@@ -127,8 +131,19 @@ class Local(Given):
         self.logs = self.folder / "logs"
         self.main: Child | None = None
 
-    def start(self) -> None:
+    def begin(self) -> None:
+        """Start what does not run yet, and the app; Flower's command line takes seconds to start, so that is done once."""
+        assert self.link is not None, "it was never opened"
+        if self.main is not None:
+            self.submit(60.0)
+        else:
+            self.start(self.superlink.running(self.app, self.link.path, self.link.token))
+
+    def start(self, *further: Sequence[str]) -> None:
         """Start the SuperLink and the sites, and let them in.
+
+        Args:
+            further: What Flower's command line is asked for when they are let in.
 
         Raises:
             EngineError: The SuperLink does not start.
@@ -148,7 +163,7 @@ class Local(Given):
         )
         new = [key for key in map(self._start_site, range(self.sites)) if key is not None]
         self.superlink.wait(STARTING, main.running)
-        self.superlink.control(*map(self.superlink.registering, new))
+        self.superlink.control(*map(self.superlink.registering, new), *further)
         for client in range(self.sites):
             self.family.add(self._supernode(client))
 

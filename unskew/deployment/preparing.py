@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.arrays import Nonsense, blobs, check_norm, check_records, record_of
-from unskew.deployment.messages import counts_in, text, whole
+from unskew.deployment.messages import FIGURES, counts_in, number, text, whole
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import EngineError
@@ -21,6 +21,12 @@ from unskew.protocol.facts import FederationFacts
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.protocol.workspace import Contributions, Dealt, Prepared, Workspace
+from unskew.simulation.intake import TAKEN
+
+LONGEST = 2000
+"""Characters of what a site says of what it has sent."""
+MOST = 1 << 27
+"""Samples of a site: for each of them the server keeps its class."""
 
 
 def told(client: int, frame: Frame, federation: Federation) -> ClientData:
@@ -31,7 +37,9 @@ def told(client: int, frame: Frame, federation: Federation) -> ClientData:
     """
     if frame.kind != "facts" or whole(frame.config, "client") != client:
         raise Nonsense("it does not say what it holds")
-    counts, examples = counts_in(frame, federation.classes), whole(frame.config, "examples")
+    task = federation.objective
+    counts = counts_in(frame, federation.classes if task.labelled else 0)
+    examples = whole(frame.config, "examples")
     x, y = federation.test
     return ClientData(
         client, x[:0], labels(counts, examples, y), x[:0], y[:1].expand(whole(frame.config, "held_out"), *y.shape[1:])
@@ -47,15 +55,17 @@ def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     >>> labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
     [0, 0, 2]
     """
-    if not 0 < examples < 1 << 40 or int(counts.max()) > examples * max(1, like[0].numel() if len(like) else 1):
+    if not 0 < examples <= MOST:
+        raise Nonsense(f"it says that it has {examples} samples; a site has from 1 to {MOST}")
+    if len(counts) and int(counts.max()) > examples:
         raise Nonsense(f"it counts {int(counts.max())} samples of a class, but has {examples}")
+    if not len(counts):
+        return like[:1].expand(examples, *like.shape[1:])  # nothing can be counted: only how many there are
     if like.dim() == 1:
         if int(counts.sum()) != examples:
             raise Nonsense(f"it counts {int(counts.sum())} samples by class, but {examples} in all")
         return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
-    if like.shape[1] == len(counts):
-        return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
-    return like[:1].expand(examples, *like.shape[1:])  # texts without labels: only how many there are
+    return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
 
 
 def federation_of_sites(
@@ -162,8 +172,11 @@ def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict
     tensors = record_of(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
-    texts = {n.removeprefix("about."): v for n, v in frame.config.items() if n.startswith("about.")}
-    return tensors, {**frame.figures, **texts}, text(frame.config, "made")
+    said = {n.removeprefix("about."): text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")}
+    figures = {name: number(frame.figures, name) for name in frame.figures}
+    if taken := TAKEN & {*said, *figures} or len(said) + len(figures) > FIGURES:
+        raise Nonsense(f"what it says of it has too many names, or such as the run's own: {taken}")
+    return tensors, {**figures, **said}, text(frame.config, "made")
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

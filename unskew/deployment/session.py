@@ -110,8 +110,8 @@ class DeployedSession(Session):
                 self.server.evaluated, self.server.evaluated_b, most, self.config.seed
             )  # by class, which the server knows
         figures = {
-            **scores.figures("client_accuracy", federation.client_names),
-            **({} if own is None else own.figures("personal_accuracy", federation.client_names)),
+            **scores.figures(f"client_{self.task.scored}", federation.client_names),
+            **({} if own is None else own.figures(f"personal_{self.task.scored}", federation.client_names)),
             "clients_evaluated": len(scores.accuracies),
             "clients_evaluated_on": scores.measured_on,
         }
@@ -137,10 +137,6 @@ def check_deployable(config: Experiment) -> None:
             "network.delay and network.drop simulate what happens to messages; on real machines it happens by itself. "
             "Leave them out of the experiment."
         )
-    plain = {"task": "auto", "missing": "refuse", "categories": (), "dates": (), "class_weights": None, "metrics": ()}
-    asked = [name for name, default in plain.items() if getattr(config, name) != default]
-    if asked:
-        raise ConfigError(f"{asked[0]} is not there for real sites yet: what clients sum up for it is simulated only.")
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(

@@ -12,22 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 import unskew
-from unskew.data.reading.tables import Source
+from unskew.config.experiment import Experiment
 from unskew.deployment.agreement import PROTOCOL, Reference
 from unskew.deployment.arrays import Nonsense, blobs, check_records, record_of
-from unskew.deployment.holdings import own_source, split
+from unskew.deployment.holdings import Holding, own_holding, reference_of, split
 from unskew.deployment.masks import PHASES, Masks
 from unskew.deployment.messages import text, whole
 from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import Received
+from unskew.deployment.settling import own_squares, own_sums
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
 from unskew.deployment.state import Forgotten, SiteState
 from unskew.deployment.thin.frames import Frame, FrameError, receive, send
-from unskew.deployment.work import Work
+from unskew.deployment.work import Work, held
 from unskew.engines.machine import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.workspace import Prepared, Workspace
@@ -51,7 +53,7 @@ class Site:
         self.experiments = experiments_of(self.config, self.folder)
         self.masks = Masks(primitives)
         self._work: tuple[tuple[str, str], Work] | None = None
-        self._sources: dict[str, Source] = {}
+        self._holdings: dict[str, Holding] = {}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def answer(self, asked: Frame) -> Frame:
@@ -65,13 +67,13 @@ class Site:
             return Frame("refused", {"reason": f"The message was refused: {error}."})
         except UnskewError as error:
             return Frame("refused", {"reason": str(error)})
-        except (MemoryError, RuntimeError) as error:  # such as a layer for which there is no memory
+        except Exception as error:  # whatever a message has caused: the next one is answered
             self.log(f"{type(error).__name__}: {error}")
             return Frame("refused", {"reason": f"{type(error).__name__} at the site; its log tells more."})
 
     def _answered(self, asked: Frame) -> Frame:
         config = asked.config
-        if asked.kind not in ("hello", "contribute", "receive", "train", "evaluate", *PHASES):
+        if asked.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
             raise Nonsense(f"nobody knows what {asked.kind[:40]!r} asks for")
         if whole(config, "protocol") != PROTOCOL:
             raise ConfigError(
@@ -79,7 +81,11 @@ class Site:
                 "the same unskew at both."
             )
         run, attempt = text(config, "run"), whole(config, "attempt")
-        work = self.work(text(config, "digest"), Reference.read(config))
+        digest, reference = text(config, "digest"), Reference.read(config)
+        if not reference.settled:
+            answer = self._summed(asked, digest, reference)
+            return Frame(answer.kind, {**answer.config, "run": run, "attempt": attempt}, {}, answer.arrays)
+        work = self.work(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
         received = Received(state.folder, work.method.data).load()
         began = time.perf_counter()
@@ -95,9 +101,7 @@ class Site:
     def _carried_out(self, asked: Frame, work: Work, state: SiteState, received: Received) -> Frame:
         if asked.kind == "hello":
             answer = work.facts(work.data)
-            return Frame(
-                answer.kind, {**answer.config, "unskew": unskew.__version__, "clock": time.time()}, {}, answer.arrays
-            )
+            return Frame(answer.kind, {**answer.config, **about_us()}, {}, answer.arrays)
         if asked.kind == "train":
             return work.answered(asked, state, received, self.masks)
         if asked.kind in PHASES:
@@ -127,8 +131,21 @@ class Site:
         sent = blobs("sent", made.sent.get(self.config.client, {}))
         return Frame("contribution", {"client": self.config.client, "made": made.digest, **texts}, figures, sent)
 
-    def work(self, digest: str, reference: Reference) -> Work:
-        """The experiment that a message belongs to, loaded once.
+    def _summed(self, asked: Frame, digest: str, reference: Reference) -> Frame:
+        """What this site tells before sums over all sites have said what becomes of columns and targets."""
+        holding = self.holding(digest, reference)
+        holding.check_kind(reference)
+        if asked.kind == "squares":
+            check_records(asked, ("sums",))
+            return Frame("squares", {}, {}, own_squares(holding, record_of(asked, "sums").get("mean", torch.zeros(0))))
+        if asked.kind != "hello":
+            raise Nonsense("what the data are is not settled yet")
+        sums, values = own_sums(holding)
+        config = held(self.config, len(holding.train), len(holding.held))
+        return Frame("facts", {**config, **about_us(), "values": values}, {}, sums)
+
+    def agreed(self, digest: str) -> Experiment:
+        """The experiment that a message belongs to.
 
         Raises:
             ConfigError: This site has not agreed to it.
@@ -139,19 +156,37 @@ class Site:
                 f"The site {self.config.name} has not agreed to this experiment: it differs from what is in "
                 f"{Path(self.config.experiments).name} there. Both sides must have the same file."
             )
-        key = (digest, repr(reference))
+        return config
+
+    def holding(self, digest: str, reference: Reference) -> Holding:
+        """The site's samples for an experiment, read once."""
+        config, found = self.agreed(digest), self._holdings.get(digest)
+        if self.config.data == "split":
+            if found is None:
+                found = split(config, self.config.client, f"The site {self.config.name}")[0]
+                self._holdings = {digest: found}  # of one experiment at a time
+            return found
+        columns = [(one.name, one.kind) for one in reference.columns]
+        if found is None or [(one.name, one.kind) for one in found.source.encoders] != columns:
+            found = self._holdings[digest] = own_holding(self.config, config, self.folder, reference.columns)
+        return found
+
+    def work(self, digest: str, reference: Reference) -> Work:
+        """What an experiment needs here, loaded once."""
+        key, config = (digest, repr(reference)), self.agreed(digest)
         if self._work is None or self._work[0] != key:
-            self._work = key, Work(self.config, self.folder, config, reference, self._sources.get(digest))
+            self._work = key, Work(self.config, config, reference, self.holding(digest, reference))
         return self._work[1]
 
     def warm(self) -> None:
         """Read the data before the first message: Flower gives up one that is not answered for half a minute."""
         for digest, config in self.experiments.items():
             if self.config.data == "split":
-                _, reference, _ = split(config, self.config.client)
-                self.work(digest, reference)
+                holding, whole = split(config, self.config.client, f"The site {self.config.name}")
+                self._holdings = {digest: holding}
+                self.work(digest, reference_of(whole, config))
             else:
-                self._sources[digest] = own_source(self.config, config, self.folder)
+                self._holdings[digest] = own_holding(self.config, config, self.folder)
 
     def serve(self) -> None:
         """Answer at the socket, one message after another, until the process is stopped.
@@ -196,6 +231,11 @@ class Site:
             self.log(f"refused: {answer.config['reason']}")
         with contextlib.suppress(OSError):
             send(connection, answer)
+
+
+def about_us() -> dict[str, Any]:
+    """What a server compares with itself."""
+    return {"unskew": unskew.__version__, "clock": time.time()}
 
 
 @contextmanager

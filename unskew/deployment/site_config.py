@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
@@ -17,8 +18,25 @@ from unskew.errors import ConfigError, plain, shown
 from unskew.options import untrusted
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NAME = r"^[\w.-]{1,64}$"
+"""What a site may be called."""
 LONGEST_SOCKET = 100
 """Characters of a socket's path; systems take about so many."""
+
+
+def address(value: str) -> str:
+    """A host and a port.
+
+    Raises:
+        ValueError: It is none.
+
+    >>> address("superlink.example.org:8000")
+    'superlink.example.org:8000'
+    """
+    host, _, port = value.rpartition(":")
+    if not re.fullmatch(r"[\w.-]+", host) or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ValueError("write HOST:PORT, such as superlink.example.org:8000")
+    return value
 
 
 class Limits(Section):
@@ -53,10 +71,22 @@ class OwnData(Section):
     """Columns that are no inputs."""
 
 
+def within(folder: Path, path: str) -> Path:
+    """A path from a folder.
+
+    Raises:
+        ConfigError: It begins with the home of nobody.
+    """
+    try:
+        return folder / Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"The path {path!r} begins with the home of a user who is not here.") from error
+
+
 class SiteConfig(Section):
     """A site. Paths are relative to the file."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     """What messages call the site."""
     client: Annotated[int, Field(ge=0)]
     """Its number among the experiment's clients, from 0."""
@@ -64,7 +94,7 @@ class SiteConfig(Section):
     """The experiment that the site has agreed to, or a folder of several. It trains nothing else."""
     data: OwnData | Literal["split"] = "split"
     """The site's own samples; ``split`` takes the client's part of the experiment's data, for a rehearsal."""
-    superlink: str = "127.0.0.1:8000"
+    superlink: Annotated[str, AfterValidator(address)] = "127.0.0.1:8000"
     """Host and port of the SuperLink."""
     ca: str = "ca.crt"
     """Certificate of the CA that signed the SuperLink's."""
@@ -85,7 +115,7 @@ class SiteConfig(Section):
 
     def path(self, name: str, folder: Path) -> Path:
         """A path of the configuration, from the folder that it lies in."""
-        return folder / Path(getattr(self, name)).expanduser()
+        return within(folder, getattr(self, name))
 
 
 def load_site(path: Path) -> SiteConfig:

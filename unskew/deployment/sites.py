@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unskew.deployment.agreement import PROTOCOL
-from unskew.deployment.arrays import Nonsense
+from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.conversation import Conversation
 from unskew.deployment.link import Link
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import EngineError
 
 POLL = 0.2
-NODES = 2.0
+NODES = 0.5
 """Seconds between two looks at answers, and at which SuperNodes are connected."""
 SILENCE = 300.0
 """Seconds without an answer after which the user is told who is waited for."""
@@ -85,9 +85,9 @@ class Sites:
         what = "it is excluded from the run" if count == most else f"{count} of {most}, then it is excluded"
         self.tell(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
 
-    def connected(self, at_once: bool = False) -> set[int]:
-        """The nodes that Flower sees, looked up every other second."""
-        if at_once or time.monotonic() - self._looked > NODES:
+    def connected(self) -> set[int]:
+        """The nodes that Flower sees, looked up twice a second."""
+        if time.monotonic() - self._looked > NODES:
             self._connected, self._looked = set(self.link.nodes()), time.monotonic()
         return self._connected
 
@@ -183,7 +183,7 @@ class Sites:
             Nonsense: It does not, or the site has refused.
         """
         if frame.kind == "refused":
-            raise Nonsense(f"it says: {frame.config.get('reason', 'nothing')}")
+            raise Nonsense(f"it says: {plainly(frame.config.get('reason', 'nothing'))}")
         if frame.kind != "forgotten" and (frame.config.get("run"), frame.config.get("attempt")) != (self.run, attempt):
             raise Nonsense("it answers something else than what was asked")
         return frame

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.data.reading.tables import Source
 from unskew.deployment.agreement import Reference
 from unskew.deployment.arrays import Nonsense, blobs, picked
-from unskew.deployment.holdings import OnlyOne, alone, own, own_source, split
+from unskew.deployment.holdings import Holding, OnlyOne
 from unskew.deployment.masks import Masks
 from unskew.deployment.messages import Terms, cast_in, text, update_frame, whole
 from unskew.deployment.received import Received
@@ -23,7 +21,6 @@ from unskew.deployment.state import SiteState
 from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
-from unskew.errors import ConfigError
 from unskew.methods.catalogue import method as method_of
 from unskew.options import untrusted
 from unskew.protocol.messages import Broadcast, Update
@@ -35,42 +32,36 @@ from unskew.simulation.slices import complement
 from unskew.tasks.catalogue import TASKS
 
 
+def held(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
+    """What the server is told of how much a site holds."""
+    return {"client": site.client, "name": site.name, "examples": examples, "held_out": held_out}
+
+
 class Work:
     """One experiment at one site.
 
     Args:
         site: The site.
-        folder: Where its configuration lies.
         config: The experiment.
         reference: What the server says of the data.
-        source: The site's own samples, if they are read already.
+        holding: The site's samples.
 
     Raises:
         ConfigError: The experiment cannot be carried out here.
         DataError: The site's data do not fit.
     """
 
-    def __init__(
-        self, site: SiteConfig, folder: Path, config: Experiment, reference: Reference, source: Source | None = None
-    ):
-        self.site, self.folder, self.config, self.reference = site, folder, config, reference
+    def __init__(self, site: SiteConfig, config: Experiment, reference: Reference, holding: Holding):
+        self.site, self.config, self.reference = site, config, reference
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
-        if site.data == "split":
-            data, mine, total = split(config, site.client)
-            reference.check(mine, f"The site {site.name}")
-        elif config.clients is None:
-            raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
-        else:
-            data = own(site, own_source(site, config, folder) if source is None else source, reference)
-            total = config.clients
-        federation = alone(data, total, reference)
+        federation = holding.federation(reference, config.loss)
         with self._guarded():
             self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = as_wanted(federation, self.spec)
-        self.original, self.total = federation, total
+        self.original, self.total = federation, holding.total
         self.terms = Terms(self.method, self.spec, site.limits.norm, int(site.limits.megabytes * 1e6))
-        self.evaluator = Evaluator(self.spec, federation, TASKS[federation.task], self.device)
+        self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
 
     def _guarded(self) -> AbstractContextManager[None]:
@@ -89,14 +80,10 @@ class Work:
 
     def facts(self, data: ClientData) -> Frame:
         """What the server is told of some of the site's samples: how many, of which classes."""
-        counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.classes).to(torch.int64)
-        config = {
-            "client": self.site.client,
-            "name": self.site.name,
-            "examples": data.examples,
-            "held_out": len(data.y_test),
-            "parameters": self.spec.size,
-        }
+        counts = torch.zeros(0, dtype=torch.int64)
+        if self.reference.counted:
+            counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
+        config = {**held(self.site, data.examples, len(data.y_test)), "parameters": self.spec.size}
         return Frame("facts", config, {}, blobs("facts", {"class_counts": counts}))
 
     def trainer(self, received: Received, counted: int | None, epochs: int | None) -> LocalTrainer:
@@ -114,7 +101,7 @@ class Work:
             self.spec,
             federation,
             self.method.client,
-            TASKS[federation.task],
+            federation.objective,
             training,
             self.config.seed,
             self.device,

@@ -27,6 +27,7 @@ class Choice(NamedTuple):
         dates: These hold dates.
         missing: What is done to missing numbers: ``refuse``, ``mean``, or ``indicator``, which also says where they were.
         regression: Whether the label is a number.
+        agreed: Whether columns are those that others have, too: then one may be empty here, and one that is excluded absent.
     """
 
     features: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
     dates: tuple[str, ...] = ()
     missing: str = "refuse"
     regression: bool = False
+    agreed: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -64,7 +66,12 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
     check_named(table, label, choice, name)
     done = {field.name: role(table.column(field.name), field.name, label, choice) for field in table.schema}
     for column in choice.features:
-        if done[column].removesuffix(f", and {DIVIDES}") == INPUT and not is_numeric(table.column(column).type):
+        empty = choice.agreed and is_empty(table.column(column).type)
+        if (
+            done[column].removesuffix(f", and {DIVIDES}") == INPUT
+            and not empty
+            and not is_numeric(table.column(column).type)
+        ):
             reason = left_out(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
     if choice.mixed:
@@ -107,7 +114,7 @@ def beside_images(table: Any, label: tuple[str, ...], image: str, choice: Choice
 
 def check_named(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> None:
     """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label."""
-    for field in ("features", "exclude", "categories", "dates"):
+    for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
         for column in getattr(choice, field):
             if column not in table.column_names and not (field == "categories" and choice.categories == AUTO):
                 raise DataError(f"{name}, {field}: {unknown('column', column, table.column_names)}")
@@ -147,11 +154,11 @@ def kind_of(column: Any, name: str, choice: Choice) -> str | None:
         DataError: It holds something else.
     """
     if name in choice.dates:
-        if not is_date(column.type):
+        if not is_date(column.type) and not (choice.agreed and is_empty(column.type)):
             raise DataError(f"The column {name!r} of dates holds {column.type}; write dates as 2024-01-31.")
         return DATE
     if name in choice.categories and choice.categories != AUTO:
-        if not is_category(column.type):
+        if not is_category(column.type) and not (choice.agreed and is_empty(column.type)):
             raise DataError(
                 f"The column {name!r} of categories holds {column.type}; categories are text, whole numbers, true or false."
             )
@@ -190,6 +197,13 @@ def left_out(column: Any) -> str:
     if not is_string(column.type):
         return f"left out: {column.type}"
     return "left out: decimal commas, write points" if has_decimal_commas(column) else "left out: text"
+
+
+def is_empty(kind: Any) -> bool:
+    """Whether a pyarrow type is that of a column without any value."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_null(kind))
 
 
 def is_numeric(kind: Any) -> bool:

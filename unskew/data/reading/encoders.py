@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import is_category, is_date, is_numeric, is_string
-from unskew.data.statistics import MOMENTS, bytes_of, moments
+from unskew.data.statistics import MOMENTS, bytes_of, counted, moments, squares
 from unskew.errors import DataError
 
 Kind = Literal["number", "category", "date"]
@@ -188,44 +188,68 @@ def categories_of(encoders: Sequence[Encoder]) -> tuple[int, ...]:
     return (*(len(one.values) + 1 if one.kind == "category" else 0 for one in encoders), *[0] * marks)
 
 
+class Told(NamedTuple):
+    """What a client tells first of the rows that it trains on.
+
+    Attributes:
+        rows: How many.
+        counts: Values of each column that is no category.
+        sums: Their sums.
+        values: The values of each category.
+    """
+
+    rows: int
+    counts: np.ndarray
+    sums: np.ndarray
+    values: tuple[tuple[str, ...], ...]
+
+
+def numeric(known: Sequence[Encoder]) -> list[int]:
+    """Columns that are no categories."""
+    return [j for j, one in enumerate(known) if one.kind != "category"]
+
+
+def told(x: np.ndarray, known: Sequence[Encoder]) -> Told:
+    """What a client tells of its columns ``x [n_k, f]``, which were read with the encoders ``known``."""
+    coded = [(x[:, j], one) for j, one in enumerate(known) if one.kind == "category"]
+    there = [[one.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, one in coded]
+    return Told(len(x), *counted(x[:, numeric(known)].astype(np.float64)), tuple(map(tuple, there)))
+
+
+def squared(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
+    """What it tells then: squared distances from the mean of all clients."""
+    return squares(x[:, numeric(known)].astype(np.float64), mean)
+
+
 def fit(
-    x: Tensor, rows: Tensor, offsets: np.ndarray, splits: np.ndarray, known: Sequence[Encoder], indicate: bool
+    known: Sequence[Encoder],
+    indicate: bool,
+    first: Sequence[Told],
+    second: Callable[[np.ndarray], Iterable[np.ndarray]],
 ) -> Fitted:
     """Fit the encoders by what each client has to train on.
 
     Args:
-        x: Columns as they were read, ``[n, f]``.
-        rows: The rows of all clients, client by client.
-        offsets: Where each client's begin.
-        splits: Where those begin that it holds out.
         known: The encoders that the columns were read with.
         indicate: Whether missing numbers get a further input.
+        first: What each client ``told``.
+        second: From the mean to what each ``squared``.
 
     Raises:
         DataError: No client has any value of a column.
     """
-    values, order = x.numpy(), rows.numpy()
-    numeric = [j for j, one in enumerate(known) if one.kind != "category"]
-
-    def clients(columns: Sequence[int]) -> Iterator[np.ndarray]:
-        for start, stop in zip(offsets[:-1], splits, strict=True):
-            yield values[order[start:stop]][:, columns].astype(np.float64)
-
-    told = np.full((len(splits), 2), MOMENTS * len(numeric), np.int64)
-    encoders = list(known)
-    if numeric:
-        found = moments(lambda: clients(numeric), [known[j].name for j in numeric])
-        total = int((splits - offsets[:-1]).sum())
-        for place, j in enumerate(numeric):
+    numbers, encoders = numeric(known), list(known)
+    sent = np.full((len(first), 2), MOMENTS * len(numbers), np.int64)
+    if numbers:
+        found = moments(((one.counts, one.sums) for one in first), second, [known[j].name for j in numbers])
+        total = sum(one.rows for one in first)
+        for place, j in enumerate(numbers):
             marks = indicate and int(found.counts[place]) < total
             mean, std = float(found.mean[place]), float(found.std[place])
             encoders[j] = replace(known[j], mean=mean, std=std, marks=marks)
-    for j, one in enumerate(known):
-        if one.kind != "category":
-            continue
-        held = [np.unique(part[:, 0]).astype(np.int64) for part in clients([j])]
-        there = sorted({int(code) for part in held for code in part} - {0})
-        encoders[j] = replace(one, values=tuple(one.values[code - 1] for code in there))
-        told[:, 0] += [bytes_of([one.values[code - 1] for code in part.tolist() if code]) for part in held]
-        told[:, 1] += bytes_of(encoders[j].values)
-    return Fitted(tuple(encoders), tuple(known), told)
+    for place, j in enumerate(j for j, one in enumerate(known) if one.kind == "category"):
+        held = [one.values[place] for one in first]
+        encoders[j] = replace(known[j], values=tuple(sorted(set().union(*held))))
+        sent[:, 0] += [bytes_of(values) for values in held]
+        sent[:, 1] += bytes_of(encoders[j].values)
+    return Fitted(tuple(encoders), tuple(known), sent)

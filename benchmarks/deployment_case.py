@@ -1,0 +1,213 @@
+"""One case of ``benchmarks.deployment``: a run over real SuperNodes, and what it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from unskew.config.reading import experiment
+from unskew.deployment.places import Local
+from unskew.deployment.run import Deployment, run
+
+WIDTHS = {"62k": 214, "11M": 3280, "110M": 10450}
+"""Of the two hidden layers, by the number of parameters that they make."""
+STARTING = 600.0
+"""Seconds in which all sites must be connected."""
+SPARE = 1500
+"""Megabytes of memory that must be left; a case that takes more is ended."""
+
+
+class Meter:
+    """Hands connections on to a port and counts the bytes each way."""
+
+    def __init__(self, to: int):
+        self.to, self.up, self.down = to, 0, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                inner, _ = self.listener.accept()
+                outer = socket.create_connection(("127.0.0.1", self.to))
+            except OSError:
+                return
+            for source, sink, way in ((inner, outer, "up"), (outer, inner, "down")):
+                threading.Thread(target=self._hand_on, args=(source, sink, way), daemon=True).start()
+
+    def _hand_on(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+        try:
+            while data := source.recv(1 << 18):
+                sink.sendall(data)
+                setattr(self, way, getattr(self, way) + len(data))
+        except OSError:
+            pass
+        finally:
+            for one in (source, sink):
+                one.close()
+
+
+def processor_seconds(groups: Sequence[int]) -> float:
+    """What the processes of some process groups have taken so far, of those that live."""
+    total, tick = 0.0, os.sysconf("SC_CLK_TCK")
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) in groups:
+            total += sum(int(value) for value in fields[11:15]) / tick
+    return total
+
+
+def available() -> float:
+    """Megabytes of memory that are free, or could be."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1024
+
+
+def peak_of(process: int) -> float:
+    """The largest memory of a process so far, in megabytes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+class Memory(threading.Thread):
+    """Watches what all processes of the machine take beyond what they took at first.
+
+    Args:
+        stop: Called when hardly any is left.
+    """
+
+    def __init__(self, stop: Callable[[], None]):
+        super().__init__(daemon=True)
+        self.stop, self.before, self.least = stop, available(), available()
+
+    def run(self) -> None:
+        """Look twice a second."""
+        while True:
+            self.least = min(self.least, available())
+            if self.least < SPARE:
+                self.stop()
+            time.sleep(0.5)
+
+    @property
+    def taken(self) -> float:
+        """Megabytes at most."""
+        return self.before - self.least
+
+
+def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
+    """A line of the table, in this process."""
+    config = experiment(
+        {
+            "data": "digits",
+            "partition": "iid",
+            "clients": sites,
+            "model": "mlp",
+            "rounds": rounds,
+            "model_options": {"hidden": [WIDTHS[size], WIDTHS[size]]},
+            "local_steps": 1,
+            "batch_size": 8,
+            "eval_clients": 0,
+        }
+    )
+    meters: list[Meter] = []
+
+    class Metered(Local):
+        """Its SuperNodes reach the SuperLink through the meter."""
+
+        def _supernode(self, client: int) -> Any:
+            port = int(self.superlink.address.rpartition(":")[2])
+            if not meters:
+                meters.append(Meter(port))
+            inside, self.superlink = (
+                self.superlink,
+                type(self.superlink)(f"127.0.0.1:{meters[0].port}", self.superlink.ca, self.superlink.home),
+            )
+            try:
+                return super()._supernode(client)
+            finally:
+                self.superlink = inside
+
+        def connected(self) -> bool:
+            """Whether every site has read its data and is let in."""
+            logs = {path.name: path.read_text(errors="replace") for path in self.logs.glob("site-*.log")}
+            nodes = [text for name, text in logs.items() if name.endswith("-supernode.log")]
+            own = [text for name, text in logs.items() if not name.endswith("-supernode.log")]
+            return sum("SuperNode ID" in text for text in nodes) == sum(" answers at " in t for t in own) == self.sites
+
+    rows: list[dict[str, Any]] = []
+    crossed: list[int] = []
+    superlink: list[float] = []
+
+    class Follower:
+        """Notes the bytes at the end of each round."""
+
+        def start(self, config: Any, rounds_done: int) -> None:
+            crossed.append(meters[0].up + meters[0].down)
+
+        def round(self, row: dict[str, Any]) -> None:
+            rows.append(row)
+            assert place.main is not None, "it was started"
+            superlink.append(peak_of(place.main.pid))
+            crossed.append(meters[0].up + meters[0].down)
+
+        def end(self, summary: Any) -> None:
+            pass
+
+    place = Metered("benchmark", sites, [config])
+
+    def stop() -> None:
+        place.close()
+        print(json.dumps({"failed": "it takes more memory than there is"}), flush=True)
+        os._exit(0)
+
+    memory = Memory(stop)
+    memory.start()
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            place.start()
+            end = time.monotonic() + STARTING
+            while not place.connected():
+                if time.monotonic() > end:
+                    return {"failed": f"not all sites were connected within {STARTING:g} s"}
+                time.sleep(0.5)
+            time.sleep(5.0)
+            groups, before = [child.pid for child in place.family.children], time.monotonic()
+            taken = processor_seconds(groups)
+            time.sleep(idle)
+            share = (processor_seconds(groups) - taken) / (time.monotonic() - before)
+            result = run(
+                config, Deployment(megabytes=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, place
+            )
+        finally:
+            place.close()
+            place.forget()
+    counted, wire = rows[-1]["bytes_up"] + rows[-1]["bytes_down"], crossed[-1] - crossed[0]
+    seconds = [row["seconds"] for row in rows]
+    each = [after - before for before, after in zip([0.0, *seconds], seconds, strict=False)]
+    return {
+        "exact_parameters": result.summary["parameters"],
+        "rounds": len(rows),
+        "seconds": each,
+        "round_seconds": median(each[1:] or each),
+        "bytes_counted": counted,
+        "bytes_on_the_wire": wire,
+        "ratio": wire / counted,
+        "resent": rows[-1].get("sites_resent", 0),
+        "idle_processor_share": share,
+        "run_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "superlink_megabytes": superlink[-1],
+        "all_megabytes": memory.taken,
+    }

@@ -1,0 +1,152 @@
+"""Samples that are divided among clients, before and after what sums over all clients say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from unskew.data.clients import DrawnClients, take
+from unskew.data.federation import Federation, ServerData
+from unskew.data.maps import piece_of
+from unskew.data.normalisation import Normalisation
+from unskew.data.partition.make import Partition
+from unskew.data.partition.spelling import parse
+from unskew.data.reading.encoders import Fitted, fit, squared, told
+from unskew.data.reading.tables import Source, Table, normalisation_of
+from unskew.data.spec import DataSpec
+from unskew.data.targets import standardised
+from unskew.tasks.regression import Regression
+
+
+class Known(NamedTuple):
+    """What sums over all clients say.
+
+    Attributes:
+        columns: Of a table of mixed columns, what becomes of them.
+        targets: Of regression, their scale.
+        told: Bytes that each client sent and received for it, ``[K, 2]``; None if there were none.
+    """
+
+    columns: Fitted | None = None
+    targets: Regression | None = None
+    told: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A source, and who holds which of its samples.
+
+    Attributes:
+        spec: What was asked for; ``named`` is the same before its files were at hand.
+        seed: With which seed.
+        source: The samples.
+        train: Those that are divided; ``test``: those to evaluate on.
+        at_server: Those at the server.
+        parts: Who holds what.
+        rows: Rows of ``train`` client by client, in each client's own order.
+        splits: Where in ``rows`` those begin that a client holds out.
+    """
+
+    spec: DataSpec
+    named: DataSpec
+    seed: int
+    source: Source
+    train: Table
+    test: Table
+    at_server: ServerData | None
+    parts: Partition
+    rows: Tensor
+    splits: np.ndarray
+
+    def client(self, k: int) -> tuple[Table, Table]:
+        """What a client has to train on and what it holds out, as it was read."""
+        start, split, stop = int(self.parts.offsets[k]), int(self.splits[k]), int(self.parts.offsets[k + 1])
+        first, held = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
+        x, y = self.train.x, self.train.y
+        return Table(take(x, first), y[first], {}), Table(take(x, held), y[held], {})
+
+    def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
+        """What each client has to train on of one value for every row."""
+        order = self.rows.numpy()
+        spans = zip(self.parts.offsets[:-1], self.splits, strict=True)
+        return (values[order[start:stop]] for start, stop in spans)
+
+    def known(self) -> Known:
+        """What the clients' sums say."""
+        columns, targets, total = None, None, None
+        if self.source.encoders:
+            before, x = self.source.encoders, self.train.x.numpy()
+            columns = fit(
+                before,
+                self.source.indicate,
+                [told(part, before) for part in self._each(x)],
+                lambda mean: (squared(part, before, mean) for part in self._each(x)),
+            )
+            total = columns.told
+        if self.source.task == "regression":
+            y = self.train.y.numpy()
+            targets, sent = standardised(lambda: self._each(y), self.source.class_names)
+            total = sent if total is None else total + sent
+        return Known(columns, targets, total)
+
+    def federation(self, known: Known) -> Federation:
+        """The federation, with inputs and targets as the clients' sums make them."""
+        source, train, test, at_server, rows = self.source, self.train, self.test, self.at_server, self.rows
+        y, offsets, spec = train.y[rows], self.parts.offsets, self.spec
+        normalisation: Normalisation | None
+        if known.columns is not None:
+            apply = known.columns.apply
+            train, test = (replace(part, x=apply(part.x)) for part in (train, test))
+            at_server = None if at_server is None else replace(at_server, x=apply(at_server.x))
+            normalisation = known.columns.normalisation
+        elif len(y) == len(train):
+            normalisation = source.normalisation
+        else:
+            normalisation = normalisation_of(take(train.x, rows))
+        if known.targets is not None:
+            scaled = known.targets.standardise
+            y, test = scaled(y), replace(test, y=scaled(test.y))
+            at_server = None if at_server is None else replace(at_server, y=scaled(at_server.y))
+        in_file = piece_of(train.x) is not None
+        clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, self.splits, in_file)
+        clients.source = self.named, self.seed
+        return Federation(
+            clients=clients,
+            test=(test.x, test.y),
+            server=at_server,
+            task=source.task,
+            classes=source.classes,
+            normalisation=normalisation,
+            class_names=source.class_names,
+            name=source.name,
+            partition=self.parts.name,
+            fingerprint=self.parts.fingerprint,
+            client_names=self.parts.names,
+            kinds=kinds_of(self.parts, train, spec.partition) if source.task == "language" else None,
+            columns=source.columns,
+            encoders=() if known.columns is None else known.columns.encoders,
+            trained_for=known.targets,
+            told=known.told,
+        )
+
+
+def ranged(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
+    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``."""
+    return take(x, rows[offsets[k] + start : offsets[k] + stop])
+
+
+def kinds_of(parts: Partition, train: Table, partition: object) -> tuple[np.ndarray, tuple[str, ...]] | None:
+    """How many rows of each value of the partition's column each client holds, ``[K, G]``, and these values; else None."""
+    column = parse(partition)[1] if isinstance(partition, str) and partition.startswith(("natural:", "sorted:")) else ""
+    if not column:
+        return None
+    names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
+    if len(names) > 100:  # numbers rather than kinds
+        return None
+    held = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
+    return np.stack(held), tuple(names.tolist())

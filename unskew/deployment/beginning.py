@@ -1,0 +1,149 @@
+"""What is checked and agreed on before the first round: method, model, and what all sites hold together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.data.divided import Divided
+from unskew.data.federation import Federation
+from unskew.data.objective import trained_for
+from unskew.deployment.agreement import Reference, digest_of
+from unskew.deployment.masked_engine import check_maskable
+from unskew.deployment.plan import Deployment
+from unskew.deployment.preparing import everyone, federation_of_sites
+from unskew.deployment.presence import check_late
+from unskew.deployment.settling import known_of
+from unskew.deployment.sites import Sites
+from unskew.deployment.thin.frames import Frame
+from unskew.errors import ConfigError
+from unskew.models.vector import ModelSpec
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.rules import Method
+from unskew.protocol.workspace import Prepared
+from unskew.runs.checks import check_method, weights_of
+from unskew.runs.model import as_wanted
+from unskew.simulation.sampler import Sampler
+
+
+def checked(
+    config: Experiment, deployment: Deployment, reference: Federation, method: Method, total: int
+) -> tuple[ModelSpec, list[str]]:
+    """See ``check_method``; also refuse what the way of deployment forbids.
+
+    Raises:
+        ConfigError: It does.
+    """
+    reference = trained_for(reference, config.loss, config.class_weights)
+    spec, warnings = check_method(config, reference, None, method)
+    if deployment.asynchronous:
+        delay = config.network.model_copy(update={"delay": "fixed:1"})
+        try:
+            check_method(config.model_copy(update={"network": delay}), reference, None, method)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("network.delay", "--asynchronous")) from error
+    cohort = Sampler(total, config.participation, config.seed).size
+    sums = Reference.of(reference).needs_sums
+    if deployment.quorum is not None:
+        if deployment.quorum > total:
+            raise ConfigError(
+                f"quorum={deployment.quorum} sites can never be there: the experiment has {total} clients."
+            )
+        if sums or config.class_weights == "balanced":
+            what = "the scale of columns and targets" if sums else "class_weights: balanced"
+            remedy = "" if sums else ", or give class_weights as a list"
+            raise ConfigError(
+                f"{what} needs sums over all sites before the first round, so none can come later. Leave --quorum "
+                f"out{remedy}."
+            )
+        cohort = min(cohort, deployment.quorum)
+        check_late(method, spec, replace(FederationFacts.of(reference), weights=weights_of(config, method)))
+    if config.secure_aggregation == "required":
+        if sums:
+            raise ConfigError(
+                "Means and deviations of columns and targets come from each site's own sums, which are not masked, but "
+                "secure_aggregation=required lets the server see sums of all sites only. Let the sites bring numbers to one "
+                "scale themselves and leave task, missing, categories and dates out, or turn it off."
+            )
+        check_maskable(method, cohort, deployment.asynchronous)
+    return spec, warnings
+
+
+def about(config: Experiment, reference: Reference) -> dict[str, Any]:
+    """What every message says: to which experiment it belongs, and what the data are."""
+    return {"digest": digest_of(config), **reference.config()}
+
+
+def first_words(config: Experiment, federation: Federation) -> dict[str, Any]:
+    """The same before the sites have told their sums, where these matter."""
+    reference = Reference.of(federation)
+    return about(config, reference.open if reference.needs_sums else reference)
+
+
+def agree(
+    config: Experiment,
+    deployment: Deployment,
+    method: Method,
+    drawn: Divided,
+    reference: Federation,
+    spec: ModelSpec,
+    frames: dict[int, Frame],
+    sites: Sites,
+    total: int,
+) -> tuple[Federation, ModelSpec]:
+    """What the sites hold as the server knows it, once they have told their sums, and the model for it.
+
+    Args:
+        config: The experiment.
+        deployment: How it is deployed.
+        method: Its method.
+        drawn: The experiment's data at the server, before anything is known of them.
+        reference: The same data afterwards.
+        spec: The model for these.
+        frames: What each site said first.
+        sites: The sites; from here on every message tells them what is known.
+        total: Clients of the experiment.
+
+    Raises:
+        ConfigError: A site does not fit.
+        EngineError: One does not answer, or tells what cannot be.
+    """
+    sums, own = Reference.of(reference).needs_sums, deployment.own_data
+    if sums:
+        reference = drawn.federation(known_of(drawn, frames, sites))
+        spec, _ = checked(config, deployment, reference, method, total)
+        reference = as_wanted(reference, spec)
+        sites.about = about(config, Reference.of(reference))
+        frames = everyone(sites, {k: Frame("hello") for k in frames}, "facts", lambda client, frame: frame)
+    check_parameters(frames, spec.size, sites)
+    federation = federation_of_sites(reference, frames, sites.names, not own, total)
+    federation = trained_for(federation, config.loss, config.class_weights)
+    told = Reference.of(federation)
+    sites.about = about(config, told)
+    if sums and own:  # a run is not resumed where the sums have changed
+        text = json.dumps(told.config(), sort_keys=True)
+        federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
+    return federation, spec
+
+
+def budget_of(config: Experiment, prepared: Prepared) -> dict[str, int]:
+    """What a data rule has changed of the clients' budget, beside what differs between clients."""
+    before, after = config.training.local_epochs, prepared.training.local_epochs
+    return {"local_epochs": after} if after is not None and after != before else {}
+
+
+def check_parameters(frames: dict[int, Frame], size: int, sites: Sites) -> None:
+    """Refuse sites that have built another model.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for client, frame in frames.items():
+        if frame.config.get("parameters") != size:
+            raise ConfigError(
+                f"{sites.name(client)} has built a model with {frame.config.get('parameters')} parameters, not {size}; "
+                "install the same versions everywhere."
+            )

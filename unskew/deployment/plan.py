@@ -1,0 +1,116 @@
+"""How a run is deployed: kept beside the run, so that it can be resumed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from unskew.config.experiment import Experiment
+from unskew.deployment.places import Given, Local
+from unskew.deployment.site_config import address
+from unskew.deployment.sites import Patience
+from unskew.errors import CheckpointError, ConfigError
+from unskew.files import write_atomic
+
+FILE = "deployment.json"
+"""In a run folder: how it was deployed, so that it can be resumed."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a run is carried out over sites.
+
+    Attributes:
+        run: Its identity, which ties what sites keep to it.
+        local: Sites on this machine; None: there is a SuperLink already.
+        folder: Of the deployment, where there is one.
+        address: Of its SuperLink.
+        own_data: Whether the sites have data of their own.
+        gathering: Seconds in which all sites must be there.
+        patience: Of a round.
+        asynchronous: Whether updates are taken in as they come, in later rounds, too.
+        quorum: Sites that must be there for the run, and for each round, to begin; None: all, and who leaves is waited for.
+        megabytes: Largest message.
+        norm: Largest norm of a tensor that is taken.
+    """
+
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    local: int | None = None
+    folder: str | None = None
+    address: str | None = None
+    own_data: bool = False
+    gathering: float = 600.0
+    patience: Patience = field(default_factory=Patience)
+    asynchronous: bool = False
+    quorum: int | None = None
+    megabytes: float = 2048.0
+    norm: float = 1e6
+
+    def place(self, config: Experiment) -> Given:
+        """Where its SuperLink and its sites are.
+
+        Raises:
+            ConfigError: It does not say where.
+        """
+        if self.local is not None:
+            return Local(self.run, self.local, [config])
+        if self.folder is None or self.address is None:
+            raise ConfigError(
+                "Say where the sites are: --local N starts them here, --folder and --superlink name others."
+            )
+        return Given(Path(self.folder), self.address)
+
+    def check(self) -> None:
+        """Refuse numbers that make no sense.
+
+        Raises:
+            ConfigError: There are some.
+        """
+        if self.address is not None:
+            try:
+                address(self.address)
+            except ValueError as error:
+                raise ConfigError(f"superlink={self.address} is no address: {error}.") from error
+        patience = self.patience
+        for name, value in (
+            ("local", self.local),
+            ("least", patience.least),
+            ("faults", patience.faults),
+            ("quorum", self.quorum),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be 1 at least.")
+        for name, seconds in (("deadline", patience.deadline), ("gathering", self.gathering)):
+            if seconds is not None and not 0 < seconds < 1e9:
+                raise ConfigError(f"{name}={seconds} is no number of seconds.")
+        for name, most in (("megabytes", self.megabytes), ("norm", self.norm)):
+            if not 0 < most < 1e12:
+                raise ConfigError(f"{name}={most} must be above 0.")
+        if patience.short not in ("wait", "go", "stop"):
+            raise ConfigError(f"short={patience.short!r} is none of wait, go and stop.")
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a run folder."""
+        write_atomic(folder / FILE, json.dumps(asdict(self), indent=2).encode())
+
+    @staticmethod
+    def read(folder: Path) -> Deployment:
+        """Inverse of ``write``.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        try:
+            values = json.loads((folder / FILE).read_bytes())
+            one = Deployment(**{**values, "patience": Patience(**values["patience"])})
+            one.check()
+            return one
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{folder / FILE} cannot be read ({error}), so the run cannot go on.") from error
+
+
+def is_deployed(folder: Path) -> bool:
+    """Whether a run folder is that of a deployed run."""
+    return (folder / FILE).is_file()

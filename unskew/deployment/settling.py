@@ -1,0 +1,181 @@
+"""What sums over all sites say of data, before the first round: scales of columns and targets, and categories.
+
+A site answers the first question with its counts and sums, and with its categories; then the server asks for squared
+distances from the mean of all. With these it knows what a simulation knows, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.divided import Divided, Known
+from unskew.data.reading.encoders import Encoder, Told, fit, numeric, squared, told
+from unskew.data.statistics import MOMENTS, bytes_of, counted, means, moments, squares
+from unskew.data.targets import bytes_of_targets, scaled_by
+from unskew.deployment.arrays import Nonsense, blobs, record_of
+from unskew.deployment.holdings import Holding
+from unskew.deployment.messages import text
+from unskew.deployment.preparing import everyone
+from unskew.deployment.sites import Sites
+from unskew.deployment.thin.frames import Blob, Frame
+from unskew.errors import ConfigError, DataError, EngineError
+from unskew.protocol.messages import Tensors
+from unskew.tasks.regression import Regression
+
+LONGEST = 1000
+"""Characters of a category's value."""
+
+
+def own_sums(holding: Holding) -> tuple[dict[str, Blob], str]:
+    """What a site tells first: how many values its columns and targets have and their sums; and its categories as JSON."""
+    columns, targets = parts_of(holding)
+    first = told(columns, holding.source.encoders)
+    counts, sums = counted(targets)
+    both = {"counts": np.concatenate([first.counts, counts]), "sums": np.concatenate([first.sums, sums])}
+    return blobs("sums", tensors_of(both)), json.dumps(first.values, ensure_ascii=False)
+
+
+def own_squares(holding: Holding, mean: Tensor) -> dict[str, Blob]:
+    """What a site tells then: squared distances from the mean of all.
+
+    Raises:
+        Nonsense: There is not one mean for each column and target.
+    """
+    columns, targets = parts_of(holding)
+    width = len(numeric(holding.source.encoders))
+    if mean.dtype != torch.float64 or tuple(mean.shape) != (width + targets.shape[1],) or not mean.isfinite().all():
+        raise Nonsense("it does not have a mean for each column")
+    both = mean.numpy()
+    found = [squared(columns, holding.source.encoders, both[:width]), squares(targets, both[width:])]
+    return blobs("sums", tensors_of({"squares": np.concatenate(found)}))
+
+
+def parts_of(holding: Holding) -> tuple[np.ndarray, np.ndarray]:
+    """The columns and the targets that a site trains on; without any of them an array of no width."""
+    rows, nothing = holding.train, np.zeros((len(holding.train), 0))
+    regression = holding.source.task == Regression.name
+    return rows.x.numpy() if holding.source.encoders else nothing, rows.y.numpy() if regression else nothing
+
+
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> Tensors:
+    """Arrays as tensors; counts are whole numbers."""
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
+
+
+def said(holding: Holding) -> list[str]:
+    """For the administrator of a site: what leaves it for these sums."""
+    encoders, lines = holding.source.encoders, []
+    names = [encoders[j].name for j in numeric(encoders)]
+    names += list(holding.source.class_names) if holding.source.task == Regression.name else []
+    if names:
+        lines.append(
+            f"of each of {', '.join(names)}: how many values, their sum, and the sum of squared distances from the mean of "
+            f"all sites; {MOMENTS * len(names)} bytes"
+        )
+    coded = [one.name for one in encoders if one.kind == "category"]
+    for name, values in zip(coded, told(parts_of(holding)[0], encoders).values, strict=True):
+        shown = ", ".join(values[:20]) + (f" and {len(values) - 20} more" if len(values) > 20 else "")
+        lines.append(f"the values of the category {name}: {shown or 'none'}; {bytes_of(values)} bytes")
+    return lines
+
+
+def first_in(
+    frame: Frame, examples: int, known: Sequence[Encoder], targets: int
+) -> tuple[Told, np.ndarray, np.ndarray]:
+    """What a site told first: of its columns, and counts and sums of its targets.
+
+    Raises:
+        Nonsense: It cannot be.
+    """
+    arrays, width = record_of(frame, "sums"), len(numeric(known))
+    counts, sums = (vector(arrays, name, width + targets) for name in ("counts", "sums"))
+    if not ((counts >= 0) & (counts <= examples)).all() or not (counts[width:] == examples).all():
+        raise Nonsense(f"it counts more values than its {examples} samples can have")
+    try:
+        values = json.loads(text(frame.config, "values"))
+        coded = len(known) - width
+        lists = isinstance(values, list) and len(values) == coded and all(isinstance(some, list) for some in values)
+        if not lists or not all(isinstance(v, str) and len(v) <= LONGEST for some in values for v in some):
+            raise ValueError
+        if any(len(set(some)) < len(some) or len(some) > examples for some in values):
+            raise ValueError
+    except (ValueError, RecursionError) as error:
+        raise Nonsense("its categories cannot be read") from error
+    return Told(examples, counts[:width], sums[:width], tuple(map(tuple, values))), counts[width:], sums[width:]
+
+
+def vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
+    """So many finite numbers of a message: whole ones for ``counts``.
+
+    Raises:
+        Nonsense: They are others.
+    """
+    found = arrays.get(name)
+    wanted = torch.int64 if name == "counts" else torch.float64
+    if found is None or found.dtype != wanted or tuple(found.shape) != (size,) or not found.isfinite().all():
+        raise Nonsense(f"its {name} are not {size} finite numbers")
+    if name == "squares" and (found < 0).any():
+        raise Nonsense("a sum of squares is negative")
+    return found.numpy()
+
+
+def known_of(drawn: Divided, frames: Mapping[int, Frame], sites: Sites) -> Known:
+    """What all sites hold together; asks them for their second sums.
+
+    Args:
+        drawn: The experiment's data at the server, whose columns the sites have, too.
+        frames: What each site has said first, in order.
+        sites: The sites.
+
+    Raises:
+        ConfigError: A site has told what cannot be, or no site has any value of a column.
+        EngineError: A site does not answer.
+    """
+    known, regression = drawn.source.encoders, drawn.source.task == Regression.name
+    targets = drawn.source.classes if regression else 0
+    names = [*(known[j].name for j in numeric(known)), *(drawn.source.class_names if regression else ())]
+    width = len(names) - targets
+    first = {}
+    for client, frame in frames.items():
+        try:
+            first[client] = first_in(frame, int(frame.config["examples"]), known, targets)
+        except (Nonsense, KeyError, ValueError, TypeError) as error:
+            raise EngineError(f"{sites.name(client)}: its sums were refused, because {error}.") from error
+    both = [
+        (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
+        for columns, counts, sums in first.values()
+    ]
+    try:
+        mean = means(both, names)[1]
+    except DataError as error:
+        raise ConfigError(str(error).replace("client", "site")) from error
+    asked = Frame("squares", {}, {}, blobs("sums", {"mean": torch.from_numpy(mean)}))
+    found = everyone(sites, dict.fromkeys(first, asked), "sums", lambda client, frame: squares_in(frame, len(names)))
+    second = list(found.values())
+    columns, scale, sent = None, None, None
+    if known:
+        rest = [columns for columns, _, _ in first.values()]
+        columns = fit(known, drawn.source.indicate, rest, lambda _: (one[:width] for one in second))
+        sent = columns.told
+    if regression:
+        of_targets = [(counts, sums) for _, counts, sums in first.values()]
+        scale = scaled_by(moments(of_targets, lambda _: (one[width:] for one in second), names[width:]))
+        cost = bytes_of_targets(len(first), targets)
+        sent = cost if sent is None else sent + cost
+    return Known(columns, scale, sent)
+
+
+def squares_in(frame: Frame, size: int) -> np.ndarray:
+    """What a site told then.
+
+    Raises:
+        Nonsense: It cannot be.
+    """
+    if frame.kind != "squares":
+        raise Nonsense(f"it is called {frame.kind[:40]!r} and no squares")
+    return vector(record_of(frame, "sums"), "squares", size)
