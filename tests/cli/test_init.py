@@ -111,3 +111,30 @@ def test_a_folder_of_images(capsys, tmp_path):
             Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{i}.png")
     assert call(capsys, "init", "pets").code == 0
     assert runs(capsys)["model"] == "cnn"
+
+
+def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
+    rows = [["hospital", "dose", "age", "crp", "ill"]]
+    rows += [
+        ["AB"[i % 2], i % 7 / 2, "unknown" if i == 7 else 40 + i / 7, f"{i},5", "no" if i % 12 else "yes"]
+        for i in range(96)
+    ]
+    with open("study.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    outcome = call(capsys, "init", "study.csv", "--label", "ill")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert values["exclude"] == ["age", "crp"]
+    assert "left out: age: numbers, but 'unknown' in row 7" in outcome.out
+    assert "left out: crp: numbers with decimal commas" in outcome.out
+    assert (values["class_weights"], values["metrics"]) == ("balanced", ["auroc", "auprc", "balanced_accuracy"])
+    assert "the class yes has " in outcome.out
+    Path("west.csv").write_text(Path("study.csv").read_text().replace("B,", "Süd,"), encoding="latin-1")
+    foreign = call(capsys, "init", "west.csv", "--out", "x.yaml")
+    assert (foreign.code, "is not written in UTF-8: see the column 'hospital'" in foreign.err) == (2, True)
+    table = call(capsys, "run", "study.csv")
+    assert (table.code, "take unskew init study.csv" in table.err) == (2, True)
+    counts = ["id,dose,cost", *(f"{i % 5},{i},{3 * i}" for i in range(150))]
+    Path("cost.csv").write_text("\n".join(counts) + "\n")
+    number = call(capsys, "partition", "table:cost.csv", "--label", "cost", "--clients", "3", "--partition", "iid")
+    assert (number.code, "--task regression" in number.err) == (2, True)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
 
 EVIDENCE = {
-    3: "measured here, decided",
-    2: "measured here, not decided",
-    1: "published, not measured here",
+    3: "measured by us, decided",
+    2: "measured by us, not decided",
+    1: "published, not measured by us",
 }
 
 

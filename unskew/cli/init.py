@@ -29,7 +29,10 @@ def init(
     ] = Path("experiment.yaml"),
 ) -> None:
     """Write a commented experiment.yaml for your own data, after looking at them, and say what to do next."""
-    if out.exists():
+    from unskew.data.sources.catalogue import SOURCES
+
+    there = data is None or Path(data).expanduser().exists() or data.partition(":")[0] in SOURCES
+    if out.exists() and there:  # else what is wrong with the data is told first
         raise ConfigError(f"{out} is already there; choose another name with --out, or remove it.")
     if not out.parent.is_dir():
         raise ConfigError(f"There is no folder {out.parent} to write {out.name} into.")

@@ -63,6 +63,7 @@ def predict(
         for name, label, row in zip(read.names, labels, probabilities, strict=True)
     ]
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, as_text(lines, out.suffix.lower()).encode())
     if as_json:
         print_json(lines)

@@ -62,6 +62,18 @@ def mean_std(values: Sequence[float]) -> Spread:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def counted_unalike(weights: Mapping[str, str | None]) -> str | None:
+    """What must be known of methods that count clients of different sizes by other weights; None where all do alike."""
+    by_samples, alike = ([name for name, one in weights.items() if one == which] for which in ("samples", "uniform"))
+    if not (by_samples and alike):
+        return None
+    return (
+        f"Clients are of different sizes, and the methods do not count them alike: by samples with "
+        f"{', '.join(by_samples)}; each the same with {', '.join(alike)}. So they do not minimise the same mean. "
+        "weights=samples or weights=uniform is the same for all."
+    )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The runs of a comparison.
@@ -87,18 +99,8 @@ class Comparison:
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             told = [f"The methods were trained for different numbers of rounds: {each}."]
-        by_samples, alike = (
-            [name for name, summaries in self.summaries.items() if summaries[0].get("weights") == weights]
-            for weights in ("samples", "uniform")
-        )
-        if not (self.unequal and by_samples and alike):
-            return told
-        return [
-            *told,
-            f"Clients are of different sizes, and the methods do not count them alike: by samples with "
-            f"{', '.join(by_samples)}; each the same with {', '.join(alike)}. So they do not minimise the same mean. "
-            "weights=samples or weights=uniform is the same for all.",
-        ]
+        uneven = counted_unalike({name: summaries[0].get("weights") for name, summaries in self.summaries.items()})
+        return [*told, uneven] if self.unequal and uneven else told
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: means and standard deviations over seeds, as in the printed tables.

@@ -11,8 +11,10 @@ import numpy as np
 import yaml
 
 from unskew.config.reading import experiment
+from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.reading.columns import is_date, is_identifier, is_numeric, is_string
+from unskew.data.reading.columns import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
+from unskew.data.reading.encoders import where_not
 from unskew.data.reading.files import TABLES, class_folders, joined, table_files
 from unskew.data.sources.catalogue import SOURCES
 from unskew.errors import ConfigError, DataError, unknown
@@ -23,6 +25,8 @@ OWNERS = (
     r"shop|school|region)"
 )
 MOST_CLASSES, MOST_VALUES = 100, 50
+RARE = 0.4
+"""A class is rare that has less than this share of what each would have if all had as many."""
 """A number with more values is predicted as a number; a text with more of them is no category."""
 SIDE = 32
 """Larger images are brought to this side: small models are made for it."""
@@ -97,7 +101,25 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
         f"{len(fed.clients)} clients hold {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
         f"{classes if fed.objective.labelled else ''}"
     )
+    if fed.task == "classification":
+        _imbalance(made, fed)
     return made
+
+
+def _imbalance(made: Draft, fed: Federation) -> None:
+    """Further figures where a class is so rare that the accuracy says little."""
+    counts = np.asarray(fed.holdings()[0]).sum(0)
+    least = int(counts.argmin())
+    share = counts[least] / counts.sum()
+    if share * len(counts) >= RARE or len(counts) > MOST_VALUES:
+        return
+    made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "of rare classes the accuracy says little")
+    made.set(
+        "class_weights", "balanced", "rare classes count more in the loss; leave it out for probabilities as they are"
+    )
+    made.seen.append(
+        f"the class {fed.holdings()[1][least]} has {share:.0%} of the samples: metrics and class_weights are set for that"
+    )
 
 
 def _look(made: Draft, path: Path, data: str, label: str | None) -> None:
@@ -186,7 +208,12 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         None,
     )
     guess = ", taken because of its name or its few values; name another with --label" if guessed else ""
+    gaps = [
+        c for c in columns if guessed and table.column(c).null_count and distinct[c] <= 1 + min(MOST_CLASSES, n // 4)
+    ]
     made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
+    if gaps:
+        made.seen.append(f"columns with gaps were not thought of as the label: {', '.join(gaps)}")
     made.set("data", data)
     made.set("label", label, f"{distinct[label]} values; another one with --label")
     if is_numeric(table.column(label).type) and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label))):
@@ -200,7 +227,9 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     infinite = [c for c in numbers if c not in identifiers and _is_infinite(table.column(c))]
     left_out = [*identifiers, *infinite, *(c for c in texts if c not in categories)]
     if left_out:
-        made.set("exclude", left_out, "infinite values, or another number or text in nearly every row")
+        made.set("exclude", left_out, "left out, for the reasons above")
+        reasons = dict.fromkeys(identifiers, "another number in every row") | dict.fromkeys(infinite, "infinite values")
+        made.seen += [f"left out: {c}: {reasons.get(c) or _why_text(table.column(c))}" for c in left_out]
     if categories:
         made.set("categories", categories, "each value gets an embedding")
     if dates:
@@ -219,6 +248,25 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
 
 def _from_to(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
+
+
+def _why_text(column: Any) -> str:
+    """Why a column of text is neither numbers nor categories."""
+    import pyarrow as pa
+
+    if has_decimal_commas(column):
+        return "numbers with decimal commas; write points"
+    bad, many = where_not(column, pa.float64()), "another text in nearly every row"
+    numbers = sum(_is_number(value) for value in column.drop_null().to_pylist())
+    return f"numbers, but {bad}; empty it or mend it" if 2 * numbers > len(column) else many
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_infinite(column: Any) -> bool:

@@ -99,7 +99,10 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.")
+        hint = ""
+        if path.suffix.lower() in (".csv", ".parquet", ".jsonl", ".npz"):
+            hint = f" For data, take unskew init {path}, or --data {path}."
+        raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.{hint}")
     return values
 
 

@@ -42,7 +42,7 @@ CAUTIONS: tuple[Caution, ...] = (
             f"Only {s.participation:.0%} of the clients take part in a round, so what each keeps is old; our tables "
             "have all clients in every round."
         ),
-        "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured here",
+        "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured by us",
         1,
     ),
     Caution(

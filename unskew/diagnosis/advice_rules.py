@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
             f"sizes are those of {s.even:.0%} as many equal clients, and with epochs larger clients take more steps; "
             "FedAvg then moves towards them more than its weights say."
         ),
-        "Wang et al. 2020, arXiv:2007.07481, Theorem 1; not measured here",
+        "Wang et al. 2020, arXiv:2007.07481, Theorem 1",
         1,
     ),
     Rule(
@@ -214,14 +214,14 @@ RULES: tuple[Rule, ...] = (
         lambda s: "fedadam",
         lambda s: s.task == "language",
         lambda s: "on texts adaptive steps at the server were best in their paper; its rate eta wants tuning.",
-        "Reddi et al. 2020, arXiv:2003.00295, Table 1; not measured here",
+        "Reddi et al. 2020, arXiv:2003.00295, Table 1",
         1,
     ),
     Rule(
         lambda s: f"fedavgm:beta={horizon(s):g}",
         lambda s: not skewed(s) and not s.delayed,
         lambda s: f"{no_skew(s)}; momentum at the server only makes a short run of {s.rounds} rounds go further.",
-        "Hsu et al. 2019, arXiv:1909.06335; not measured here without skew",
+        "Hsu et al. 2019, arXiv:1909.06335; not measured by us without skew",
         1,
     ),
     Rule(
@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
             f"{s.features:.0%} of the variance of one class's inputs lies between clients while labels hardly "
             "differ; each client keeps its own normalisation. Read its personal accuracy."
         ),
-        "Li et al. 2021, arXiv:2102.07623; not measured here",
+        "Li et al. 2021, arXiv:2102.07623",
         1,
     ),
     Rule(

@@ -101,7 +101,8 @@ class Setting:
             n = limits.server_data
             if n >= len(y):
                 raise DataError(
-                    f"server_data={n} is taken out of the test set, which has {len(y)} samples and must keep some."
+                    f"The {n} samples of --server-data (server_data) are taken out of the test set, which has {len(y)} and "
+                    f"must keep some: at most {len(y) - 1}."
                 )
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(self.config.seed))
             fed = replace(fed, server=ServerData(x[order[:n]], y[order[:n]]), test=(x[order[n:]], y[order[n:]]))

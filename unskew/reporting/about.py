@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison.compare import counted_unalike
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, check_names, rule_class, slots_of
 from unskew.reporting.parts import Part, Series
@@ -76,7 +77,10 @@ def warnings_of(part: Part) -> list[tuple[str, str]]:
         for run in one.runs:
             for text in run.warnings:
                 told.setdefault(text, []).append(f"{one.label}, seed {run.summary['seed']}")
-    return [("; ".join(runs), text) for text, runs in told.items()]
+    found = [("; ".join(runs), text) for text, runs in told.items()]
+    uneven = counted_unalike({one.label: one.runs[0].summary.get("weights") for one in part.series})
+    unequal = any(len({row["samples"] for row in run.clients}) > 1 for one in part.series for run in one.runs)
+    return [("all runs", uneven), *found] if uneven and unequal else found
 
 
 def made_with(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:

@@ -110,7 +110,7 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     missing = (
         ""
         if maps
-        else '<p class="soft">These run folders do not say how many samples of each class a client holds.</p>'
+        else '<p class="soft">There are no classes, or these folders do not say how many samples of each a client holds.</p>'
     )
     left = markup.plot("map") + '<p class="soft" data-role="map-note"></p>' if maps else ""
     right = f"<div>{numbers}{markup.plot('sizes', low=True)}</div>"
@@ -134,7 +134,11 @@ def _clients(part: Part, shown: Mapping[str, Any], group: str) -> str:
             '<p class="soft">A dot is a client of one seed, a box the quartiles of all, its whiskers the best and the worst '
             "client, the diamond the mean of the worst tenth.</p>"
         )
-    gini = "Gini is 0 where all clients are served alike and near 1 where few get everything."
+    gini = (
+        "Gini is 0 where all clients are served alike and near 1 where few get everything."
+        if part.scored != "r2"
+        else ""
+    )
     where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
     note = f"Measured on {markup.text(', '.join(where))}. {gini}"
     return f'{head}{markup.table(table)}<p class="soft">{note}</p>'

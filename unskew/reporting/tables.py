@@ -189,7 +189,8 @@ def fairness(part: Part) -> Table | None:
                 continue
             scored = [[row[name] for row in run.clients if number(row.get(name))] for run in one.runs]
             better = mean([_better(run) for run in one.runs]) if label == "personal" else None
-            gap = mean([gini(values) for values in scored if values])
+            shares = part.scored != "r2"  # which may be negative, and is no amount that clients get a part of
+            gap = mean([gini(values) for values in scored if values]) if shares else None
             cells = [share(value) for value in means]
             rows.append([Cell(one.label), Cell(label), *cells, figure(gap, 3), share(better)])
     if not rows:

@@ -47,7 +47,8 @@ def check_method(
         if coded:
             raise ConfigError(
                 f"The server learns which values of the category {coded[0]!r} each client has, but "
-                "secure_aggregation=required lets it see sums only. Exclude the column, or turn it off."
+                f"secure_aggregation=required lets it see sums only. Exclude the column (--exclude {coded[0]}), or do "
+                "without secure aggregation."
             )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)

@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.data.reading.encoders import Encoder, filled, read_columns, texts
 from unskew.data.reading.files import TABLES
 from unskew.data.reading.images import decode_column
-from unskew.data.reading.tables import read_file
+from unskew.data.reading.parsing import read_file
 from unskew.data.reading.text import encoded, padded, strings
 from unskew.data.reading.tokens import make_tokenizer
 from unskew.errors import DataError, unknown

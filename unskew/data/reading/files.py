@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.data.reading.hub import hub_or_cache, unreachable
-from unskew.data.reading.tables import read_file
+from unskew.data.reading.parsing import read_file
 from unskew.data.reading.telling import tell
 from unskew.errors import DataError
 

@@ -15,12 +15,14 @@ from torch import Tensor
 from unskew.data.checks import as_targets, check_classes, check_targets
 from unskew.data.federation import take
 from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import CATEGORY, DATE, DIVIDES, Choice, beside_images, choose
+from unskew.data.reading.columns import CATEGORY, DATE, DIVIDES, Choice, beside_images, choose, is_numeric
 from unskew.data.reading.encoders import Encoder, distinct, read_columns
 from unskew.data.reading.images import decode_column, is_binary, with_channels, with_size
 from unskew.data.reading.labels import class_names_of, read_labels, read_targets
 from unskew.errors import ConfigError, DataError, unknown
 
+MANY = 100
+"""Numbers as a label: with more different ones, a value for nearly every fourth row is no name of a class."""
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
 
 
@@ -149,6 +151,7 @@ def source_from_tables(
     else:
         columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
         names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
+        check_few(name, label, train, len(names), task)
     check_classes(names, name, task)
     encoders: tuple[Encoder, ...] = ()
     if image is None:
@@ -173,6 +176,25 @@ def source_from_tables(
     fitted = encoders if choice.mixed else ()
     indicate = choice.missing == "indicator"
     return Source(name, *with_test(tables, test_share), names, len(names), task, done, fitted, indicate)
+
+
+def check_few(name: str, label: str, train: Any, classes: int, task: str) -> None:
+    """Refuse numbers that nearly every row has another one of: whoever names them as the label means to predict the number.
+
+    Raises:
+        DataError: They are.
+    """
+    if (
+        task == "classification"
+        and classes > MANY
+        and 4 * classes > train.num_rows
+        and is_numeric(train.column(label).type)
+    ):
+        raise DataError(
+            f"{name}: the label {label!r} holds {classes} different numbers in {train.num_rows} rows, and each would be a "
+            "class. --task regression (task: regression) predicts the number; names of classes are better "
+            "written as text."
+        )
 
 
 def encoder_of(train: Any, column: str, done: str, choice: Choice) -> Encoder:
@@ -225,56 +247,3 @@ def further_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
         for field in table.schema
         if field.name not in skip and not pa.types.is_nested(field.type) and not is_binary(field.type)
     }
-
-
-def read_file(path: Path) -> Any:
-    """A CSV, parquet or JSON lines file as a pyarrow table."""
-    try:
-        import pyarrow as pa
-        from pyarrow import csv, parquet
-        from pyarrow import json as lines
-    except ImportError as error:
-        raise DataError("Reading tables needs the package pyarrow: pip install 'unskew[hub]'.") from error
-    kind = path.suffix.lower()
-    try:
-        if kind == ".parquet":
-            table = parquet.read_table(path)
-        else:
-            # One block, so that a column's type is found from all of its rows; empty and NA cells are missing values.
-            block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            if kind == ".jsonl":
-                table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
-            else:
-                empty = csv.ConvertOptions(strings_can_be_null=True)
-                table = csv.read_csv(path, read_options=csv.ReadOptions(block_size=block), convert_options=empty)
-        table.validate(full=kind != ".csv")  # the other two are read without a look at their text
-        names = table.column_names
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        check_separator(path, kind)
-        raise DataError(f"{path} cannot be read as a table: {error}") from error
-    if len(names) == 1:
-        check_separator(path, kind)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"{path} has more than one column named {twice[0]!r}; rename them.")
-    return table
-
-
-def check_separator(path: Path, kind: str) -> None:
-    """Refuse a CSV file whose first line is divided by something else than commas.
-
-    Raises:
-        DataError: It is.
-    """
-    if kind != ".csv" or not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline(1 << 16)
-    other = max(";\t|", key=first.count)
-    if first.count(other) > first.count(","):
-        shown = "tabs" if other == "\t" else repr(other)
-        raise DataError(
-            f"{path} is divided by {shown}, and columns must be divided by commas. With pandas: "
-            f"pandas.read_csv({str(path)!r}, sep={other!r}).to_csv({str(path.with_name('with-commas.csv'))!r}, index=False); "
-            "where numbers have decimal commas, with decimal=','."
-        )
