@@ -21,7 +21,9 @@ def measurements(figures: dict[str, Any]) -> str:
     text = [
         f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "
         f"{figures['images']} images, by `make bench`: medians, the loops measured in turn, each in a process of its own. "
-        "Evaluation is not part of a round here. FedAvg with CNN-A:",
+        "Evaluation is not part of a round here. The machine is a virtual one whose speed changes with its neighbours: on "
+        "other days the same loops made up to 2.2 times as many rounds. So compare figures of one table only, and ratios at that. "
+        "FedAvg with CNN-A:",
         "",
     ]
     loops = list(dict.fromkeys(row["loop"] for row in figures["speed"]))
@@ -69,8 +71,8 @@ def measurements(figures: dict[str, Any]) -> str:
             ],
         ),
         "",
-        "One client at a time, `processes` is the fastest or close to it in all cases but the last: for a large model with "
-        "little work per client two threads on one client at a time are faster. So `auto` measures.",
+        "One client at a time, `processes` is the fastest where a client takes more than one step. Several clients as one "
+        "network are faster where batches are small, and which is best changes with the machine. So `auto` measures.",
         "",
         "There are no figures for a GPU yet: `vectorized` is meant for one, but has been measured on a CPU only.",
     ]

@@ -135,6 +135,15 @@ def test_a_node_trains_on_its_own_accelerator(played, monkeypatch):
     assert given == [0.5]
 
 
+def test_small_models_share_a_task_and_are_trained_one_after_another(played, monkeypatch):
+    monkeypatch.setattr(on_ray, "HELD", 1 << 30)
+    alone = train("inline")
+    before = len(played.values)
+    there = train("ray")
+    assert torch.equal(alone.vector, there.vector)
+    assert len(played.values) - before < 2 * 2 * 40, "fewer tasks than clients"
+
+
 @pytest.mark.slow
 def test_several_clients_as_one_network(played):
     assert torch.equal(

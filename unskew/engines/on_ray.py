@@ -36,6 +36,10 @@ HELD = 2 << 30
 """Bytes of updates that may be waiting for their turn in the stores of the cluster, roughly."""
 TURNS = 32
 """Rounds of all workers after which the clients of a cohort are looked at anew, largest first."""
+TASKS = 4
+"""Tasks of a round for each worker, at least: fewer would leave some workers without any at its end."""
+SMALL = 16 << 20
+"""Bytes of updates that a task may bring back where it trains several clients one after another."""
 ATTEMPTS = 3
 """Times that a client may fail for a reason of its own."""
 
@@ -186,13 +190,21 @@ class RayEngine:
         fewest = AHEAD * self.places() * self.together
         return max(fewest, min(TURNS * fewest, HELD // max(1, spec.size * spec.dtype.itemsize)))
 
+    def _of_a_task(self, cohort: int) -> int:
+        """Clients of a task: one network, or small ones one after another, so that sending tasks takes little of the time."""
+        if self.together > 1:
+            return self.together
+        spec = self.setup.spec
+        room = min(SMALL, HELD) // max(1, spec.size * spec.dtype.itemsize)
+        return max(1, min(cohort // (TASKS * self.places()), room))
+
     def _parts(self, casts: Sequence[Broadcast], window: int) -> list[_Part]:
         """The parts of a cohort in the order in which they are begun."""
-        steps = steps_of(self.setup, casts)
+        steps, most = steps_of(self.setup, casts), self._of_a_task(len(casts))
         return [
             _Part([start + place for place in part])
             for start in range(0, len(casts), window)
-            for part in parts_of(casts[start : start + window], steps[start : start + window], self.together)
+            for part in parts_of(casts[start : start + window], steps[start : start + window], most)
         ]
 
     def _wait(self, flying: list[Any]) -> list[Any]:
