@@ -22,7 +22,8 @@ def measurements(figures: dict[str, Any]) -> str:
         f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "
         f"{figures['images']} images, by `make bench`: medians, the loops measured in turn, each in a process of its own. "
         "Evaluation is not part of a round here. The machine is a virtual one whose speed changes with its neighbours: on "
-        "other days the same loops made up to 2.2 times as many rounds. So compare figures of one table only, and ratios at that. "
+        "other days the same loops made up to 2.2 times as many rounds. So compare figures of one table only, and ratios at "
+        "that. "
         "FedAvg with CNN-A:",
         "",
     ]
