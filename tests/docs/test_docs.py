@@ -29,7 +29,17 @@ def options_of(command):
     return {o for p in command.params for o in p.opts if o.startswith("--")} - {"--help"}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if fences(p, "python")], ids=lambda p: p.stem)
+LONGER = ("index", "report")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONGER else [])
+        for page in PAGES
+        if fences(page, "python")
+    ],
+)
 def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType(f"page_{page.stem}")  # a module that is known, where dataclasses look up their types

@@ -366,7 +366,7 @@ def test_it_beats_fedbuff_where_a_client_is_wrong():
 # ---- in a run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fed", [OWN, OTHER], ids=["own", "other"])
+@pytest.mark.parametrize("fed", [pytest.param(OWN, id="own"), pytest.param(OTHER, id="other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", ["epochs=2,batch=5", "trigger=buffer,buffer_size=3,epochs=1,warm_start=true,half=true"]
 )

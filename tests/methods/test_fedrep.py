@@ -55,7 +55,7 @@ def oracle(A, b, rounds, cohort, head_steps, start, mu=0.0):
     return W.reshape(-1), heads
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["inline"], ["inline", "vectorized"]))
 @pytest.mark.parametrize(
     ("spelling", "head_steps", "mu"),
     [

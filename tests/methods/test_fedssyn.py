@@ -233,7 +233,7 @@ class CountsSteps(ClientRule):
 STEPS = Counter()
 
 
-@pytest.mark.parametrize("data", ["shuffled", "local"])
+@pytest.mark.parametrize("data", slow_but(["shuffled"], ["shuffled", "local"]))
 @pytest.mark.parametrize(
     "budget", [{"local_epochs": 1}, {"local_epochs": 3, "drop_last": True}, {"local_steps": 5, "local_epochs": None}]
 )

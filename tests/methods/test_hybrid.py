@@ -193,7 +193,7 @@ def test_center_is_a_plain_loop_of_torch_over_all_rounds(optimizer):
     assert result.history[0]["center_loss"] > result.history[-1]["center_loss"]
 
 
-@pytest.mark.parametrize("method", slow_but(LEARNERS[1:], [*LEARNERS, "center:epochs=1,optimizer=adam"]))
+@pytest.mark.parametrize("method", slow_but(LEARNERS[1:2], [*LEARNERS, "center:epochs=1,optimizer=adam"]))
 def test_engines_agree_and_runs_go_on(tmp_path, method):
     options = {"rounds": 5, "network": {"delay": "half-normal:2", "drop": 0.2}}
     whole = train(method, **options)

@@ -48,7 +48,7 @@ def test_a_delay_of_zero_is_the_synchronous_run_bit_for_bit(method):
     assert zero.history[0]["staleness_counts"] == {"0": 3}
 
 
-@pytest.mark.parametrize("engine", ["processes", "vectorized"])
+@pytest.mark.parametrize("engine", slow_but(["vectorized"], ["processes", "vectorized"]))
 def test_engines_agree(engine):
     options = {"method": "scaffold", "network": {"drop": 0.2}}
     reference, other = train("half-normal:2", **options), train("half-normal:2", engine=engine, **options)

@@ -137,7 +137,7 @@ CASES = [
     for chosen in ("fedprox+ft", "scaffold+ft", f"{COG}+ft", "fedrep+ft", "fedrep", "ditto")
     for engine in ("processes", "vectorized")
 ]
-QUICK = [("scaffold+ft", "processes"), ("ditto", "vectorized")]
+QUICK = [("ditto", "vectorized")]
 
 
 @pytest.mark.parametrize(("chosen", "engine"), slow_but(QUICK, CASES))

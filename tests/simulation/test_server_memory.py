@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from support.federations import blobs
-from support.slow import slow_but
 
 import unskew
 from unskew.runs import session
@@ -67,7 +66,8 @@ WAITING = {"fedbuff:buffer_size=4": 1, "ca2fl:buffer_size=4": 1 + 3 * 2}
 CASES = [(method, delay) for method in RULES for delay in ("none", "half-normal:3")]
 
 
-@pytest.mark.parametrize(("method", "delay"), slow_but([("fedbuff:buffer_size=4", "half-normal:3")], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "delay"), CASES)
 def test_the_server_holds_the_model_its_rule_and_what_was_sent(tmp_path, monkeypatch, method, delay):
     """Updates on their way and CA2FL's cache are on disk; whoever remembers what was sent holds each version of it once."""
     made, real = [], Server.__init__
