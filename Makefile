@@ -59,7 +59,8 @@ test-kernels: .venv/installed  ## all methods on the engines with sums in anothe
 
 test-methods: .venv/installed  ## of the slow tests, every method and every sum on every engine, all data and models, the tutorials
 	$(TEST) -m slow tests/methods tests/engines/test_engines.py tests/engines/test_multilabel.py tests/conformance \
-	  tests/simulation tests/models tests/generators tests/data tests/runs tests/docs/test_methods_page.py tests/docs/test_docs.py tests/docs/test_tutorials.py
+	  tests/simulation tests/models tests/generators tests/data tests/runs/test_branching.py tests/runs/test_records.py \
+	  tests/runs/test_side_by_side.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 
 test-sites: .venv/installed .venv-deploy/installed  ## a run of two SuperNodes of Flower over TLS: the numbers of the simulator
 	$(BIN)/python -m pytest -m "not slow" tests/deployment/test_flower.py
