@@ -16,7 +16,8 @@ from typing import Any
 
 from unskew.config.reading import experiment
 from unskew.deployment.places import Local
-from unskew.deployment.run import Deployment, run
+from unskew.deployment.plan import Deployment
+from unskew.deployment.run import run
 
 WIDTHS = {"62k": 214, "11M": 3280, "110M": 10450}
 """Of the two hidden layers, by the number of parameters that they make."""

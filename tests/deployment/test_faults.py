@@ -11,7 +11,8 @@ from support.sites import TINY, LoopPlace, Told, deployed
 import unskew
 from unskew.config.reading import experiment
 from unskew.deployment import sites as sites_module
-from unskew.deployment.run import Deployment, resume, run
+from unskew.deployment.plan import Deployment
+from unskew.deployment.run import resume, run
 from unskew.deployment.sites import Patience
 from unskew.deployment.thin.frames import Blob, Frame
 from unskew.errors import ConfigError, EngineError

@@ -20,7 +20,8 @@ from test_flower import FLOWER, environment, processes_of, real
 import unskew
 from unskew.config.reading import experiment
 from unskew.deployment.places import Local
-from unskew.deployment.run import Deployment, run
+from unskew.deployment.plan import Deployment
+from unskew.deployment.run import run
 
 pytestmark = [pytest.mark.slow, *real]
 

@@ -14,7 +14,8 @@ from test_flower import real
 import unskew
 from unskew.config.reading import experiment
 from unskew.deployment.places import Given, Local
-from unskew.deployment.run import Deployment, run
+from unskew.deployment.plan import Deployment
+from unskew.deployment.run import run
 from unskew.errors import UnskewError
 from unskew.methods.catalogue import CATALOGUE
 

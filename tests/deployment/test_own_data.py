@@ -7,7 +7,7 @@ import pytest
 import yaml
 from support.sites import TINY, LoopPlace, deployed
 
-from unskew.deployment.run import Deployment
+from unskew.deployment.plan import Deployment
 from unskew.deployment.site import Site
 from unskew.errors import ConfigError
 

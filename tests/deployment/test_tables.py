@@ -12,7 +12,7 @@ from test_equal import compare
 
 from unskew.deployment.arrays import blobs
 from unskew.deployment.check import check
-from unskew.deployment.run import Deployment
+from unskew.deployment.plan import Deployment
 from unskew.deployment.site import Site
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import ConfigError, EngineError

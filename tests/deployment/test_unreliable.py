@@ -8,7 +8,7 @@ from test_faults import trained
 import unskew
 from unskew.deployment import engine as engine_module
 from unskew.deployment import sites as sites_module
-from unskew.deployment.run import Deployment
+from unskew.deployment.plan import Deployment
 from unskew.deployment.sites import Patience
 from unskew.errors import ConfigError, EngineError
 

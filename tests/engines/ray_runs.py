@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from support.ray_nodes import TOKEN, cluster
+from support.sweeps import small_table
 
 import unskew
 from unskew.errors import ConfigError
 from unskew.records.recorder import Callback
-from unskew.reproduction.preset import load_preset
-from unskew.reproduction.sweep import Sweep
 
 os.environ |= TOKEN
 
@@ -72,16 +71,8 @@ def test_whole_runs_as_tasks_of_the_cluster(nodes, tmp_path):
 
 
 def test_a_table_on_a_cluster_with_its_common_rounds_made_once(nodes, tmp_path):
-    def outcomes(name, parallel):
-        told = []
-        settings = {"engine": "inline", "model": "logistic", "local_steps": 3}
-        folders = (tmp_path / name / "runs", tmp_path / name / "results")
-        follow = lambda title, common: told.append(title) or []  # noqa: E731
-        made = Sweep(load_preset("fedcog/table-1"), "smoke", *folders, settings, ["FedAvg", "FedCOG"], None, follow)
-        made.otherwise = True
-        return [(c.row, c.column, o["curve"]["accuracy"]) for c, o in made.carry_out([0], parallel)], sorted(told)
-
-    assert outcomes("one after another", 1) == outcomes("cluster", f"auto@{nodes[0]}")
+    alone = small_table(tmp_path / "alone", 1, [0], "logistic")
+    assert small_table(tmp_path / "there", f"auto@{nodes[0]}", [0], "logistic") == alone
 
 
 def test_tuning_on_a_cluster_is_tuning(nodes, tmp_path):

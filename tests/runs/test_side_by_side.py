@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.federations import blobs
 from support.running import assert_same_run, call, metrics
+from support.sweeps import small_table
 
 import unskew
 from unskew.config.reading import experiment
@@ -18,8 +19,6 @@ from unskew.data.federation import ArrayClients
 from unskew.engines.laid_out import lay_out, taken_up
 from unskew.engines.machine import cores
 from unskew.errors import ConfigError, EngineError
-from unskew.reproduction.preset import load_preset
-from unskew.reproduction.sweep import Sweep
 from unskew.runs.crew import Work
 from unskew.runs.side_by_side import SMALL, places, read_parallel, side_by_side
 
@@ -144,16 +143,8 @@ def test_a_comparison_side_by_side_is_the_comparison(capsys, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_table_side_by_side_is_the_table_with_its_common_rounds_made_once(tmp_path):
-    def outcomes(name, parallel):
-        told = []
-        settings = {"engine": "inline", "model": "mlp", "local_steps": 3}
-        folders = (tmp_path / name / "runs", tmp_path / name / "results")
-        follow = lambda title, common: told.append(title) or []  # noqa: E731
-        made = Sweep(load_preset("fedcog/table-1"), "smoke", *folders, settings, ["FedAvg", "FedCOG"], None, follow)
-        made.otherwise = True
-        return [(c.row, c.column, o["curve"]["accuracy"]) for c, o in made.carry_out([0, 1], parallel)], sorted(told)
-
-    assert outcomes("one after another", 1) == outcomes("side by side", 2)
+    alone = small_table(tmp_path / "alone", 1, [0, 1], "mlp")
+    assert small_table(tmp_path / "there", 2, [0, 1], "mlp") == alone
 
 
 @pytest.mark.slow

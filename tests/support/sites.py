@@ -7,7 +7,8 @@ import yaml
 
 from support.toys import Toys
 from unskew.config.reading import experiment
-from unskew.deployment.run import Deployment, run
+from unskew.deployment.plan import Deployment
+from unskew.deployment.run import run
 from unskew.deployment.site import Site
 from unskew.deployment.thin.frames import Frame, decode, encode_header
 

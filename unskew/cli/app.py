@@ -210,7 +210,7 @@ def resume(
     """Go on with an interrupted run, or make a finished one longer with --rounds."""
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.reading import set_field
-    from unskew.deployment.run import is_deployed
+    from unskew.deployment.plan import is_deployed
     from unskew.deployment.run import resume as resume_deployed
     from unskew.runs.run import resume as resume_run
 

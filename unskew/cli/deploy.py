@@ -155,7 +155,7 @@ def run(
     from unskew.cli.app import show
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
-    from unskew.deployment.run import Deployment
+    from unskew.deployment.plan import Deployment
     from unskew.deployment.run import run as run_deployed
     from unskew.deployment.sites import Patience
 

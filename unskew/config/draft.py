@@ -25,9 +25,9 @@ OWNERS = (
     r"shop|school|region)"
 )
 MOST_CLASSES, MOST_VALUES = 100, 50
+"""A number with more values is predicted as a number; a text with more of them is no category."""
 RARE = 0.4
 """A class is rare that has less than this share of what each would have if all had as many."""
-"""A number with more values is predicted as a number; a text with more of them is no category."""
 SIDE = 32
 """Larger images are brought to this side: small models are made for it."""
 

@@ -100,7 +100,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         hint = ""
-        if path.suffix.lower() in (".csv", ".parquet", ".jsonl", ".npz"):
+        from unskew.data.reading.files import TABLES
+
+        if path.suffix.lower() in (*TABLES, ".npz"):
             hint = f" For data, take unskew init {path}, or --data {path}."
         raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.{hint}")
     return values

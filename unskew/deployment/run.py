@@ -16,7 +16,7 @@ from unskew.deployment.beginning import agree, budget_of, checked, first_words
 from unskew.deployment.joining import Door, gather
 from unskew.deployment.messages import Terms
 from unskew.deployment.places import Given
-from unskew.deployment.plan import Deployment, is_deployed
+from unskew.deployment.plan import Deployment
 from unskew.deployment.preparing import prepare
 from unskew.deployment.presence import Present
 from unskew.deployment.session import DeployedSession, check_deployable
@@ -32,8 +32,6 @@ from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.model import as_wanted
 from unskew.runs.run import check_unfinished, moved, resumed, tell_data, worth_keeping
-
-__all__ = ["Deployment", "is_deployed", "resume", "run"]
 
 
 def run(

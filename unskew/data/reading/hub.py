@@ -25,30 +25,24 @@ def reachable() -> bool:
 @contextmanager
 def hub_or_cache() -> Iterator[bool]:
     """Within, only what was downloaded before is taken if the hub cannot be reached; whether it can."""
-    constants: Any = import_module("huggingface_hub.constants")
-    before, reached = constants.HF_HUB_OFFLINE, reachable()
-    constants.HF_HUB_OFFLINE = not reached
-    try:
+    reached = reachable()
+    with from_cache(not reached):
         yield reached
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
-def from_cache() -> Iterator[None]:
-    """Within, the hub is not asked, and only what was downloaded before is taken."""
+def from_cache(only: bool = True) -> Iterator[None]:
+    """Within, the hub is not asked, and only what was downloaded before is taken, or also asked if not ``only``."""
     try:
         constants: Any = import_module("huggingface_hub.constants")
     except ImportError:  # then nothing can be taken from it
-        constants = None
-    before = constants and constants.HF_HUB_OFFLINE
-    if constants:
-        constants.HF_HUB_OFFLINE = True
+        yield
+        return
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, only
     try:
         yield
     finally:
-        if constants:
-            constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = before
 
 
 def unreachable(what: str) -> str:
