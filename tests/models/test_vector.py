@@ -254,8 +254,9 @@ def test_the_arena_gives_back_what_was_written_and_writes_shared_tensors_once():
     }
     packed = arena.pack(tree)
     assert packed["a"] is packed["b"]["c"]
-    back = arena.unpack(packed)
+    back, again = arena.unpack(arena.pack([tree, {"a": shared}]))
     assert torch.equal(back["a"], shared)
+    assert back["a"] is back["b"]["c"] is again["a"]  # so clients of one round are seen to start from one model
     assert back["b"]["d"].tolist() == [True, False]
     assert (back["n"], back["s"]) == (7, (slice(3),))
     assert back["e"].shape == (0,)

@@ -114,10 +114,12 @@ class GroupTrainer:
         setup: The run.
         single: What trains one client, where that is what it comes to.
         form: The model's stacked form, with which they are one network; None maps each operator.
+        views: What clients write may be views of what all of them wrote, as where it is packed at once; else a client
+            that is kept would keep the memory of all.
     """
 
-    def __init__(self, setup: Setup, single: LocalTrainer, form: Together | None = None):
-        self.setup, self.single, self.form = setup, single, form
+    def __init__(self, setup: Setup, single: LocalTrainer, form: Together | None = None, views: bool = False):
+        self.setup, self.single, self.form, self.views = setup, single, form, views
 
     def train(self, casts: Sequence[Broadcast]) -> list[Update]:
         """Local training of clients of one kind, as one network where that is possible.
@@ -210,14 +212,14 @@ class GroupTrainer:
             deltas = torch.stack([update_of(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
+        own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Of the group's time, each client's even share.
         spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
             finished(
-                setup, cast, deltas[k], v[k], b[k].clone(),
-                pytree.tree_map(lambda leaf, k=k: leaf[k].clone(), written),
+                setup, cast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(counts[k]), **spent},
-                made[k], {name: t[k].clone() for name, t in state.items()},
+                made[k], {name: own(t[k]) for name, t in state.items()},
             )
             for k, cast in enumerate(casts)
         ]  # fmt: skip

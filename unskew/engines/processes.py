@@ -58,7 +58,7 @@ def _work(
     torch.set_num_threads(1)
     keep_freed_memory()
     single = LocalTrainer(setup)
-    trainer = GroupTrainer(setup, single, form)
+    trainer = GroupTrainer(setup, single, form, views=True)
     while True:
         try:
             message = pipe.recv()
@@ -70,7 +70,8 @@ def _work(
         if fresh:
             outbox.clear()
         try:
-            updates = trainer.train([from_dict(Broadcast, inbox.unpack(one)) for one in packed])
+            casts = [from_dict(Broadcast, one) for one in inbox.unpack(packed)]
+            updates = trainer.train(casts)
             pipe.send((True, [outbox.pack(as_dict(update)) for update in updates]))
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent is gone

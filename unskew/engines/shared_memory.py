@@ -70,17 +70,26 @@ class SharedMemory:
         return ref
 
     def pack(self, value: Any) -> Any:
-        """The same value with every tensor in it, also inside dictionaries, replaced by its place in the arena."""
+        """The same value with every tensor in it, also inside dictionaries and lists, replaced by its place in the arena."""
         if isinstance(value, Tensor):
             return self.write(value)
         if isinstance(value, dict):
             return {key: self.pack(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.pack(item) for item in value]
         return value
 
     def unpack(self, value: Any, copy: bool = False) -> Any:
-        """Inverse of ``pack``: views, or copies that outlive the next ``clear``."""
+        """Inverse of ``pack``: views, or copies that outlive the next ``clear``; what was one tensor is one again."""
+        return self._unpack(value, copy, {})
+
+    def _unpack(self, value: Any, copy: bool, known: dict[Ref, Tensor]) -> Any:
         if isinstance(value, Ref):
-            return self.view(value).clone() if copy else self.view(value)
+            if value not in known:
+                known[value] = self.view(value).clone() if copy else self.view(value)
+            return known[value]
         if isinstance(value, dict):
-            return {key: self.unpack(item, copy) for key, item in value.items()}
+            return {key: self._unpack(item, copy, known) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._unpack(item, copy, known) for item in value]
         return value

@@ -93,10 +93,10 @@ class Scaffold(ClientRule):
         c = ctx.download["c"]
         c_k = ctx.state.get("c", torch.zeros_like(c))
         steps = 0 * ctx.steps
+        name, since = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_global)
         if ctx.received is not None:
             steps = torch.where(ctx.received, steps, ctx.state.get("steps", steps))
-        name, first = ("sum", torch.zeros_like(c)) if self._averages(ctx) else ("start", ctx.v_global)
-        since = torch.where(steps == 0, first, ctx.state.get(name, first))
+            since = torch.where(steps == 0, since, ctx.state.get(name, since))
         carry = {"c_k": c_k, "correction": c - c_k, "steps": steps, name: since}
         if name == "start" and ctx.training.scheduled:  # eta_1 + ... + eta_tau of the interval's earlier rounds
             known = ctx.lr * steps
