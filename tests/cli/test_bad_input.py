@@ -92,6 +92,7 @@ OPTIONS = [
     ("--partition classes:3", "does not divide the 10 classes"),
     ("--partition classes:0", "at least 1"),
     ("--partition natural:user", "no columns"),
+    ("--class-weights=-1,2", "class_weights=-1.0 is not valid: it must be greater than 0"),
     ("--partition=", "no partition ''"),
     ("--engine gpu", "engine='gpu'"),
     ("--device gpu", "device='gpu'"),

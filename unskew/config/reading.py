@@ -32,7 +32,9 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
     try:
         return Experiment.model_validate(values, context={"method_given": method is not None})
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        # Of what a field may be, the kind that the value came nearest to: the one that was looked into the deepest.
+        first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
         fields = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
