@@ -146,6 +146,13 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
 
 
+def test_where_no_trial_is_better_that_is_said():
+    spaces = {"lr": 1e-9, "local_steps": 1, "batch_size": 8, "fedprox.mu": one_of(0.1, 0.2)}
+    one = unskew.tune(digits(False), methods=["fedprox"], trials=2, seeds=1, space=spaces, **TINY).tuned["fedprox"]
+    assert "all 2 trials have the same value" in one.importance
+    assert one.value == one.configured
+
+
 def test_a_trial_that_cannot_be_made_is_one_of_its_methods_trials():
     spaces = {"batch_size": one_of(8, 16), "fedprox.mu": 0.5, "optimizer": one_of("adam", "sgd"), "momentum": 0.5}
     found = unskew.tune(digits(False), methods=["fedprox"], trials=4, seeds=1, space=spaces, **TINY)

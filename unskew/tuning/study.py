@@ -166,10 +166,10 @@ class Study:
         """How much each option matters to the value, as shares of 1; or why that is not known."""
         state = self.optuna.trial.TrialState.COMPLETE
         done = [trial for trial in self.all if trial.state == state and math.isfinite(trial.value)]
+        if len(done) > 1 and len({trial.value for trial in done}) == 1:
+            return f"none is seen, as all {len(done)} trials have the same value; the options are the first's"
         if len(done) < ENOUGH:
             return f"needs {ENOUGH} trials that came to their end, and there are {len(done)}"
-        if len({trial.value for trial in done}) < 2:
-            return "all trials have the same value"
         evaluator = self.optuna.importance.FanovaImportanceEvaluator(seed=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
