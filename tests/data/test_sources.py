@@ -413,6 +413,7 @@ def test_table_errors(tmp_path):
     fails("a,b,y\n1,1e300,0\n1,2,1\n", "column 'b' has 1 missing or infinite values")
     fails("a,b,y\n1,2,\n1,2,x\n", "label column 'y' of t, the training rows has 1 missing")
     fails("a,b,y\n1,2,0.5\n1,2,1\n", "holds fractions or NaN")
+    fails("a,b,y\n1,2,yes\n1,2, yes\n", "differ only by spaces")
     fails("a,y\nu,0\nv,1\n", "no numeric columns besides the label 'y'")
     fails("a,b,y\n", "the training rows are empty")
     fails("a,a,y\n1,2,0\n", "more than one column named 'a'")

@@ -181,8 +181,20 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
 
 
 def encode(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Class names and class indices; without ``class_names``, the sorted values found in any part are the classes."""
+    """Class names and class indices; without ``class_names``, the sorted values found in any part are the classes.
+
+    Raises:
+        DataError: Two of them differ only by spaces around them.
+    """
     if class_names and all(values.dtype.kind in "iu" for values in raw):
         return class_names, [values.astype(np.int64) for values in raw]
     values, index = np.unique(np.concatenate(raw), return_inverse=True)
-    return tuple(str(value) for value in values), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])
+    names = [str(value) for value in values]
+    known: dict[str, str] = {}
+    for name in names:
+        other = known.setdefault(name.strip(), name)
+        if other != name:
+            raise DataError(
+                f"The labels {other!r} and {name!r} differ only by spaces, and would be two classes; write them alike."
+            )
+    return tuple(names), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])
