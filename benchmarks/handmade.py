@@ -32,7 +32,8 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #                                                                                            enough channels for a
 #                                                                                            vectorised pooling
 #
-# Two processes of one thread against one process of two threads: main() shows it; more the smaller the batches.
+# Two processes of one thread against one process of two threads: `python -m benchmarks.speed` shows it; more the smaller
+# the batches.
 #
 # What was tried and does not pay (within 1 to 2 % unless a number is given):
 #
