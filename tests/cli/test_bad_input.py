@@ -239,6 +239,7 @@ def test_run_refuses(capsys, options, words):
         ("partition digits --label y", "takes no path, label"),
         ("runn", "No such command"),
         ("run nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("run digits", "For data of that name take --data digits"),
         ("run .", "cannot be read"),
     ],
 )

@@ -83,6 +83,8 @@ class Part(unskew.Sync):
         (with_attributes(needs=("indvidual",)), "Did you mean 'individual'"),
         (with_attributes(weights="sample"), "weights must be 'samples'"),
         (with_attributes(Server, steps_without="update"), "steps_without must be"),
+        (with_attributes(unskew.ServerRule, name="idle"), "needs a method 'step' of its own"),
+        (with_attributes(unskew.Sync, name="still"), "needs a method 'travels' of its own"),
         (with_attributes(Server, buffer=lambda self: 0), "a whole number of updates from 1"),
         (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
         (

@@ -191,7 +191,7 @@ def test_group_norm_has_no_buffers_and_batch_norm_has():
         ("mlp", (), 2, {}, "shape of a sample"),
         ("cnn", (3, 3, 3), 2, {}, "at least 4x4 pixels, but got 3x3"),
         ("cnn-b", (1, 8, 7), 2, {}, "at least 8x8 pixels, but got 8x7"),
-        ("vgg11", (64,), 2, {}, "needs an image shape (channels, height, width), but got (64,)"),
+        ("vgg11", (64,), 2, {}, "but got (64,). For rows of numbers take mlp or logistic"),
         ("cnn", SMALL, 0, {}, "at least one class"),
     ],
 )

@@ -93,7 +93,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
     try:
         values = read_yaml(path.read_text())
     except OSError as error:
-        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+        hint = "" if path.suffix or path.exists() else f" For data of that name take --data {path}."
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.{hint}") from error
     except Twice as error:
         raise ConfigError(f"{path} {error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

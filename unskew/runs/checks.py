@@ -154,6 +154,9 @@ def check_declared(rule: Rule) -> None:
             raise ConfigError(f"{name}: {unknown('need', str(what), NEEDS)}")
     if rule.weights not in (None, "samples", "uniform"):
         raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
+    for kind, hook in ((ServerRule, "step"), (Sync, "travels")):
+        if isinstance(rule, kind) and getattr(type(rule), hook) is getattr(kind, hook):
+            raise ConfigError(f"{name} is a {kind.__name__}, so it needs a method {hook!r} of its own.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):
         raise ConfigError(f"{name}: steps_without must be 'updates', 'clients' or None, not {rule.steps_without!r}.")
     if isinstance(rule, ServerRule) and (size := rule.buffer()) is not None and (not isinstance(size, int) or size < 1):

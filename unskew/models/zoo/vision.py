@@ -123,7 +123,10 @@ def _vgg_conv(inputs: int, outputs: int, init: str) -> nn.Conv2d:
 def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
     """The shape, if it is that of an image."""
     if len(shape) != 3 or min(shape) < 1:
-        raise ConfigError(f"{name} needs an image shape (channels, height, width), but got {tuple(shape)}.")
+        raise ConfigError(
+            f"{name} needs an image shape (channels, height, width), but got {tuple(shape)}. "
+            "For rows of numbers take mlp or logistic; unskew models lists all."
+        )
     return shape[0], shape[1], shape[2]
 
 
