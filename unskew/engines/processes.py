@@ -150,7 +150,6 @@ class ProcessesEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``."""
         self.inbox.clear()
-        packed = [self.inbox.pack(as_dict(one)) for one in casts]
         waiting = deque(parts_of(casts, steps_of(self.setup, casts), self.together))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
@@ -158,14 +157,16 @@ class ProcessesEngine:
         # A part of several clients is worth the wait for the worker that is free first.
         for _ in range(AHEAD if self.together == 1 else 1):
             for pipe in self.pipes:
-                self._send(pipe, waiting, busy, packed, fresh)
+                self._send(pipe, waiting, busy, casts, fresh)
         for place in range(len(casts)):
             while place not in done:
                 for ready in self._answers([p for p in self.pipes if busy[p]]):
                     pipe = cast(Connection, ready)
-                    updates = self._receive(pipe)
-                    done.update(zip(busy[pipe].popleft(), updates, strict=True))
-                    self._send(pipe, waiting, busy, packed, fresh)
+                    packed, part = self._receive(pipe), busy[pipe].popleft()
+                    self._send(pipe, waiting, busy, casts, fresh)  # first, so that the worker need not wait
+                    outbox = self.outboxes[self.pipes.index(pipe)]
+                    updates = (from_dict(Update, outbox.unpack(one, copy=True)) for one in packed)
+                    done.update(zip(part, updates, strict=True))
             yield done.pop(place)
 
     def _send(
@@ -173,14 +174,16 @@ class ProcessesEngine:
         pipe: Connection,
         waiting: deque[list[int]],
         busy: dict[Connection, deque[list[int]]],
-        packed: list[Any],
+        casts: Sequence[Broadcast],
         fresh: set[Connection],
     ) -> None:
+        """Give a worker the next part. Only that is written for it, so the first workers begin at once."""
         if waiting:
             part = waiting.popleft()
             busy[pipe].append(part)
+            packed = [self.inbox.pack(as_dict(casts[place])) for place in part]
             with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
-                pipe.send((pipe in fresh, [packed[place] for place in part]))
+                pipe.send((pipe in fresh, packed))
             fresh.discard(pipe)
 
     def _answers(self, asked: list[Connection]) -> list[Any]:
@@ -197,7 +200,8 @@ class ProcessesEngine:
             ready = wait(asked)
         return ready
 
-    def _receive(self, pipe: Connection) -> list[Update]:
+    def _receive(self, pipe: Connection) -> list[Any]:
+        """A worker's answer: the updates of a part, still in its outbox."""
         try:
             ok, answer = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -209,8 +213,7 @@ class ProcessesEngine:
             ) from error
         if not ok:
             raise answer
-        outbox = self.outboxes[self.pipes.index(pipe)]
-        return [from_dict(Update, outbox.unpack(one, copy=True)) for one in answer]
+        return cast(list[Any], answer)
 
     def close(self) -> None:
         """End the workers."""
