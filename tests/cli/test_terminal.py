@@ -5,14 +5,17 @@ import re
 import time
 
 import pytest
+import typer
 from rich.console import Console
 from support.running import TINY, call
 
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.loudness import LOUDNESS
+from unskew.cli.options import stoppable
 from unskew.cli.progress import waiting
 from unskew.cli.tables import partition_table
 from unskew.data.reading.telling import tell
+from unskew.simulation.loop import Interrupted
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -117,3 +120,17 @@ def test_the_shell_can_complete(capsys, monkeypatch):
     monkeypatch.setenv("COMP_WORDS", "unskew dia")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert call(capsys).out.split() == ["diagnose"]
+
+
+@pytest.mark.parametrize(("stop", "words"), [(Interrupted, "the run is saved"), (KeyboardInterrupt, "Stopped at once")])
+def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
+    """Where no file was written there is nothing to go on with, though the folder may be there."""
+    folder = tmp_path / "run" / "checkpoints"
+    for begun in (False, True):
+        if begun:
+            folder.mkdir(parents=True)
+            (folder.parent / "config.yaml").touch()
+        with pytest.raises(typer.Exit), stoppable(folder.parent, "again"):
+            raise stop
+        said = capsys.readouterr().err
+        assert (words in said, "nothing was written" in said, "again" in said) == (begun, not begun, begun)

@@ -66,14 +66,15 @@ def test_a_file_does_not_run_code(folder, capsys, what):
     assert not (folder / "run").exists()
 
 
-def test_a_command_of_the_system_is_no_model(folder, capsys):
+@pytest.mark.parametrize(("command", "takes"), [("os:system", "command"), ("subprocess:getoutput", "cmd")])
+def test_a_command_of_the_system_is_no_model(folder, capsys, command, takes):
     """Not even if it is trusted."""
-    evil = {"model": "os:system", "model_options": {"command": "touch ran"}}
+    evil = {"model": command, "model_options": {takes: "touch ran"}}
     config = write(folder / "config.yaml", **evil)
     for args in (
         [config],
         [config, "--trust-code"],
-        ["--model", "os:system", "--set", "model_options.command=touch ran"],
+        ["--model", command, "--set", f"model_options.{takes}=touch ran"],
     ):
         assert call(capsys, "run", *args, "--out", "run").code == 2
     assert not (folder / "ran").exists()

@@ -345,6 +345,7 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
     assert rounds[0] == 1
     assert rounds == sorted(rounds, reverse=True)
     call(capsys, "run", *TINY, "--rounds", "2", "--out", "run")
+    assert call(capsys, "diagnose", "--config", "run/config.yaml", "--no-curvature", "--json").code == 0
     models = json.loads(call(capsys, "diagnose", "run", "--no-curvature", "--json").out)["models"]
     assert [m["model"] for m in models] == ["initial model", "after round 2", "final model"]
     assert models[0]["L_max"] is None

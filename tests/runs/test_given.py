@@ -80,6 +80,7 @@ HUGE = 10**5000
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=HUGE, **BUDGET), "the number of seeds is 1 to"),
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed is a whole number"),
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed is a whole number"),
+        (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "the run in out: name its folder there"),
         (lambda fed: unskew.resume(None, federation=fed), "named by text or a Path, not by None"),
         (lambda fed: unskew.resume("x", federation="digits"), "not as str"),
         (lambda fed: unskew.diagnose(fed, run=5), "named by text or a Path, not by 5"),
@@ -137,6 +138,11 @@ def test_options_of_ones_own_rules_are_part_of_what_a_run_is(fed, tmp_path):
         CheckpointError, match=r"was made with method='l1:lam=0\.1', but is resumed with method='l1:lam=0.2'"
     ):
         unskew.resume(run, method=L1(lam=0.2), federation=fed, rounds=3)
+    with pytest.raises(ConfigError, match=r"no method 'l1'\..* If it is a rule of your own, give it again"):
+        unskew.resume(run, federation=fed, rounds=3)
+    (run / "summary.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is damaged; remove it"):
+        unskew.resume(run, method=L1(lam=0.1), federation=fed, rounds=3)
     assert method(FedCOGAuthors(n=8)).spelling == "fedcog-authors:n=8"
 
 

@@ -193,7 +193,9 @@ def compare(
         console.print(text, markup=False)
     report_at_the_end(console, [folder])
     if not LOUDNESS.quiet:
-        console.print(f"{len(methods) * len(which)} runs in {time.perf_counter() - started:.0f} s.")
+        from unskew.cli.tables import several
+
+        console.print(f"{several(len(methods) * len(which), 'run')} in {time.perf_counter() - started:.0f} s.")
 
 
 @app.command()

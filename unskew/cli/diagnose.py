@@ -96,13 +96,13 @@ def diagnose(
     plot = out if out is not None or as_json else Path("diagnosis.png")
     if plot is not None:
         check_place(plot)
-    model_name = options.pop("model", None)
+    model_name, stored = options.pop("model", None), options.pop("synthetic", None)
     console = console_for(as_json)
     with make_progress(console, transient=True) as progress, told(tell := ProgressLine(progress, "diagnose").prepare):
         report = measure(
             run=run,
             model=model_name,
-            synthetic=images,
+            synthetic=images if images is not None else stored,
             shares=shares,
             sample_clients=sample_clients or None,
             samples=samples or None,

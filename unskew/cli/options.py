@@ -139,7 +139,11 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
     if any(texts.values()):
         flags["text"] = {field: value for field, value in texts.items() if value is not None}
-    for assignment in context.params.get("sets") or []:
+    assignments = context.params.get("sets") or []
+    fields = [assignment.partition("=")[0].strip() for assignment in assignments]
+    for number, assignment in enumerate(assignments):
+        if fields[number] in fields[:number]:
+            raise ConfigError(f"--set gives {fields[number]} twice; keep one of the two.")
         set_field(flags, assignment)
     # One budget replaces the other.
     for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
@@ -246,12 +250,12 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
         from unskew.simulation.loop import Interrupted
 
         number = stop.number if isinstance(stop, Interrupted) else ended[0] if ended else signal.SIGINT
-        if isinstance(stop, Interrupted):
-            text = f"Stopped; the run is saved. Go on with: {again}"
-        elif folder.exists():
-            text = f"Stopped at once. Go on from the last checkpoint with: {again}"
-        else:
+        if not any(found.is_file() for found in folder.rglob("*")):  # as where a run has not begun
             text = "Stopped; nothing was written."
+        elif isinstance(stop, Interrupted):
+            text = f"Stopped; the run is saved. Go on with: {again}"
+        else:
+            text = f"Stopped at once. Go on from the last checkpoint with: {again}"
         print(text, file=sys.stderr)
         raise typer.Exit(128 + number) from stop
     finally:

@@ -29,6 +29,15 @@ def over_clients(summary: dict[str, Any], whose: str) -> str:
     return f"mean {mean}%, std {std}%, worst decile {decile}%, worst client {worst}%{named}"
 
 
+def several(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> several(1, "round"), several(2, "round")
+    ('1 round', '2 rounds')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def summary_table(summary: dict[str, Any]) -> Table:
     """What ``unskew run`` prints at the end."""
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
@@ -53,7 +62,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("partition hash", str(summary["partition_hash"])),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, statistics: {summary['buffers']}"),
         ("traffic", f"{megabytes(summary['bytes_up'])} MB up, {megabytes(summary['bytes_down'])} MB down"),
-        ("time", f"{summary['seconds']:.1f} s for {summary['rounds']} rounds, engine {summary['engine']}{together}"),
+        (
+            "time",
+            f"{summary['seconds']:.1f} s for {several(summary['rounds'], 'round')}, engine {summary['engine']}{together}",
+        ),
     ]
     if "perplexity" in summary:
         best = (number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))

@@ -263,7 +263,10 @@ class Experiment(Section):
     @property
     def data_spec(self) -> DataSpec:
         """The data, with the model's own tokeniser for texts where none is named."""
-        tokenizer = self.text.tokenizer or (self.model.removeprefix(HUB) if self.model.startswith(HUB) else None)
+        from unskew.data.reading.text import is_text
+
+        own = self.model.removeprefix(HUB) if self.model.startswith(HUB) and is_text(self.data) else None
+        tokenizer = self.text.tokenizer or own
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataSpec)}
         return DataSpec(**{**values, "text": TextSpec(self.text.columns, tokenizer, self.text.block)})
 

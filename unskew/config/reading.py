@@ -38,10 +38,12 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
         fields = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
-        if first["type"] == "string_pattern_mismatch":
+        if where == "device":
             from unskew.engines.catalogue import devices
 
             reason = f"the devices of this machine are {', '.join(devices())}"
+        elif where == "loss":
+            reason = "losses are auto, mse, mae, huber and huber:DELTA"
         raise ConfigError(
             f"{where}={shown(first['input'])} is not valid: {reason}." if where else f"{reason}."
         ) from error

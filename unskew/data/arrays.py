@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from numbers import Integral, Real
@@ -199,4 +200,7 @@ def checked_names(class_names: object, classes: int) -> tuple[str, ...]:
     names = tuple(items(class_names, wrong))
     if names and len(names) < classes:
         raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")
+    twice = next((name for name, times in Counter(map(str, names)).items() if times > 1), None)
+    if twice is not None:
+        raise DataError(f"Two classes have the name {twice!r}; class_names must be distinct.")
     return names

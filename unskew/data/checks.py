@@ -26,6 +26,9 @@ def as_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
         raise DataError("client_names must be a list of texts, one for each client.")
     if len(names) not in (0, clients):
         raise DataError(f"There are {len(names)} client_names for {clients} clients; give one for each, or none.")
+    odd = next((name for name in names if not name.strip() or not name.isprintable()), None)
+    if odd is not None:
+        raise DataError(f"The name {odd!r} of a client cannot be printed; client_names must be texts of one line.")
     twice = next((name for name, times in Counter(names).items() if times > 1), None)
     if twice is not None:
         raise DataError(f"Two clients have the name {twice!r}; client_names must be distinct.")

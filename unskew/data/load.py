@@ -215,6 +215,8 @@ def source_of(spec: DataSpec) -> Source:
         )
     if text.columns:
         raise ConfigError(f"text.columns={','.join(text.columns)} names columns of texts, but {spec.data} holds none.")
+    if text != TextSpec():
+        raise ConfigError(f"text.tokenizer and text.block say how texts are read, but {spec.data} holds none.")
     source = load_source(
         spec.data,
         path=path,

@@ -21,7 +21,7 @@ from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
 from unskew.engines.inputs import after_training, finished, update_of
-from unskew.engines.local import LocalTrainer, base_loss, inputs_made, movable_mask
+from unskew.engines.local import LocalTrainer, base_loss, function, inputs_made, movable_mask
 from unskew.errors import UnskewError
 from unskew.models.together import Together, together
 from unskew.models.trainable import Batch, FunctionalModel
@@ -170,10 +170,10 @@ class GroupTrainer:
             carries = [dict(carry) for carry in carries]
             loss_fn = base_loss(model, setup.task)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                loss_fn = rule.loss(loss_fn, ctx, carry)
+                loss_fn = function(rule, "loss", rule.loss(loss_fn, ctx, carry))
             grad_fn = model.gradient(loss_fn)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                grad_fn = rule.gradient(grad_fn, ctx, carry)
+                grad_fn = function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
             moves = movable_mask(setup.rules, ctxs, carries, batch)
             now = training.at(round, t)
             v, state = optimizers.step(now, v, grad_fn(v, batch), state, t, moves)

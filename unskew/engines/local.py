@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
 from unskew.engines.inputs import ClientInputs, after_training, client_key, finished, update_of
-from unskew.errors import DataError
+from unskew.errors import ConfigError, DataError, shown
 from unskew.models.trainable import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import fold
 from unskew.tasks.task import Task
+
+Function = TypeVar("Function")
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
@@ -29,6 +32,17 @@ def base_loss(model: Model, task: Task) -> LossFn:
         return task.loss(model(v, batch.x, batch.track).logits, batch.y)
 
     return loss_fn
+
+
+def function(rule: ClientRule, hook: str, made: Function) -> Function:
+    """What a rule made of the loss or of the gradient.
+
+    Raises:
+        ConfigError: It is no function.
+    """
+    if not callable(made):
+        raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {shown(made)}.")
+    return made
 
 
 def one_sample_error(client: int) -> DataError:
@@ -95,10 +109,10 @@ class LocalTrainer:
         made = inputs_made(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            loss_fn = rule.loss(loss_fn, ctx, carry)
+            loss_fn = function(rule, "loss", rule.loss(loss_fn, ctx, carry))
         grad_fn = self.model.gradient(loss_fn)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            grad_fn = rule.gradient(grad_fn, ctx, carry)
+            grad_fn = function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
 
         v = v_start.clone()
         moments = self.inputs.moments(cast, v)

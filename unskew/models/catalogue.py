@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -226,8 +227,11 @@ def may_be_model(target: object) -> bool:
     """Whether what an import path leads to makes modules; nothing else is called, such as a command of the system."""
     if isinstance(target, functools.partial):
         return may_be_model(target.func)
-    made = inspect.isclass(target) and issubclass(target, nn.Module)
-    return made or inspect.isfunction(target) or inspect.ismethod(target)
+    if inspect.isclass(target):
+        return issubclass(target, nn.Module) and target is not nn.Module
+    if str(getattr(target, "__module__", "")).partition(".")[0] in sys.stdlib_module_names:
+        return False  # such as subprocess.run, which would run what the model's options say
+    return inspect.isfunction(target) or inspect.ismethod(target)
 
 
 def _call(

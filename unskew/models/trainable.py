@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from unskew.errors import ConfigError, shown
 from unskew.models.dropout import Dropout, KeyStream
 from unskew.models.vector import ModelSpec, Output
 
@@ -71,6 +72,18 @@ class _Once:
 
     def clear(self) -> None:
         self.key = self.output = None
+
+
+def one_number(loss: Tensor) -> Tensor:
+    """A loss of a batch.
+
+    Raises:
+        ConfigError: It is no tensor with one number.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+        raise ConfigError(f"The loss of a batch must be a tensor with one number, not {what}.")
+    return loss
 
 
 class BoundModel:
@@ -151,7 +164,7 @@ class BoundModel:
             if self.stream is not None:
                 self.stream.start(batch.key)
             self.leaf.data.copy_(v)
-            loss = loss_fn(self.leaf, batch)
+            loss = one_number(loss_fn(self.leaf, batch))
             self.loss = loss.detach()
             # Joining the gradients afterwards costs a tenth of accumulating them into views of one flat tensor.
             inputs = [self.leaf, *self.parameters]
@@ -205,7 +218,7 @@ class FunctionalModel:
 
             def value(v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
                 self.b = before
-                loss = loss_fn(v, batch)
+                loss = one_number(loss_fn(v, batch))
                 return loss, (loss.detach(), self.b)
 
             form = self.spec.together

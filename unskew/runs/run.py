@@ -20,7 +20,7 @@ from unskew.data.reading.telling import told
 from unskew.engines.catalogue import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, new_folder, place
-from unskew.methods.catalogue import MethodLike
+from unskew.methods.catalogue import MethodLike, check_names
 from unskew.methods.catalogue import method as method_of
 from unskew.options import untrusted
 from unskew.protocol.rules import Method
@@ -111,7 +111,9 @@ def resumed(folder: Path | None) -> Iterator[None]:
         CheckpointError: There is no run in it.
         ConfigError: Somebody else works there.
     """
-    if folder is None or not (folder / "config.yaml").is_file():
+    if folder is None:
+        raise ConfigError("resume goes on with the run in out: name its folder there.")
+    if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
     with locked(folder):
         yield
@@ -218,6 +220,8 @@ def resume(
         built = None if method is None else method_of(method)
         if built is not None:
             values["method"] = spelling_of(built)
+        else:
+            check_known(str(values.get("method")))
         config = experiment(values, built)
         if federation is None and config.data == "arrays":
             raise CheckpointError(
@@ -226,6 +230,20 @@ def resume(
         check_unfinished(folder, config.rounds)
         shared = kept_beside(folder) if shared is None else place(shared)
         return _carried_out(config, federation, model, built, folder, True, callbacks, shared)
+
+
+def check_known(spelling: str) -> None:
+    """Refuse to go on without a method that only Python knows.
+
+    Raises:
+        ConfigError: There is one in the sum.
+    """
+    try:
+        check_names(spelling)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} If it is a rule of your own, give it again: unskew.resume(..., method=...)."
+        ) from error
 
 
 def moved(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,5 +276,5 @@ def finished_rounds(folder: Path) -> int | None:
         return int(summary.get("rounds_at_most", summary["rounds"]))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / 'summary.json'} is damaged; remove it and resume the run.") from error
