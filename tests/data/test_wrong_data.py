@@ -48,6 +48,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"clients": [(X, Y * 0)], "test": (X, Y * 0)}, "All labels are 0, but a classifier needs two classes"),
         ({"clients": [(X.astype(complex), Y)]}, "inputs of client 0 are not a numeric array: they are complex"),
         ({"clients": [(X, Y.astype(complex))]}, "labels of client 0 are not numeric: they are complex"),
+        ({"clients": [(X[:, :0], Y)]}, r"have shape \(12, 0\); expected"),
         ({"clients": [(DEEP, Y)], "test": (DEEP, Y)}, r"have shape \(12, 1, 2, 3, 4\); expected"),
         ({"clients": [([[1], [1, 2]], [0, 1])]}, "not a numeric array"),
         ({"clients": [(X, Y, X[:, :2], Y)]}, r"shape \(4,\), but \(2,\) to test on"),

@@ -84,7 +84,7 @@ def given_inputs(values: object, who: str, checked: bool = True) -> Tensor:
         DataError: As for ``as_inputs``.
     """
     x = as_tensor(values, f"The inputs of {who} are not a numeric array")
-    if not 2 <= x.dim() <= 4:
+    if not 2 <= x.dim() <= 4 or (len(x) and 0 in x.shape):
         raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
     if len(x) == 0:
         raise DataError(f"The data of {who} is empty; at least one sample is needed.")
