@@ -47,10 +47,15 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
+def _wrapped(number: int) -> int:
+    """A whole number as 64-bit arithmetic leaves it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def fold(key: Tensor, number: int | Tensor) -> Tensor:
     """A new key from a key and a number (a step, a layer)."""
-    if isinstance(number, int):
-        number = torch.tensor(number, device=key.device)
+    if isinstance(number, int):  # in Python: to make a tensor of it on a GPU would wait for that
+        return _mix(key + _wrapped((number + 1) * _GOLDEN))
     return _mix(key + (number + 1) * _GOLDEN)
 
 

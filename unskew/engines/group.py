@@ -218,7 +218,7 @@ class GroupTrainer:
         return [
             finished(
                 setup, cast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
-                {"loss": losses[k], "steps": float(counts[k]), **spent},
+                {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
                 made[k], {name: own(t[k]) for name, t in state.items()},
             )
             for k, cast in enumerate(casts)

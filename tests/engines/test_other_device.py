@@ -1,0 +1,50 @@
+"""Training on a device that holds shapes and no numbers: what mixes devices, or reads a number in the loop, fails there.
+
+It is no GPU, but finds on any machine what a GPU would refuse, or wait for at every step.
+"""
+
+import pytest
+import torch
+from support.federations import QUICK, SmallBatchNorm, blobs
+
+from unskew import ModelSpec, method
+from unskew.engines.base import Setup
+from unskew.engines.vectorized import VectorizedEngine
+from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.fedavg import FedAvg
+from unskew.protocol.facts import FederationFacts
+from unskew.protocol.training import Training
+from unskew.simulation.server import Server
+from unskew.tasks.catalogue import TASKS
+
+FEW = ["fedavg", "scaffold", "moon", "fedcog"]
+NOT_HERE = {"vhl": "has images made before training", "feddm": "sends images of the classes that a client has"}
+ACTING = {
+    "fedcog": "fedcog:start_round=0,g_steps=2,n=8",
+    "fedcog-authors": "fedcog-authors:start_round=0,g_steps=2,n=8",
+}
+OTHERS = sorted(set(CATALOGUE) - set(FEW) - set(NOT_HERE))
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_cohort_trains_where_its_data_do_not_lie_and_is_read_once(name, monkeypatch):
+    federation, read = blobs([16, 16, 16]), []
+    what = method(ACTING.get(name, QUICK.get(name, name)))
+    spec = ModelSpec(SmallBatchNorm(), federation.shape, federation.classes)
+    training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1)
+    setup = Setup(spec, federation, what.client, TASKS["classification"], training, 0, torch.device("meta"))
+    facts = FederationFacts.of(federation)
+    server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
+    engine, before = VectorizedEngine(setup), torch.Tensor.tolist
+
+    def tolist(tensor):
+        if tensor.device.type == "cpu":
+            return before(tensor)
+        read.append(tensor)
+        return before(torch.zeros(tensor.shape))
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    updates = list(engine.train([server.broadcast(1, client) for client in range(3)]))
+    assert len(read) == 1  # the losses, when all is done
+    assert {update.delta.device.type for update in updates} == {"meta"}
+    assert [update.metrics["steps"] for update in updates] == [3, 3, 3]
