@@ -17,7 +17,7 @@ from unskew.protocol.training import Training
 from unskew.simulation.server import Server
 from unskew.tasks.catalogue import TASKS
 
-FEW = ["fedavg", "scaffold", "moon", "fedcog"]
+FEW = ["scaffold", "fedcog"]
 NOT_HERE = {"vhl": "has images made before training", "feddm": "sends images of the classes that a client has"}
 ACTING = {
     "fedcog": "fedcog:start_round=0,g_steps=2,n=8",
