@@ -34,6 +34,13 @@ class Plan:
             self.batches += [order[cut] for cut in cuts[: steps - len(self.batches)]]
         self._augment = generator(seed, "augment", round, client) if training.augment else None
 
+    def to(self, device: torch.device) -> Plan:
+        """The same with its index tensors on ``device``: one transfer for all steps, none in a step."""
+        if self.batches and device != self.batches[0].device:
+            sizes = [len(batch) for batch in self.batches]
+            self.batches = list(torch.split(torch.cat(self.batches).to(device), sizes))
+        return self
+
     def augment(self, x: Tensor) -> Tensor:
         """Crop and flip the images of the next step (call once per step, in order)."""
         if self._augment is None or x.dim() != 4:

@@ -147,7 +147,10 @@ class GroupTrainer:
     def _mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
         setup, training, device, round = self.setup, self.setup.training, self.setup.device, casts[0].round
         clients = [setup.federation.clients[cast.client] for cast in casts]
-        plans = [Plan(training, c.examples, setup.seed, a.round, a.client) for c, a in zip(clients, casts, strict=True)]
+        plans = [
+            Plan(training, client.examples, setup.seed, round, cast.client).to(client.y.device)
+            for client, cast in zip(clients, casts, strict=True)
+        ]
         inputs = self.single.inputs
         singly = [
             inputs.of(cast, plan, self.single.full_gradient(cast)) for cast, plan in zip(casts, plans, strict=True)
@@ -196,10 +199,11 @@ class GroupTrainer:
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
             made = [inputs_made(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
-            for t in range(max(len(plan.batches) for plan in plans)):
+            numbers = torch.arange(max(len(plan.batches) for plan in plans), device=device)
+            for t, at in enumerate(numbers):
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()
-                    batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, rows(keys, index))
+                    batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, at, rows(keys, index))
                     batch = batch._replace(lr=training.rate(round, t))
                     assert batch.x.shape[1] == size
                     args = (rows(given, index, dims), *(rows(x, index) for x in (b, v, carries, state)), batch)
@@ -241,8 +245,8 @@ class GroupTrainer:
             (size, None if len(who) == len(plans) else torch.tensor(who, device=device)) for size, who in sizes.items()
         ]
 
-    def _batch(self, clients: Sequence[ClientData], plans: Sequence[Plan], t: int, keys: Tensor) -> Batch:
-        index = [plan.batches[t].to(client.y.device) for client, plan in zip(clients, plans, strict=True)]
+    def _batch(self, clients: Sequence[ClientData], plans: Sequence[Plan], t: int, at: Tensor, keys: Tensor) -> Batch:
+        index = [plan.batches[t] for plan in plans]
         xs = [p.augment(take(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
         # One transfer and one normalisation for the whole group.
         flat = self.single.inputs.normalise(torch.cat(xs))
@@ -251,5 +255,4 @@ class GroupTrainer:
         else:
             x = torch.unflatten(flat, 0, (len(clients), -1))
         y = torch.stack([client.y[i] for client, i in zip(clients, index, strict=True)])
-        at = torch.tensor(t, device=keys.device)
         return Batch(x, y.to(keys.device), fold(keys, at) if self.single.model.stream else keys, at)

@@ -97,7 +97,7 @@ class LocalTrainer:
         """Local training of one client from its broadcast."""
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[cast.client]
-        plan = Plan(training, client.examples, setup.seed, cast.round, cast.client)
+        plan = Plan(training, client.examples, setup.seed, cast.round, cast.client).to(client.y.device)
         given = self.inputs.of(cast, plan, self.full_gradient(cast))
         ctxs = self.inputs.contexts(given, self.model, cast.round)
         v_start, key = given["v_global"], given["key"]
@@ -117,8 +117,7 @@ class LocalTrainer:
         v = v_start.clone()
         moments = self.inputs.moments(cast, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
-        for step, cpu_index in enumerate(plan.batches):
-            index = cpu_index.to(client.y.device)
+        for step, index in enumerate(plan.batches):
             x = self.inputs.normalise(plan.augment(take(client.x, index)))
             at = torch.tensor(step)
             now = training.at(cast.round, step)
