@@ -39,7 +39,9 @@ def outcomes():
 def test_every_file_lies_where_what_it_says_it_is_belongs():
     for path, outcome in outcomes().items():
         assert path.relative_to(RUNS) == place_of(outcome["run"]), path
-        assert not [v for v in outcome["run"].values() if str(v).startswith("/")], f"{path} names a place of one machine"
+        assert not [v for v in outcome["run"].values() if str(v).startswith("/")], (
+            f"{path} names a place of one machine"
+        )
 
 
 @pytest.mark.parametrize("kind", [Experiment, LaterExperiment])
