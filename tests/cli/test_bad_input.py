@@ -62,7 +62,6 @@ OPTIONS = [
     ("--model torch.nn:Module", "'torch.nn:Module' is no model"),
     ("--loss evil", "loss='evil' is not valid: losses are auto, mse"),
     ("--tokenizer bytes", "say how texts are read, but digits holds none"),
-    ("--set lr=0.1 --set lr=0.2", "--set gives lr twice"),
     ("--model torch:zeros", "'torch:zeros' is no model: it must be a torch.nn.Module"),
     ("--network fixed:1e99", "The delay 'fixed:1e99' is longer than any run"),
     ("--out=", "'' names no file or folder"),

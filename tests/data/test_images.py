@@ -268,8 +268,10 @@ def test_images_begin_from_real_inputs_their_averages_or_noise(start):
     sent = []
 
     class Look(FedDM):
+        name = "look"
+
         def step(self, state, updates):
-            sent.extend((u.client, u.upload["feddm"]["x"], u.upload["feddm"]["y"]) for u in updates)
+            sent.extend((u.client, u.upload["look"]["x"], u.upload["look"]["y"]) for u in updates)
             return {"v": state["v"]}
 
     fed = blobs([9, 14, 7])

@@ -23,7 +23,7 @@ SEEN = []
 class Center(ServerRule):
     """Trains at the server only."""
 
-    name: ClassVar[str] = "center"
+    name: ClassVar[str] = "in-the-middle"
     summary: ClassVar[str] = "data at the server only"
     paper: ClassVar[str] = "none"
     steps_without = "clients"

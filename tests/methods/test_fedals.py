@@ -319,6 +319,8 @@ def test_the_drift_that_auto_sees_is_the_consensus_distance():
     grown = [(0.0, 0.0)]
 
     class Watched(type(auto)):
+        name = "watched"
+
         def collect(self, state, updates):
             after = super().collect(state, updates)
             grown.append(after["growth"].tolist())

@@ -207,6 +207,8 @@ def test_uint8_images_are_normalised_as_the_data_are():
     seen = []
 
     class Watching(FedCOG):
+        name = "watching"
+
         def begin(self, ctx):
             made = super().begin(ctx)
             seen.append(ctx.pixels.intensities(made["x"]))

@@ -139,11 +139,7 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
     if any(texts.values()):
         flags["text"] = {field: value for field, value in texts.items() if value is not None}
-    assignments = context.params.get("sets") or []
-    fields = [assignment.partition("=")[0].strip() for assignment in assignments]
-    for number, assignment in enumerate(assignments):
-        if fields[number] in fields[:number]:
-            raise ConfigError(f"--set gives {fields[number]} twice; keep one of the two.")
+    for assignment in context.params.get("sets") or []:
         set_field(flags, assignment)
     # One budget replaces the other.
     for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
