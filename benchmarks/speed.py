@@ -31,6 +31,7 @@ from unskew import ClientData, Federation, ModelSpec, Normalisation, method
 from unskew.data.federation import ArrayClients
 from unskew.engines.base import Setup
 from unskew.engines.catalogue import make_engine
+from unskew.engines.choice import Asked, choose
 from unskew.engines.machine import keep_freed_memory
 from unskew.methods.fedavg import FedAvg
 from unskew.models.catalogue import build_model
@@ -43,6 +44,8 @@ from unskew.simulation.server import Server
 from unskew.tasks.catalogue import TASKS
 
 CIFAR = Path(__file__).parents[2] / "shared" / "data" / "cifar10" / "train.parquet"
+LONG = 1000
+"""Rounds of a run in which a trial takes all the time that it may."""
 
 
 class UnskewLoop:
@@ -59,7 +62,7 @@ class UnskewLoop:
         engine: str = "processes",
         model: str = "cnn",
         spelling: str = "fedavg",
-        together: int = 1,
+        together: int | str = 1,
     ):
         torch.manual_seed(seed)
         what = method(spelling)
@@ -67,6 +70,8 @@ class UnskewLoop:
         spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
         setup = Setup(spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu"))
+        if isinstance(together, str):  # "auto": what a trial finds for a long run
+            together = choose(Asked(engine, None, together), setup, cohort, LONG, None, False).together
         self.engine = make_engine(engine, setup, together=together)
         facts = FederationFacts.of(federation)
         self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
