@@ -82,6 +82,8 @@ class Part(unskew.Sync):
         (with_attributes(name="fedprox"), "Declared calls itself 'fedprox', as a method of unskew does"),
         (with_attributes(loss=lambda self, loss_fn, ctx, carry: None), "loss must return a function .* not None"),
         (with_attributes(gradient=lambda self, grad_fn, ctx, carry: 1), "gradient must return a function .* not 1"),
+        (with_attributes(gradient=lambda self, *_: lambda v, batch: 1.0), r"shape \(219,\), not 1.0"),
+        (with_attributes(gradient=lambda self, *_: lambda v, batch: v.sum()), r"shape \(219,\), not one of shape \(\)"),
         (with_attributes(loss=lambda self, *_: lambda v, batch: 1.0), "a tensor with one number, not 1.0"),
         (with_attributes(loss=lambda self, *_: lambda v, batch: v), r"one number, not one of shape \(219,\)"),
         (with_attributes(needs="individual"), r"such as needs = \('individual',\)"),

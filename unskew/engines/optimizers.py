@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unskew.errors import ConfigError, shown
 from unskew.protocol.training import Training
 
 State = dict[str, Tensor]
@@ -27,7 +28,13 @@ def step(
     """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten.
 
     Where ``moves`` (boolean, ``[d]``) is false nothing changes: no decay, no momentum, as if the parameter were not there.
+
+    Raises:
+        ConfigError: The gradient has another shape than the vector, as a rule of one's own may make it.
     """
+    if not isinstance(g, Tensor) or g.shape != v.shape:
+        what = f"one of shape {tuple(g.shape)}" if isinstance(g, Tensor) else shown(g)
+        raise ConfigError(f"A gradient must be a tensor of the model's shape {tuple(v.shape)}, not {what}.")
     if moves is None:
         return advance(training, v, g, state, t)
     before, kept = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
