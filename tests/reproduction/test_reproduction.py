@@ -464,6 +464,20 @@ def test_tables_can_be_drawn(tmp_path, name, rows, size):
     assert Image.open(path).width > 300
 
 
+def test_curves_over_traffic_end_where_the_table_says(tmp_path, monkeypatch):
+    from unskew.reproduction import figures
+
+    made = make(tmp_path, "fedals/long", ["FedAvg", "FedALS"], ["iid"], {"engine": "inline"})
+    found = list(made.carry_out([0]))
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    figures.draw_curves(made.preset, found, tmp_path / "figure.png")
+    (axis,) = drawn[0].axes
+    sent = {e.row: e.mean for e in report.entries(made.preset, found) if e.value == "bytes_per_client"}
+    assert {line.get_label(): line.get_xdata()[-1] for line in axis.lines} == pytest.approx(sent)
+    assert sent["FedALS"] < sent["FedAvg"]
+
+
 def test_counted_parameters_are_scaled_to_the_papers_steps():
     summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
     assert report.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40

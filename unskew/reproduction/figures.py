@@ -1,4 +1,4 @@
-"""A table's numbers as a figure: curves over rounds, or points over columns with the paper's beside them."""
+"""A table's numbers as a figure: curves over rounds or traffic, or points over columns with the paper's beside them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from unskew.reproduction.report import Entry, expanded, shown
 
 SIGNS = ("coefficients/positive", "coefficients/negative")
 """Values that are drawn together, as bars up and down for each row."""
+MARKED = 50
+"""Points of a curve, above which marks would hide it."""
 
 
 def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
-    """One panel per value and column: the mean over seeds against rounds, its standard deviation shaded.
+    """One panel per value and column: the mean over seeds against rounds or traffic, its standard deviation shaded.
+
+    Values that have no curve, such as a sum over the run, are left out.
 
     Args:
         preset: The figure.
@@ -27,6 +31,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
         path: Image file to write.
     """
     values = expanded(preset.values, [outcome["summary"] for _, outcome in runs])
+    values = [value for value in values if value in SIGNS or any(_points(outcome, value) for _, outcome in runs)]
     columns, rows = (list(dict.fromkeys(names)) for names in zip(*((c.column, c.row) for c, _ in runs), strict=True))
     barred = [(column, row) for column in columns for row in rows if set(SIGNS) <= set(values)]
     panels = [(column, value) for column in columns for value in values if value not in SIGNS or not barred]
@@ -46,15 +51,23 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
         for of_one_number in (" after the last round", ", mean over rounds"):
             label = label.replace(of_one_number, "")
         for number, row in enumerate(rows):
-            rounds, points = _over_seeds([o for c, o in runs if (c.column, c.row) == (column, row)], value)
+            mine = [o for c, o in runs if (c.column, c.row) == (column, row)]
+            rounds, points = _over_seeds(mine, value)
             if not rounds:
                 continue
+            x = _traffic(mine, rounds) if preset.curves == "traffic" else rounds
             points = factor * points
             mean, spread = points.mean(0), points.std(0, ddof=1) if len(points) > 1 else np.zeros(len(rounds))
-            axis.plot(rounds, mean, label=row, marker=MARKERS[number % len(MARKERS)], markersize=3)
-            axis.fill_between(rounds, mean - spread, mean + spread, alpha=0.15, linewidth=0)
+            mark = MARKERS[number % len(MARKERS)] if len(rounds) <= MARKED else None
+            axis.plot(x, mean, label=row, marker=mark, markersize=3, linewidth=1.5 if mark else 1)
+            axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, linewidth=0)
         axis.set_title(f"{column}: {label}", fontsize=8)
-        over_rounds(axis)
+        if preset.curves == "traffic":
+            axis.set_xscale("log")  # methods differ by factors
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.set_xlabel("MB up and down, per client")
+        else:
+            over_rounds(axis)
         axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, fontsize=8)
     return save_figure(figure, path)
@@ -65,6 +78,14 @@ def _over_seeds(outcomes: Sequence[Outcome], value: str) -> tuple[list[int], np.
     curves = [_points(outcome, value) for outcome in outcomes]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
     return rounds, np.array([[curve[t] for t in rounds] for curve in curves])
+
+
+def _traffic(outcomes: Sequence[Outcome], rounds: Sequence[int]) -> list[float]:
+    """MB that a client has sent and received by each of these rounds, mean over seeds."""
+    sent = [
+        [_points(outcome, "bytes")[t] / outcome["summary"]["clients"] / 1e6 for t in rounds] for outcome in outcomes
+    ]
+    return np.mean(sent, 0).tolist()  # type: ignore[no-any-return]
 
 
 def _points(outcome: Outcome, value: str) -> dict[int, float]:

@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import yaml
@@ -50,8 +50,8 @@ class Preset(BaseModel):
     reference: str
     text: str = ""
     values: list[str] = ["accuracy"]
-    curves: bool = False
-    """Whether the paper shows curves over rounds."""
+    curves: bool | Literal["traffic"] = False
+    """Whether its figure is curves over rounds, or over traffic."""
     settings: Options
     with_: Options = Field(default_factory=dict, alias="with")
     seeds: int = 3
