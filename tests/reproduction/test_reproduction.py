@@ -335,6 +335,9 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     assert title == "NIID-1: accuracy after the last round, %"
     assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "-0.48 to +4.48", "64.83", "-2.83"]
     assert report.markdown(header, body).count("\n") == 3
+    ((_, _, body),) = report.lines(preset, [avg, cog], whole=True)
+    assert ["FedGen", "not run", "", "", "", "62.45", ""] in body
+    assert [row[0] for row in body][:2] == ["FedAvg", "FedCOG"] and "FedCOG (authors)" not in [row[0] for row in body]
     # Two of FedAvg's seeds are missing: one difference has no spread, and the table says of how many it is.
     fewer = [(cell, outcome) for cell, outcome in outcomes if cell.row == "FedCOG" or cell.config.seed == 1]
     ((_, _, body),) = report.lines(preset, report.entries(preset, fewer))

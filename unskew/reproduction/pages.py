@@ -59,7 +59,7 @@ class Pages:
             return _as_text(study.study.lines(by_part))
         preset = load_preset(name)
         found = list(self._sweep(name, scale).found(self.seeds))
-        return _as_text(lines(preset, entries(preset, found)), notes(cell for cell, _ in found))
+        return _as_text(lines(preset, entries(preset, found), whole=True), notes(cell for cell, _ in found))
 
     def _sweep(self, name: str, scale: str) -> Sweep:
         return Sweep(load_preset(name), scale, Path("runs"), self.runs, {})

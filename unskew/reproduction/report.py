@@ -196,8 +196,14 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
     return table
 
 
-def lines(preset: Preset, table: list[Entry]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of one table per value and column, as text; of a table with one row, one per value."""
+def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of one table per value and column, as text; of a table with one row, one per value.
+
+    Args:
+        preset: The table in the paper.
+        table: What is known of it.
+        whole: Whether rows that the paper has and that were not run are named, too.
+    """
     tables = []
     first = next(iter(preset.rows))
     single = len(preset.rows) == 1
@@ -208,6 +214,9 @@ def lines(preset: Preset, table: list[Entry]) -> list[tuple[str, list[str], list
             some = [e for e in table if e.value == value and column in (None, e.column)]
             header = ["", "ours", "seeds", f"minus {first}, per seed", "95 % of it", "paper", "ours minus paper"]
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
+            paper = preset.published.get(value, {}).get(column, {}) if whole and column is not None else {}
+            absent = [row for row in preset.rows if row in paper and row not in {unmarked(e.row) for e in some}]
+            rows += [[row, "not run", "", "", "", f"{paper[row]:.{digits}f}", ""] for row in absent]
             # A column that says nothing is left out.
             keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
             title = label if column is None else f"{column}: {label}"
