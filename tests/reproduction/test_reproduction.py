@@ -482,6 +482,29 @@ def test_curves_over_traffic_end_where_the_table_says(tmp_path, monkeypatch):
     assert sent["FedALS"] < sent["FedAvg"]
 
 
+def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypatch):
+    from unskew.reproduction import figures
+
+    preset = load_preset("feddle/figure-2")
+    curve = {
+        "round": [2, 4],
+        "updates/norm": [1.0, 2.0],
+        "updates/norm_min": [0.5, 1.0],
+        "updates/norm_max": [3.0, 4.0],
+    }
+    curve |= {name.replace("norm", "cosine"): values for name, values in curve.items() if name != "round"}
+    summary = {name: values[-1] for name, values in curve.items()}
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    cells = [(Cell(row, "CIFAR-10", experiment({})), {"summary": summary, "curve": curve}) for row in ("iid", "D 1")]
+    figures.draw_curves(preset, cells, tmp_path / "figure.png")
+    assert [axis.get_title().partition(": ")[2][:6] for axis in drawn[0].axes] == ["length", "cosine"]
+    for axis in drawn[0].axes:
+        for band in axis.collections:
+            corners = band.get_paths()[0].vertices
+            assert {tuple(c) for c in corners} == {(2, 0.5), (4, 1.0), (4, 4.0), (2, 3.0)}
+
+
 def test_counted_parameters_are_scaled_to_the_papers_steps():
     summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
     assert report.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40

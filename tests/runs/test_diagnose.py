@@ -20,6 +20,7 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.diagnosis.synthetic import POOL
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.measures import lemma
+from unskew.measures.gradients import Gradients
 from unskew.measures.heterogeneity import Scope, measure
 from unskew.measures.labels import label_figures
 from unskew.measures.probe import Probe, largest
@@ -250,6 +251,29 @@ def test_a_run_can_measure_its_gradients_round_by_round(tmp_path):
     assert result.summary["gradients/sigma2_max"] == result.history[-1]["gradients/sigma2_max"]
     plain = unskew.run(fed, model="logistic", **options)
     assert torch.equal(plain.vector, result.vector)  # it only looks
+
+
+def test_real_and_added_data_are_told_apart_along_a_run():
+    """Least squares: the real part's zeta^2 and sigma^2, and delta^2, are those of NumPy at the server's model."""
+    A, b = problem(SIZES)
+    made_A, made_b = problem((2, 1, 3, 2), seed=9)
+    mixed = [np.concatenate(pair) for pair in zip(A, made_A, strict=True)]
+    (original, spec), (fed, _) = (
+        quadratics(A, b),
+        quadratics(mixed, [np.concatenate(pair) for pair in zip(b, made_b, strict=True)]),
+    )
+    v = np.linspace(-1.0, 1.0, spec.size)
+    server = SimpleNamespace(
+        spec=spec, v=torch.tensor(v), b=spec.flatten_buffers(), seed=0, watchers=[], wants_models=False
+    )
+    fed, original = (replace(one, trained_for=HalfSquares()) for one in (fed, original))
+    found = Gradients(server, fed, original).figures()
+    g, noise, _ = oracle(A, b, v)
+    assert found["gradients/zeta2_real"] == pytest.approx(np.square(g - g.mean(0)).sum(1).mean())
+    assert found["gradients/sigma2_real"] == pytest.approx(noise.mean())
+    apart = g.mean(0) - oracle(made_A, made_b, v)[0].mean(0)
+    assert found["gradients/delta2"] == pytest.approx(apart @ apart)
+    assert "gradients/delta2" not in Gradients(server, fed, fed).figures()
 
 
 def test_given_synthetic_data_are_checked_and_used():

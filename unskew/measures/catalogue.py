@@ -38,7 +38,7 @@ def make_diagnoses(
         "consensus": lambda: Consensus(server),
         "generalization": lambda: Generalization(evaluator, server, federation, history),
         "server": lambda: ServerCost(server),
-        "gradients": lambda: Gradients(server, federation),
+        "gradients": lambda: Gradients(server, federation, evaluator.federation),
         "updates": lambda: Updates(server),
     }
     return [makers[name]() for name in dict.fromkeys(names) if name in makers]

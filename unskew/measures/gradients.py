@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from unskew.data.federation import Federation
+import torch
+from torch import Tensor
+
+from unskew.data.federation import ClientData, Federation, take
 from unskew.measures.base import Diagnosis
-from unskew.measures.heterogeneity import Scope, measure
+from unskew.measures.heterogeneity import Scope, drawn, measure
 from unskew.measures.probe import Probe
 from unskew.simulation.server import Server
+
+
+class _Own(Sequence[ClientData]):
+    """The clients with their first samples only: what they held before any were added."""
+
+    def __init__(self, clients: Sequence[ClientData], sizes: Sequence[int]):
+        self.clients, self.sizes = clients, sizes
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
+        return _rows(self.clients[k], 0, self.sizes[k])
+
+
+def _rows(client: ClientData, first: int, end: int) -> ClientData:
+    index = torch.arange(first, end, device=client.y.device)
+    return replace(client, x=take(client.x, index), y=client.y[index])
 
 
 class Gradients(Diagnosis):
@@ -16,23 +38,39 @@ class Gradients(Diagnosis):
 
     ``gradients/zeta2``, ``gradients/norm2`` (of the mean gradient), ``gradients/sigma2_mean`` and ``gradients/sigma2_max``;
     see ``unskew.measures.heterogeneity``. The clients' data are those they train on, so with a method that adds synthetic
-    data these are the quantities of the mixture. Of more than 100 clients, 100 are looked at, and 1000 samples of each,
-    the same in every round.
+    data these are the quantities of the mixture. Where every client was given some, there are also, at the same model,
+    ``gradients/zeta2_real`` and ``gradients/sigma2_real`` of what clients held before, and ``gradients/delta2``, how far
+    the mean gradient of the added data is from theirs (Fedssyn's Lemma 1). Of more than 100 clients, 100 are looked at,
+    and 1000 samples of each, the same in every round.
 
     Args:
         server: Of the run.
         federation: What its clients train on.
+        original: What they held before the method added anything.
     """
 
-    def __init__(self, server: Server, federation: Federation):
+    def __init__(self, server: Server, federation: Federation, original: Federation):
         super().__init__(server)
         self.federation = federation
-        self.scope = replace(Scope(), curvature=False, seed=server.seed)
+        self.scope = replace(Scope(), curvature=False, seed=server.seed, shares=())
+        before, after = original.sizes, federation.sizes
+        added = len(before) == len(after) and bool((after > before).all())
+        self.own = replace(federation, clients=_Own(federation.clients, before.tolist())) if added else None
 
     def figures(self) -> dict[str, float]:
-        """The four figures."""
+        """The figures by name."""
         server = self.server
         probe = Probe(server.spec, self.federation.objective, self.federation, server.v, server.b)
         figures = measure(probe, self.federation, self.scope).figures
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
-        return {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
+        found = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
+        if self.own is not None:
+            apart = measure(probe, self.own, self.scope, self._added).figures
+            names = {"zeta2_real": "zeta2", "sigma2_real": "sigma2_mean", "delta2": "delta2"}
+            found |= {f"gradients/{name}": float(apart[key] or 0.0) for name, key in names.items()}
+        return found
+
+    def _added(self, k: int) -> tuple[Tensor, Tensor]:
+        assert self.own is not None
+        client = self.federation.clients[k]
+        return drawn(_rows(client, self.own.clients[k].examples, client.examples), self.scope)

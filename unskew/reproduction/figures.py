@@ -23,7 +23,8 @@ MARKED = 50
 def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
     """One panel per value and column: the mean over seeds against rounds or traffic, its standard deviation shaded.
 
-    Values that have no curve, such as a sum over the run, are left out.
+    Values that have no curve, such as a sum over the run, are left out. Where a value's ``_min`` and ``_max`` are shown, too,
+    they are the borders of what is shaded about its mean, and have no panels of their own.
 
     Args:
         preset: The figure.
@@ -32,13 +33,15 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
     """
     values = expanded(preset.values, [outcome["summary"] for _, outcome in runs])
     values = [value for value in values if value in SIGNS or any(_points(outcome, value) for _, outcome in runs)]
+    banded = {value for value in values if {f"{value}_min", f"{value}_max"} <= set(values)}
+    values = [value for value in values if value.removesuffix("_min").removesuffix("_max") not in banded - {value}]
     columns, rows = (list(dict.fromkeys(names)) for names in zip(*((c.column, c.row) for c, _ in runs), strict=True))
     barred = [(column, row) for column in columns for row in rows if set(SIGNS) <= set(values)]
     panels = [(column, value) for column in columns for value in values if value not in SIGNS or not barred]
     count = len(panels) + len(barred)
     wide = min(4, count)
-    high = -(-count // wide)
-    figure, axes = new_figure(4.2 * wide, 3.4 * high, wide, high)
+    deep = -(-count // wide)
+    figure, axes = new_figure(4.2 * wide, 3.4 * deep, wide, deep)
     for spare in axes.ravel()[count:]:
         spare.set_visible(False)
     for (column, row), axis in zip(barred, axes.ravel()[len(panels) :], strict=False):
@@ -58,9 +61,12 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
             x = _traffic(mine, rounds) if preset.curves == "traffic" else rounds
             points = factor * points
             mean, spread = points.mean(0), points.std(0, ddof=1) if len(points) > 1 else np.zeros(len(rounds))
+            low, high = mean - spread, mean + spread
+            if value in banded:
+                low, high = (factor * _over_seeds(mine, f"{value}_{end}")[1].mean(0) for end in ("min", "max"))
             mark = MARKERS[number % len(MARKERS)] if len(rounds) <= MARKED else None
             axis.plot(x, mean, label=row, marker=mark, markersize=3, linewidth=1.5 if mark else 1)
-            axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, linewidth=0)
+            axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
         axis.set_title(f"{column}: {label}", fontsize=8)
         if preset.curves == "traffic":
             axis.set_xscale("log")  # methods differ by factors
