@@ -117,8 +117,8 @@ def memory() -> list[dict[str, Any]]:
         row = measured(*case)
         rows.append(row)
         print(
-            f"{row['setting']}  {row['loop']:<7} {row['kind']:<8} data {row['data_mb']:7.0f} MB, "
-            f"peak PSS {row['peak_mb']:6.0f} MB ({row['peak_mb'] - row['data_mb']:+.0f} MB)", flush=True,
+            f"{row['setting']}  {row['loop']:<7} {row['kind']:<8} data {row['data_mb']:7.0f} MiB, "
+            f"peak PSS {row['peak_mb']:6.0f} MiB ({row['peak_mb'] - row['data_mb']:+.0f} MiB)", flush=True,
         )  # fmt: skip
     return rows
 

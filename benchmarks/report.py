@@ -30,10 +30,18 @@ def measurements(figures: dict[str, Any]) -> str:
     loops = list(dict.fromkeys(row["loop"] for row in figures["speed"]))
     by = {(row["setting"], row["loop"]): row for row in figures["speed"]}
     rows = [
-        [loop] + [f"{by[s, loop]['rounds_per_s']:.2f} ({by[s, loop]['of_tuned']:.2f})" for s in SETTINGS]
+        [loop]
+        + [f"{by[s, loop]['rounds_per_s']:.2f} ({by[s, loop]['of_tuned']:.2f})" for s in SETTINGS]
+        + [" / ".join(f"{by[s, loop]['mb']:.0f}" for s in SETTINGS)]
         for loop in loops
     ]
-    text += [markdown(["rounds per second (relative to the better (b))", *SETTINGS.values()], rows), ""]
+    header = ["rounds per second (relative to the better (b))", *SETTINGS.values(), "memory in MiB, A / B"]
+    text += [markdown(header, rows), ""]
+    text += [
+        "Memory is the PSS of a loop and its workers. The data as given are shared by all loops here and hardly count; the "
+        "table [above](#memory) is that of whole runs.",
+        "",
+    ]
     text += [
         "(a) is what a researcher writes: a DataLoader per client, a deep copy of the model per client. (b) is tuned by hand "
         "without a framework: tensors in memory, one reused model, channels-last, fused SGD. (c) writes out the forward pass "
@@ -44,7 +52,7 @@ def measurements(figures: dict[str, Any]) -> str:
         "counted once, after 20 rounds; in brackets what those rounds added:",
         "",
         markdown(
-            ["method", "registered clients", "seconds per round", "memory in MB"],
+            ["method", "registered clients", "seconds per round", "memory in MiB"],
             [
                 [
                     f"`{r['method']}`",
@@ -73,7 +81,8 @@ def measurements(figures: dict[str, Any]) -> str:
         ),
         "",
         "One client at a time, `processes` is the fastest where a client takes more than one step. Several clients as one "
-        "network are faster where batches are small, and which is best changes with the machine. So `auto` measures.",
+        "network are faster with a small CNN and small batches, and which is best changes with the machine. So `auto` "
+        "measures.",
         "",
         "There are no figures for a GPU yet: `vectorized` is meant for one, but has been measured on a CPU only.",
     ]

@@ -130,7 +130,7 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
             row = {"setting": name, "loop": loop, "rounds_per_s": 1 / median, "of_tuned": tuned / median}
             rows.append({**row, "mb": memory[loop]})
             print(f"{name}  {loop:<28} {1 / median:6.2f} rounds/s  {tuned / median:5.2f} of (b)  "
-                  f"{memory[loop]:5.0f} MB", flush=True)  # fmt: skip
+                  f"{memory[loop]:5.0f} MiB", flush=True)  # fmt: skip
     return rows
 
 
@@ -181,8 +181,8 @@ def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
             rows.append(
                 {"method": spelling, "clients": count, "seconds": seconds, "mb": after, "growth_mb": after - before}
             )
-            print(f"{spelling:<9} {count:>9,} clients  {seconds:6.3f} s/round  {after:6.0f} MB after {rounds} rounds "
-                  f"({after - before:+.0f} MB)", flush=True)  # fmt: skip
+            print(f"{spelling:<9} {count:>9,} clients  {seconds:6.3f} s/round  {after:6.0f} MiB after {rounds} rounds "
+                  f"({after - before:+.0f} MiB)", flush=True)  # fmt: skip
     return rows
 
 
@@ -242,7 +242,7 @@ def main() -> None:
     if args.only in (None, "engines"):
         figures["engines"] = engines(x, y, min(5, args.repetitions))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(f"largest process: {peak:.0f} MB")
+    print(f"largest process: {peak:.0f} MiB")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def resident() -> float:
-    """Memory of this process and its workers in MB, shared pages counted once (proportional set size)."""
+    """Memory of this process and its workers in MiB, shared pages counted once (proportional set size)."""
     total = 0
     for pid in (os.getpid(), *(process.pid for process in mp.active_children())):
         with contextlib.suppress(OSError):  # it has ended
@@ -55,7 +55,7 @@ def measure(
         repetitions: How many times the turn goes round.
         rounds: FedAvg rounds of each loop per turn.
         warm_up: Unmeasured rounds before.
-        memory: Filled with the MB that each loop holds in the end, besides what it shares with the others.
+        memory: Filled with the MiB that each loop holds in the end, besides what it shares with the others.
 
     Returns:
         By name, one number for each repetition.

@@ -127,7 +127,7 @@ def _opened(pipe: Path, mode: str, process: subprocess.Popen[bytes]) -> TextIO:
 
 
 def resident(root: int) -> float:
-    """PSS in MB of a process and all that it started."""
+    """PSS in MiB of a process and all that it started."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -217,7 +217,7 @@ def compared(names: list[str], shared: Path, where: Path, repetitions: int, roun
 def table(found: dict[str, dict[str, Any]]) -> str:
     """In Markdown, a row for each library."""
     rows = [
-        "| library | how | rounds per second | first round after | peak PSS in MB | accuracy |",
+        "| library | how | rounds per second | first round after | peak PSS in MiB | accuracy |",
         "|---|---|---|---|---|---|",
     ]
     for name, one in found.items():

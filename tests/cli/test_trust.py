@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -102,6 +103,14 @@ def test_what_the_user_names_or_trusts_is_run(folder, capsys):
     seen = call(capsys, "diagnose", "sent")
     assert seen.code == 2
     assert "give the model in Python" in seen.err
+    sys.modules.pop("sent_module")
+    Path("imported").unlink()
+    look = ["diagnose", "--config", write(folder / "model.yaml", **CODE["model"]), "--no-curvature", "--json"]
+    seen = call(capsys, *look)
+    assert seen.code == 2
+    assert "--trust-code" in seen.err
+    assert not Path("imported").exists()
+    assert call(capsys, *look, "--trust-code").code == 0
 
 
 def test_a_table_of_a_comparison_takes_the_file_for_its_settings_only(folder, capsys):

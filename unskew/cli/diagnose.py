@@ -12,6 +12,7 @@ from unskew.cli.options import (
     AsJson,
     ConfigFile,
     Sets,
+    TrustCode,
     console_for,
     overridden_by,
     print_json,
@@ -64,6 +65,7 @@ def diagnose(
         float | None, typer.Option("--try", metavar="MINUTES", help="Try the advice for so long: successive halving.")
     ] = None,
     sets: Sets = None,
+    trust_code: TrustCode = False,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 FLAGS: dict[str, tuple[type, str]] = {
-    "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH."),
+    "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH, npz:PATH, text:PATH."),
     "data_path": (str, "Folder with the source's files, for offline use."),
     "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
     "clients": (int, "Number of clients."),
@@ -26,7 +26,10 @@ FLAGS: dict[str, tuple[type, str]] = {
     "server": (str, "Data at the server: a number of test samples, or another data source."),
     "server_path": (str, "Folder with the files of that other source."),
     "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
-    "model": (str, "logistic, mlp, cnn, cnn-b, cnn-c, resnet20, vgg11, hf:NAME, package.module:f"),
+    "model": (
+        str,
+        "logistic, mlp, table-mlp, cnn, resnet20, resnet-18, ... (unskew models), hf:NAME, package.module:f",
+    ),
     "rounds": (int, "Communication rounds."),
     "participation": (float, "Share of clients per round."),
     "local_steps": (int, "Mini-batch steps per client and round."),

@@ -153,7 +153,8 @@ class Experiment(Section):
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
     together: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """Clients that ``inline`` or a worker of ``processes`` trains as one network; ``auto`` measures."""
+    """Clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network; ``auto`` measures for
+    ``processes`` and is 1 for the others."""
     ray: RayConfig = RayConfig()
     """Where the cluster of the engine ``ray`` is."""
     patience: Positive = 600.0

@@ -40,7 +40,7 @@ CAUTIONS: tuple[Caution, ...] = (
         lambda s: s.participation < 0.5,
         lambda s: (
             f"Only {s.participation:.0%} of the clients take part in a round, so what each keeps is old; our tables "
-            "have all clients in every round."
+            "of it have all clients in every round."
         ),
         "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured by us",
         1,

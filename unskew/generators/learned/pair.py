@@ -53,7 +53,7 @@ def pair(
         first: Vector ``[d]`` and statistics ``[m]`` of one.
         second: Those of the other.
     """
-    layers = layers_of(spec)
+    layers = layers_of(spec) if spec.together is None else None  # several clients as one network have their own way
     if layers is None:
         return lambda x: [spec.forward(v, b, x).logits for v, b in (first, second)]
     weights = [spec.parameters(v) for v, _ in (first, second)]
