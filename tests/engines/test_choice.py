@@ -77,6 +77,31 @@ def test_several_clients_must_be_faster_by_more_than_noise(measured):
     assert train().summary["together"] == 1
 
 
+@pytest.mark.parametrize(("taken", "workers"), [(0.45, 2), (0.6, 4)])
+def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tmp_path, taken, workers):
+    """Half of them have two parts each, so a part must take less than half of the time."""
+    monkeypatch.setattr(choice, "cores", lambda: 4)
+    monkeypatch.setattr(choice.processes, "available", lambda: True)
+    seconds = {4: 1.0, 2: taken}
+    looked = []
+
+    def in_processes(setup, form, groups, steps, count, slot):
+        looked.append(count)
+        return dict.fromkeys(groups[:1], seconds[count])
+
+    monkeypatch.setattr(choice.trial, "in_processes", in_processes)
+    measured(1.0, *[100.0] * 9)
+    found = []
+    choose = choice.choose
+    monkeypatch.setattr(
+        "unskew.runs.session.choose", lambda *args: found.append(choose(*args)) or choice.Choice("inline", 1)
+    )
+    unskew.run(blobs([9, 9, 9, 9]), model=SmallBatchNorm(), **GIVEN)
+    assert looked == [4, 2]
+    assert (found[0].engine, found[0].workers) == ("processes", workers)
+    assert found[0].trial["processes, 2 workers"] == pytest.approx(2 * taken * found[0].trial["processes"])
+
+
 def test_a_trial_changes_nothing(measured):
     """The same model bit for bit as where the same was asked for."""
     measured(1.0, 1.0, 2.0)

@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unskew.engines import processes, trial
 from unskew.engines.base import Setup
@@ -53,6 +53,23 @@ class Choice:
     decided: str = "rule"
     trial: dict[str, float] = field(default_factory=dict)
     asked: list[Any] = field(default_factory=list)
+
+
+class Candidate(NamedTuple):
+    """What a trial looks at."""
+
+    engine: str
+    workers: int
+    together: int
+
+    def said(self, usual: int) -> str:
+        """Its name in a trial's table; so many workers are not mentioned."""
+        parts = [self.engine]
+        if self.engine == "processes" and self.workers != usual:
+            parts.append(f"{self.workers} workers")
+        if self.together > 1:
+            parts.append(f"{self.together} together")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -147,17 +164,22 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
     if form is None:
         groups = [1]
     few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
-    found: dict[tuple[str, int], float] = {}
+    found: dict[Candidate, float] = {}
 
     def predict(engine: str, workers: int, seconds: dict[int, float]) -> None:
         for k, taken in seconds.items():
             # A batch of another size is a step of its own, at the pace of one client.
             step = taken / few if k == 1 else whole * taken / few + (1 - whole) * k * alone
-            found[engine, k] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
+            found[Candidate(engine, workers, k)] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
 
     if plain.engine == "processes":
         share = 0.75 if asked.engine == "auto" else 1.0
         predict("processes", plain.workers, trial.in_processes(setup, form, groups, few, plain.workers, share * left()))
+        half = plain.workers // 2
+        if asked.workers is None and half > 1 and found:
+            # Where cores share their units, or wait for the same memory, fewer workers can be as fast, or faster.
+            best = min(found, key=lambda one: found[one]).together
+            predict("processes", half, trial.in_processes(setup, form, [best], few, half, left() / 2))
     # With all threads a round takes the time of one thread divided by their number, at best.
     hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / cores()
     if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
@@ -167,14 +189,14 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
     return _fastest(plain, found)
 
 
-def _fastest(plain: Choice, found: dict[tuple[str, int], float]) -> Choice:
-    first = (plain.engine, plain.together)
+def _fastest(plain: Choice, found: dict[Candidate, float]) -> Choice:
+    first = Candidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.together)
     if first not in found:  # no time for what is to be beaten
         return plain
-    best = min(found, key=lambda name: found[name])
-    engine, k = best if found[best] < MARGIN * found[first] else first
-    table = {f"{engine}, {k} together" if k > 1 else engine: round(s, 6) for (engine, k), s in found.items()}
-    return Choice(engine, plain.workers if engine == "processes" else 1, k, "measured", table, plain.asked)
+    best = min(found, key=lambda one: found[one])
+    chosen = best if found[best] < MARGIN * found[first] else first
+    table = {one.said(plain.workers): round(seconds, 6) for one, seconds in found.items()}
+    return Choice(chosen.engine, chosen.workers, chosen.together, "measured", table, plain.asked)
 
 
 def _work(setup: Setup) -> tuple[float, float]:
