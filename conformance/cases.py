@@ -36,16 +36,17 @@ def case(method: str, **given: object) -> Case:
     return Case(method, OPTIONS.get(method, {}), **given)  # type: ignore[arg-type]
 
 
-FULL, HALF, SHORT = {"rounds": 60}, {"rounds": 120, "participation": 0.5}, {"rounds": 20}
+FULL, HALF, SHORT = {"rounds": 300}, {"rounds": 600, "participation": 0.5}, {"rounds": 20}
 TABLE: dict[str, Case] = {
     "FedAvg": case("fedavg", **FULL),
     "FedProx 0.5": case("fedprox", **FULL),
     "SCAFFOLD": case("scaffold", **FULL),
     "SCAFFOLD, option I": case("scaffold-1", **FULL),
     "SCAFFOLD, 50%": case("scaffold", **HALF),
-    "FedDyn 0.1": Case("feddyn", {"alpha": 0.1}, rounds=60),
+    "FedDyn 0.1": Case("feddyn", {"alpha": 0.1}, rounds=300),
     "FedDyn 0.5": case("feddyn", **FULL),
     "FedDyn 0.5, 50%": case("feddyn", **HALF),
+    "Mime": case("mime", **FULL),
     "FedAvgM": case("fedavgm", **SHORT),
     "FedAdagrad": case("fedadagrad", **SHORT),
     "FedYogi": case("fedyogi", **SHORT),

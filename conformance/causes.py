@@ -41,6 +41,14 @@ def _unit(w: Array, x: Array) -> Array:
     return np.zeros_like(w) if length == 0 else (w - x) / (2 * length)
 
 
+def fedprox_by_norm(run: Run, mu: float) -> Iterator[Array]:
+    """FedProx with ``mu/2 ||w - x||``, not its square."""
+    x = run.start
+    for S in run.cohorts:
+        x = run.mean({k: run.local(k, x, lambda g, w, x=x: g + mu * _unit(w, x)) for k in S})
+        yield x
+
+
 def scaffold_with(
     run: Run, sign: float = 1.0, option: int = 2, shared: bool = False, kept: bool = True
 ) -> Iterator[Array]:
@@ -121,6 +129,7 @@ CAUSES: dict[str, dict[str, Cause]] = {
         "scaffold-1": ("the gradients enter c_k with the other sign, and all c_k are one buffer", scaffold_in_one_buffer),
     },
     "flower": {
+        "fedprox": ("the norm stands where its square is meant", fedprox_by_norm),
         "fedadagrad": ("v starts at 0, not at tau^2", _adagrad),
         "fedyogi": ("v starts at 0, not at tau^2", _yogi),
         "fedadam": ("v starts at 0, and bias is corrected with exponent t + 1", _adam),

@@ -99,6 +99,16 @@ def feddyn(run: Run, alpha: float) -> Iterator[Array]:
         yield x
 
 
+def mime(run: Run) -> Iterator[Array]:
+    """Karimireddy et al. 2020 ("Mime"), Algorithm 1 for plain SGD: steps are corrected by the cohort's gradient at ``x``."""
+    x = run.start
+    for S in run.cohorts:
+        at_x = {k: run.gradient(k, x) for k in S}
+        c = run.mean(at_x)
+        x = run.mean({k: run.local(k, x, lambda g, w, k=k, at_x=at_x, c=c: g - at_x[k] + c) for k in S})
+        yield x
+
+
 def fednova(run: Run) -> Iterator[Array]:
     """Wang et al. 2020, Algorithm 1, for plain SGD, where the length of an update is its number of steps."""
     x = run.start
@@ -227,6 +237,7 @@ PAPERS: dict[str, Callable[..., Iterator[Array]]] = {
     "fedprox+scaffold": scaffold,
     "scaffold+fedavgm": scaffold,
     "feddyn": feddyn,
+    "mime": mime,
     "fednova": fednova,
     "fedavgm": fedavgm,
     "fedadagrad": fedadagrad,

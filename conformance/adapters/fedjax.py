@@ -12,12 +12,12 @@ jax.config.update("jax_enable_x64", True)
 jax.tree_map = jax.tree_util.tree_map  # the last FedJAX calls it so; JAX took it away later
 
 import fedjax  # noqa: E402
-from fedjax.algorithms import fed_avg, fed_prox  # noqa: E402
+from fedjax.algorithms import fed_avg, fed_prox, mime  # noqa: E402
 
 from conformance.problem import Case, Trace  # noqa: E402
 
 REQUIREMENTS = ("fedjax==0.0.17", "jax==0.10.2")
-METHODS = ("fedavg", "fedprox", "fedavgm")
+METHODS = ("fedavg", "fedprox", "mime", "fedavgm")
 
 
 def _losses(w: jax.Array, batch: dict[str, jax.Array], rng: object = None) -> jax.Array:
@@ -33,6 +33,9 @@ def run(case: Case) -> Trace:
     batches = fedjax.ShuffleRepeatBatchHParams(batch_size=max(one.sizes), num_epochs=case.steps)
     if case.method == "fedprox":
         algorithm = fed_prox.fed_prox(_losses, client, server, batches, proximal_weight=case.options["mu"])
+    elif case.method == "mime":
+        whole = fedjax.PaddedBatchHParams(batch_size=max(one.sizes))
+        algorithm = mime.mime(_losses, client, batches, whole, server_learning_rate=1.0)
     else:
         grad = jax.grad(lambda w, batch, rng: _losses(w, batch).mean())
         algorithm = fed_avg.federated_averaging(grad, client, server, batches)

@@ -91,7 +91,7 @@ def _traffic(outcomes: Sequence[Outcome], rounds: Sequence[int]) -> list[float]:
     sent = [
         [_points(outcome, "bytes")[t] / outcome["summary"]["clients"] / 1e6 for t in rounds] for outcome in outcomes
     ]
-    return np.mean(sent, 0).tolist()  # type: ignore[no-any-return]
+    return [float(mb) for mb in np.mean(sent, 0)]
 
 
 def _points(outcome: Outcome, value: str) -> dict[int, float]:
