@@ -505,6 +505,28 @@ def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypat
             assert {tuple(c) for c in corners} == {(2, 0.5), (4, 1.0), (4, 4.0), (2, 3.0)}
 
 
+def test_a_row_that_lacks_a_value_keeps_the_colours_of_the_others_and_its_place_in_the_legend(tmp_path, monkeypatch):
+    from unskew.reproduction import figures
+
+    preset = load_preset("fedssyn/gradients")
+    both = {"round": [2, 4], "gradients/zeta2": [1.0, 2.0], "gradients/zeta2_real": [3.0, 4.0], "accuracy": [0.5, 0.6]}
+    curves = {"p=0": {"round": [2, 4], "accuracy": [0.5, 0.6]}, "p=0.06": both, "p=0.5": both}
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    figures.draw_curves(
+        preset,
+        [(Cell(row, "α=0.1", experiment({})), {"summary": {}, "curve": curve}) for row, curve in curves.items()],
+        tmp_path / "figure.png",
+    )
+    panels = [{line.get_label(): line for line in axis.lines} for axis in drawn[0].axes]
+    assert [list(panel) for panel in panels] == [["p=0.06", "p=0.5"], ["p=0.06", "p=0.5"], ["p=0", "p=0.06", "p=0.5"]]
+    for row in curves:
+        assert len({(p[row].get_color(), p[row].get_marker()) for p in panels if row in p}) == 1
+    legend = drawn[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == list(curves)
+    assert [mark.get_color() for mark in legend.legend_handles] == [panels[-1][row].get_color() for row in curves]
+
+
 def test_counted_parameters_are_scaled_to_the_papers_steps():
     summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
     assert report.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40

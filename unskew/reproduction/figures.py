@@ -49,6 +49,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
         (rounds, above), (_, below) = (_over_seeds(mine, value) for value in SIGNS)
         signs(axis, rounds, above.mean(0).tolist(), below.mean(0).tolist())
         axis.set_title(f"{column}: {row}", fontsize=8)
+    lines: dict[str, Any] = {}
     for (column, value), axis in zip(panels, axes.ravel(), strict=False):
         label, factor, _ = shown(value)
         for of_one_number in (" after the last round", ", mean over rounds"):
@@ -64,9 +65,14 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
             low, high = mean - spread, mean + spread
             if value in banded:
                 low, high = (factor * _over_seeds(mine, f"{value}_{end}")[1].mean(0) for end in ("min", "max"))
+            # By the row, not by what the panel has so far: a row without this value must not shift the others' colours.
+            color = PALETTE[number % len(PALETTE)]
             mark = MARKERS[number % len(MARKERS)] if len(rounds) <= MARKED else None
-            axis.plot(x, mean, label=row, marker=mark, markersize=3, linewidth=1.5 if mark else 1)
-            axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
+            (line,) = axis.plot(
+                x, mean, label=row, color=color, marker=mark, markersize=3, linewidth=1.5 if mark else 1
+            )
+            axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+            lines.setdefault(row, line)
         axis.set_title(f"{column}: {label}", fontsize=8)
         if preset.curves == "traffic":
             axis.set_xscale("log")  # methods differ by factors
@@ -75,7 +81,8 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
         else:
             over_rounds(axis)
         axis.grid(alpha=0.3)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    shown_rows = [row for row in rows if row in lines]
+    axes[0][0].legend([lines[row] for row in shown_rows], shown_rows, frameon=False, fontsize=8)
     return save_figure(figure, path)
 
 
