@@ -154,7 +154,7 @@ def cifar100(tmp_path):
 
 def test_coarse_labels_are_learnt_and_fine_ones_divide(cifar100):
     """The partition is that of the fine labels, to the sample, and the targets are the coarse ones."""
-    options = {"path": cifar100, "clients": 4, "holdout": 0, "seed": 3}
+    options = {"data_path": cifar100, "clients": 4, "holdout": 0, "seed": 3}
     fine = load_federation("cifar100", partition="dirichlet:0.2,min=3", **options)
     coarse = load_federation("cifar100", label="coarse_label", partition="dirichlet:0.2,min=3,by=fine_label", **options)
     assert (coarse.classes, coarse.class_names) == (3, ("a", "b", "c"))
@@ -299,7 +299,7 @@ def test_samples_at_the_server_are_never_evaluated_on(cifar100):
     """In domain: so many test images, removed from the test set, which nobody else has."""
     whole = load_source("cifar100", path=cifar100, label="coarse_label")
     fed = load_federation(
-        "cifar100", path=cifar100, label="coarse_label", partition="iid", clients=3, server=12, seed=1
+        "cifar100", data_path=cifar100, label="coarse_label", partition="iid", clients=3, server=12, seed=1
     )
     assert fed.server.in_domain
     held, left = ({x.numpy().tobytes() for x in part} for part in (fed.server.x, fed.test[0]))
@@ -311,7 +311,7 @@ def test_samples_at_the_server_are_never_evaluated_on(cifar100):
 
 def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar100, femnist, celeba):
     """Grey images are repeated, images of any size brought to the clients', and labels are their own."""
-    options = {"path": cifar100, "partition": "iid", "clients": 3}
+    options = {"data_path": cifar100, "partition": "iid", "clients": 3}
     fed = load_federation("cifar100", **options, server="femnist", server_path=femnist[0])
     assert not fed.server.in_domain
     assert fed.server.x.shape[1:] == (3, 8, 8)
