@@ -204,7 +204,7 @@ def importance_table(result: Tuning) -> Table | None:
     known = {name: one.importance for name, one in result.tuned.items() if isinstance(one.importance, dict)}
     if not known:
         return None
-    table = ByMethod("Importance of options to that figure, in %", list(known), "option", "importance")
+    table = ByMethod("Hyperparameter importance (%)", list(known), "option", "importance")
     table.columns[1].justify = "left"
     for name, shares in known.items():
         for key, share in shares.items():
