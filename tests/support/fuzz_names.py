@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from support.fuzzing import NUMBERS, TEXTS, near, nested, numbers, plain, texts
 from unskew.config.experiment import DIAGNOSES, Experiment
-from unskew.config.sections import NetworkConfig, TextConfig
+from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.data.partition.spelling import OPTIONS, PARTITIONS
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.models.catalogue import MODELS
@@ -17,6 +17,7 @@ FIELDS = [
     *Experiment.model_fields,
     *(f"network.{name}" for name in NetworkConfig.model_fields),
     *(f"text.{name}" for name in TextConfig.model_fields),
+    *(f"csv.{name}" for name in CsvConfig.model_fields),
     *("model_options.hidden", "model_options.width", "model_options.x", "model_options.hidden.x", "lr.x"),
 ]
 small = st.sampled_from([str(n) for n in NUMBERS[:8]] + ["0.5", "1.5", "1e6", "1e-9", "nan", "inf", "-inf", "true"])

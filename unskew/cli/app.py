@@ -19,7 +19,7 @@ from unskew.cli.diagnose import diagnose
 from unskew.cli.export import export
 from unskew.cli.flags import DATA, EVALUATION, MACHINE, SERVER, TRAINING, Sections
 from unskew.cli.init import init
-from unskew.cli.loudness import LOUDNESS, in_front
+from unskew.cli.loudness import LOUDNESS, in_front, print_notices
 from unskew.cli.options import (
     SEEDS,
     AsJson,
@@ -272,6 +272,7 @@ def commands() -> Any:
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    print_notices()
     try:
         commands()(prog_name="unskew", args=in_front(sys.argv[1:]))
     except (UnskewError, OSError) as error:

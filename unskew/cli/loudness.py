@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import dataclass
 
 
@@ -21,6 +23,23 @@ class Loudness:
 LOUDNESS = Loudness()
 """Of the command that runs."""
 FLAGS = ("--quiet", "--verbose")
+
+
+class NoticePrinter(logging.Handler):
+    """Handler that prints the package's notices to standard error, unless ``--quiet`` is given."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one notice."""
+        if not LOUDNESS.quiet:
+            print(f"unskew: {record.getMessage()}", file=sys.stderr)
+
+
+def print_notices() -> None:
+    """Print notices such as the detected format of a file; warnings and errors take their own way."""
+    logger = logging.getLogger("unskew")
+    if not any(isinstance(handler, NoticePrinter) for handler in logger.handlers):
+        logger.addHandler(NoticePrinter())
+        logger.setLevel(logging.INFO)
 
 
 def in_front(words: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
-from unskew.config.sections import NetworkConfig, RayConfig, Section, TextConfig
+from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, names_in
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
@@ -63,6 +63,8 @@ class Experiment(Section):
     """Columns of a table that hold dates."""
     missing: Literal["refuse", "mean", "indicator"] = "refuse"
     """Missing numbers of a table: refused, replaced by the mean, or replaced and marked by a further input."""
+    csv: CsvConfig = CsvConfig()
+    """Format of CSV files, where it is not detected."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Side in pixels to which images are brought; None leaves them as they are."""
     keep_classes: Annotated[int, Field(ge=2)] | None = None
@@ -269,7 +271,8 @@ class Experiment(Section):
         own = self.model.removeprefix(HUB) if self.model.startswith(HUB) and is_text(self.data) else None
         tokenizer = self.text.tokenizer or own
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataSpec)}
-        return DataSpec(**{**values, "text": TextSpec(self.text.columns, tokenizer, self.text.block)})
+        text = TextSpec(self.text.columns, tokenizer, self.text.block)
+        return DataSpec(**{**values, "text": text, "csv": self.csv.spec})
 
     def to_yaml(self) -> str:
         """Every field, in order."""

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
-from unskew.config.sections import NetworkConfig, TextConfig
+from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain, shown, unknown
 
 if TYPE_CHECKING:
@@ -35,7 +35,12 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
         errors = error.errors()
         # Of what a field may be, the kind that the value came nearest to: the one that was looked into the deepest.
         first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
-        fields = {*Experiment.model_fields, *NetworkConfig.model_fields, *TextConfig.model_fields}
+        fields = {
+            *Experiment.model_fields,
+            *NetworkConfig.model_fields,
+            *TextConfig.model_fields,
+            *CsvConfig.model_fields,
+        }
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
         if where == "device":

@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from unskew.data.spec import CsvSpec
+from unskew.errors import ConfigError
+
 
 class Section(BaseModel):
     """Options that are checked: an unknown key is an error, and true is not a number."""
@@ -55,6 +58,30 @@ class TextConfig(Section):
     @classmethod
     def _columns_as_text(cls, value: Any) -> Any:
         return tuple(piece.strip() for piece in value.split(",")) if isinstance(value, str) else value
+
+
+class CsvConfig(Section):
+    """Format of CSV files; what is not given is detected in each file."""
+
+    separator: str | None = None
+    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
+    decimal: str | None = None
+    """Decimal mark: ``point`` or ``comma``."""
+    encoding: str | None = None
+    """Encoding, such as ``latin-1``."""
+
+    @property
+    def spec(self) -> CsvSpec:
+        """The same for the readers."""
+        return CsvSpec(self.separator, self.decimal, self.encoding)
+
+    @pydantic.model_validator(mode="after")
+    def _is_valid(self) -> CsvConfig:
+        try:
+            self.spec  # noqa: B018
+        except ConfigError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+        return self
 
 
 ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:[0-9]{1,5})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from unskew.data.reading.text import is_text, load_texts
 from unskew.data.remote import at_hand
 from unskew.data.server_samples import generator, in_channels, server_data
 from unskew.data.sources.catalogue import load_source
-from unskew.data.spec import DataSpec, TextSpec, names_in
+from unskew.data.spec import DETECTED, CsvSpec, DataSpec, TextSpec, csv_spec, names_in
 from unskew.errors import ConfigError, shown, unknown
 from unskew.tasks.catalogue import TASKS
 
@@ -56,6 +56,7 @@ def load_federation(
     categories: Sequence[str] = (),
     dates: Sequence[str] = (),
     missing: str = "refuse",
+    csv: Mapping[str, str] | CsvSpec = DETECTED,
 ) -> Federation:
     """Load a data set and divide it among clients.
 
@@ -90,6 +91,7 @@ def load_federation(
         dates: Columns of a table that hold dates; the days since 1970 are the input.
         missing: ``mean`` replaces missing numbers of a table by the column's mean; ``indicator`` also adds an input that says
             where they were.
+        csv: Format of CSV files, where it is not detected: ``separator``, ``decimal`` and ``encoding``.
 
     Raises:
         ConfigError: Arguments do not fit together.
@@ -141,6 +143,7 @@ def load_federation(
         categories=names_in(categories),
         dates=names_in(dates),
         missing=missing,
+        csv=csv_spec(csv),
     )
     return federation_of(spec, seed)
 
@@ -211,7 +214,13 @@ def source_of(spec: DataSpec) -> Source:
                 f"{spec.data} holds texts; it takes no image, image_size, label_separator or keep_classes."
             )
         return load_texts(
-            spec.data, path=path, label=label, columns=text.columns, tokenizer=text.tokenizer, block=text.block
+            spec.data,
+            path=path,
+            label=label,
+            columns=text.columns,
+            tokenizer=text.tokenizer,
+            block=text.block,
+            csv=spec.csv,
         )
     if text.columns:
         raise ConfigError(f"text.columns={','.join(text.columns)} names columns of texts, but {spec.data} holds none.")
@@ -226,6 +235,7 @@ def source_of(spec: DataSpec) -> Source:
         size=spec.image_size,
         classes=spec.keep_classes,
         choice=choice,
+        csv=spec.csv,
     )
     if spec.image_size is not None and source.train.x.dim() != 4:
         raise ConfigError(f"image_size={spec.image_size} belongs to images, but the inputs of {source.name} are none.")

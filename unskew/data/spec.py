@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, shown, unknown
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,50 @@ class TextSpec:
     columns: tuple[str, ...] = ()
     tokenizer: str | None = None
     block: int = 128
+
+
+MARKS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
+"""Names of separators, for places where the character itself is hard to write."""
+
+
+@dataclass(frozen=True)
+class CsvSpec:
+    """Format of CSV files; None is detected in each file.
+
+    Attributes:
+        separator: Character between columns, or its name: comma, semicolon, tab, pipe or space.
+        decimal: Decimal mark: point or comma.
+        encoding: Encoding, such as ``latin-1``.
+
+    Raises:
+        ConfigError: If a value is not valid.
+    """
+
+    separator: str | None = None
+    decimal: str | None = None
+    encoding: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("separator", "decimal", "encoding"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"csv.{name} must be text, not {shown(getattr(self, name))}.")
+        separator = MARKS.get(self.separator or "", self.separator)
+        decimal = {"comma": ",", "point": "."}.get(self.decimal or "", self.decimal)
+        if separator is not None and (len(separator) != 1 or not separator.isascii() or separator in '\r\n"\0'):
+            raise ConfigError(f"csv.separator must be one character, or one of {', '.join(MARKS)}, not {separator!r}.")
+        if decimal not in (None, ".", ","):
+            raise ConfigError(f"csv.decimal must be point or comma, not {decimal!r}.")
+        try:
+            encoding = None if self.encoding is None else codecs.lookup(self.encoding)
+        except (LookupError, ValueError):
+            raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding that Python knows.") from None
+        if encoding is not None and not encoding._is_text_encoding:
+            raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding of text.")
+        object.__setattr__(self, "separator", separator)
+        object.__setattr__(self, "decimal", decimal)
+
+
+DETECTED = CsvSpec()
 
 
 @dataclass(frozen=True)
@@ -52,6 +97,24 @@ class DataSpec:
     categories: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
     missing: str = "refuse"
+    csv: CsvSpec = DETECTED
+
+
+def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
+    """Return the format of CSV files that a mapping describes.
+
+    Raises:
+        ConfigError: If it has another key, or a value is not valid.
+    """
+    if isinstance(values, CsvSpec):
+        return values
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"csv must be a mapping such as {{'separator': ';'}}, not {shown(values)}.")
+    known = [field.name for field in fields(CsvSpec)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(unknown("option of csv", str(name), known))
+    return CsvSpec(**values)
 
 
 def names_in(value: object) -> tuple[str, ...]:

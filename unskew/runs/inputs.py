@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.config.experiment import Experiment
+from unskew.config.sections import CsvConfig
 from unskew.data.federation import Federation
 from unskew.data.normalisation import Normalisation
 from unskew.data.reading.columns import INPUT
@@ -64,6 +65,7 @@ class Inputs(BaseModel):
         columns: What becomes of each column of a table of mixed columns.
         features: Columns of a table that are the inputs, in order; ``image``: its column of images; ``text``: of texts.
         tokenizer: Of texts, which are cut after ``block`` tokens.
+        csv: Format of CSV files with new rows, where it is not detected.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,6 +83,7 @@ class Inputs(BaseModel):
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     block: int = 128
+    csv: CsvConfig = CsvConfig()
 
     @property
     def names(self) -> list[str]:
@@ -128,6 +131,7 @@ def inputs_of(federation: Federation, config: Experiment) -> Inputs:
         text=(spec.text.columns or ("text",)) if texts else (),
         tokenizer=spec.text.tokenizer if texts else None,
         block=spec.text.block,
+        csv=config.csv,
     )
 
 

@@ -75,7 +75,7 @@ def read_rows(path: Path, inputs: Inputs) -> Rows:
     if not path.exists():
         raise DataError(f"There is no file or folder {path}.")
     if path.suffix.lower() in TABLES:
-        table = read_file(path)
+        table = read_file(path, inputs.csv.spec)
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         return Rows(rows_of_table(table, path, inputs), range(table.num_rows), unknown_categories(table, inputs))

@@ -196,7 +196,7 @@ def left_out(column: Any) -> str:
         return "left out: empty"
     if not is_string(column.type):
         return f"left out: {column.type}"
-    return "left out: decimal commas, write points" if has_decimal_commas(column) else "left out: text"
+    return "left out: decimal commas, see csv.decimal" if has_decimal_commas(column) else "left out: text"
 
 
 def is_empty(kind: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unskew.data.reading.hub import hub_or_cache, unreachable
 from unskew.data.reading.parsing import read_file
 from unskew.data.reading.telling import tell
+from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import DataError
 
 TABLES = (".parquet", ".csv", ".jsonl")
@@ -139,10 +140,10 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
     return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
 
 
-def file_tables(path: Path) -> tuple[Any, Any | None]:
+def file_tables(path: Path, csv: CsvSpec = DETECTED) -> tuple[Any, Any | None]:
     """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
     train, test = table_files(path)
-    return joined(train), joined(test) if test else None
+    return joined(train, csv), joined(test, csv) if test else None
 
 
 def table_files(path: Path) -> tuple[list[Path], list[Path]]:
@@ -162,12 +163,12 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     return [path], with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
 
 
-def joined(files: list[Path]) -> Any:
+def joined(files: list[Path], csv: CsvSpec = DETECTED) -> Any:
     """The rows of several files, one after the other."""
     parts = []
     for number, file in enumerate(files):
         tell("files read", number, len(files))
-        parts.append(read_file(file))
+        parts.append(read_file(file, csv))
     for file, part in zip(files, parts, strict=True):
         if part.column_names != parts[0].column_names:
             raise DataError(f"{file} has the columns {part.column_names}, {files[0]} has {parts[0].column_names}.")

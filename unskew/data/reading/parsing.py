@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from unskew.data.reading.delimited import csv_format
+from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import DataError
 
 
-def read_file(path: Path) -> Any:
-    """A CSV, parquet or JSON lines file as a pyarrow table."""
+def read_file(path: Path, form: CsvSpec = DETECTED) -> Any:
+    """Read a CSV, parquet or JSON lines file as a pyarrow table.
+
+    Args:
+        path: The file.
+        form: Format of CSV files.
+
+    Raises:
+        DataError: If the file cannot be read.
+    """
     try:
         import pyarrow as pa
         from pyarrow import csv, parquet
@@ -26,42 +36,25 @@ def read_file(path: Path) -> Any:
             if kind == ".jsonl":
                 table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
             else:
-                empty = csv.ConvertOptions(strings_can_be_null=True)
-                table = csv.read_csv(path, read_options=csv.ReadOptions(block_size=block), convert_options=empty)
+                form = csv_format(path, form)
+                size = block if form.encoding == "utf-8" else min(3 * block, 2**30)  # as UTF-8 it is longer
+                table = csv.read_csv(
+                    path,
+                    read_options=csv.ReadOptions(block_size=size, encoding=form.encoding),
+                    parse_options=csv.ParseOptions(delimiter=form.separator),
+                    convert_options=csv.ConvertOptions(strings_can_be_null=True, decimal_point=form.decimal),
+                )
         table.validate(full=kind != ".csv")  # the other two are read without a look at their text
         names = table.column_names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        check_separator(path, kind)
         raise DataError(f"{path} cannot be read as a table: {error}") from error
-    if len(names) == 1:
-        check_separator(path, kind)
     foreign = [field.name for field in table.schema if kind == ".csv" and pa.types.is_binary(field.type)]
     if foreign:
         raise DataError(
-            f"{path} is not written in UTF-8: see the column {foreign[0]!r}. With pandas: pandas.read_csv({str(path)!r}, "
-            f"encoding='latin-1').to_csv({str(path.with_name('utf-8.csv'))!r}, index=False)."
+            f"{path} is not written in {form.encoding}: see the column {foreign[0]!r}. Leave out csv.encoding, or name "
+            "another one."
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path} has more than one column named {twice[0]!r}; rename them.")
     return table
-
-
-def check_separator(path: Path, kind: str) -> None:
-    """Refuse a CSV file whose first line is divided by something else than commas.
-
-    Raises:
-        DataError: It is.
-    """
-    if kind != ".csv" or not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline(1 << 16)
-    other = max(";\t|", key=first.count)
-    if first.count(other) > first.count(","):
-        shown = "tabs" if other == "\t" else repr(other)
-        raise DataError(
-            f"{path} is divided by {shown}, and columns must be divided by commas. With pandas: "
-            f"pandas.read_csv({str(path)!r}, sep={other!r}).to_csv({str(path.with_name('with-commas.csv'))!r}, index=False); "
-            "where numbers have decimal commas, with decimal=','."
-        )

@@ -19,6 +19,7 @@ from unskew.data.reading.tables import Source, Table, further_columns, with_test
 from unskew.data.reading.telling import tell
 from unskew.data.reading.tokens import Text, Tokenizer, make_tokenizer
 from unskew.data.sources.sentences import sentences
+from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import ConfigError, DataError, unknown
 
 TEXTS = ("multi_nli", "sentences", "text")
@@ -42,6 +43,7 @@ def load_texts(
     tokenizer: str | None,
     block: int,
     test_share: float = 0.2,
+    csv: CsvSpec = DETECTED,
 ) -> Source:
     """Load and tokenise a data set of texts; the last few are kept in memory until their files change.
 
@@ -57,6 +59,7 @@ def load_texts(
         tokenizer: See ``unskew.data.reading.tokens.make_tokenizer``.
         block: At most so many tokens a row.
         test_share: Share of the rows to test on where there is no test part.
+        csv: Format of CSV files.
 
     Raises:
         ConfigError: Something is not said, or arguments do not fit together.
@@ -82,7 +85,7 @@ def load_texts(
         raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")
     where, folder = existing(path), Path(tokenizer).expanduser()
     tokenizer_stamp = stamp(folder) if folder.is_dir() else None
-    return cached(name, where, stamp(where), label, tuple(columns), tokenizer, tokenizer_stamp, block, test_share)
+    return cached(name, where, stamp(where), label, tuple(columns), tokenizer, tokenizer_stamp, block, test_share, csv)
 
 
 @lru_cache(maxsize=2)
@@ -96,9 +99,10 @@ def cached(
     tokenizer_stamp: tuple[int, int, int] | None,
     block: int,
     test_share: float,
+    csv: CsvSpec,
 ) -> Source:
     """Load and tokenise; ``stamp`` and ``tokenizer_stamp`` are only part of the key."""
-    parts, name = text_tables(kind, path)
+    parts, name = text_tables(kind, path, csv)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     for where, part in parts.items():
         if part.num_rows == 0:
@@ -138,7 +142,7 @@ def cached(
     return Source(name, *with_test(tables, test_share), names, classes, task)
 
 
-def text_tables(kind: str, path: Path | None) -> tuple[dict[str, Any], str]:
+def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, Any], str]:
     """The rows of each part, training part first, and the name of the data set."""
     try:
         import pyarrow as pa
@@ -154,7 +158,7 @@ def text_tables(kind: str, path: Path | None) -> tuple[dict[str, Any], str]:
             train, test = (joined(files) for files in local_files(kind, MULTI_NLI, path).values())
         return {"the training rows": train, "the test rows": test}, kind
     assert path is not None
-    train, test = file_tables(path)
+    train, test = file_tables(path, csv)
     name = path.stem if path.stem != "train" else path.parent.name
     return {"the training rows": train} | ({} if test is None else {"the test rows": test}), name
 

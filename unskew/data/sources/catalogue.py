@@ -33,6 +33,7 @@ from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import folder_of_arrays, npz_source
 from unskew.data.sources.shapes import shapes
+from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "Source", "Table", "load_source"]
@@ -97,6 +98,7 @@ def load_source(
     classes: int | None = None,
     choice: Choice = ALL,
     test_share: float = 0.2,
+    csv: CsvSpec = DETECTED,
 ) -> Source:
     """Load a data set; the last few are kept in memory until their files change.
 
@@ -114,6 +116,7 @@ def load_source(
         choice: Which columns of a table are its features.
         test_share: Share of the rows to test on where the data brings no test part (stratified by class, always the same
             rows).
+        csv: Format of a table's CSV files.
 
     Raises:
         ConfigError: There is no such data set, or arguments do not fit together.
@@ -159,7 +162,9 @@ def load_source(
     where = existing(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
-    request = Request(kind, where, label, image, label_separator, size, classes, choice, test_share)
+    if csv != DETECTED and kind != "table":
+        raise ConfigError(f"csv describes the files of a table; {name!r} is none.")
+    request = Request(kind, where, label, image, label_separator, size, classes, choice, test_share, csv)
     return cached(request, stamp(where))
 
 
@@ -203,6 +208,7 @@ class Request(NamedTuple):
     classes: int | None
     choice: Choice
     test_share: float
+    csv: CsvSpec
 
 
 @lru_cache(maxsize=4)
@@ -230,7 +236,7 @@ def loaded(request: Request) -> Source:
         return npz_source(path, request.test_share)
     if kind == "folder":
         return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
-    train, test = file_tables(path)
+    train, test = file_tables(path, request.csv)
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
     how |= {"label_separator": request.label_separator, "choice": request.choice, "folder": folder}

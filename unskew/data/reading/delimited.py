@@ -1,0 +1,138 @@
+"""Separator, decimal mark and encoding of CSV files: as given, or else detected."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import logging
+import re
+from itertools import islice
+from pathlib import Path
+
+from unskew.data.reading.columns import COMMA_NUMBER
+from unskew.data.spec import MARKS, CsvSpec
+from unskew.errors import DataError
+
+LOG = logging.getLogger("unskew")
+BLOCK = 1 << 20
+"""Bytes read at a time; the first block is the sample that separator and decimal mark are detected in."""
+RECORDS = 500
+CONTROL = {*range(32)} - {*b"\t\n\r\f"}
+UNDEFINED = {0x81, 0x8D, 0x8F, 0x90, 0x9D}
+"""Bytes without a meaning in cp1252."""
+POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
+NAMES = {"\t": "tab", " ": "space", "|": "pipe"}
+
+
+def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
+    """Return the format of a CSV file, and log it if it is not the usual one.
+
+    Args:
+        path: The file.
+        asked: Options as given; None stands for what is to be detected.
+
+    Raises:
+        DataError: The format is ambiguous.
+    """
+    encoding = asked.encoding or encoding_of(path)
+    with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
+        sample = file.read(BLOCK)
+        cut = bool(file.read(1))
+    separator = asked.separator or separator_of(path, sample, cut)
+    decimal = asked.decimal or decimal_of(path, records(sample, separator, cut), separator)
+    found = CsvSpec(separator, decimal, encoding)
+    if found not in (CsvSpec(",", ".", "utf-8"), asked):
+        mark = {",": "comma", ".": "point"}[decimal]
+        LOG.info("%s: read as %s-separated, decimal %s, %s", path.name, NAMES.get(separator, separator), mark, encoding)
+    return found
+
+
+def encoding_of(path: Path) -> str:
+    """Return ``utf-8``, ``utf-16``, ``latin-1`` or ``cp1252``: the first that all bytes of a file allow.
+
+    Raises:
+        DataError: The bytes are not text, or are of another encoding.
+    """
+    strict, lenient = (codecs.getincrementaldecoder("utf-8")(errors) for errors in ("strict", "replace"))
+    used: set[int] = set()
+    valid, damaged, unicode = 0, 0, True
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(BLOCK), b""):
+            if not used and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                return "utf-16"
+            used.update(block)
+            if unicode:
+                try:
+                    strict.decode(block)
+                except UnicodeDecodeError:
+                    unicode = False
+            text = lenient.decode(block)
+            damaged += text.count("\ufffd")
+            valid += len(text) - len(text.encode("ascii", "ignore"))
+    if unicode:
+        return "utf-8"
+    remedy = f"Name its encoding with csv.encoding (--set csv.encoding=...), or save {path.name} as UTF-8."
+    if used & CONTROL or used & UNDEFINED or valid > 2 * damaged:
+        what = "has bytes that are not UTF-8" if valid > 2 * damaged else "is neither UTF-8 nor latin-1 text"
+        raise DataError(f"{path} {what}. {remedy}")
+    return "cp1252" if used & {*range(0x80, 0xA0)} else "latin-1"
+
+
+def records(sample: str, separator: str, cut: bool) -> list[list[str]]:
+    """Return the first records of a sample; none if it cannot be read with this separator."""
+    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator)
+    try:
+        found = [record for record in islice(reader, RECORDS) if record]
+    except csv.Error:
+        return []
+    return found[:-1] if cut and len(found) < RECORDS else found
+
+
+def separator_of(path: Path, sample: str, cut: bool) -> str:
+    """Return the separator that gives every record the same number of fields, or else the most frequent in the header.
+
+    Raises:
+        DataError: Several separators do.
+    """
+    lengths = {mark: {len(record) for record in records(sample, mark, cut)} for mark in ",;\t|"}
+    regular = [mark for mark, sizes in lengths.items() if len(sizes) == 1 and sizes != {1}]
+    if len(regular) > 1:
+        names = " and ".join(NAMES.get(mark, mark) for mark in regular)
+        raise DataError(
+            f"{path} can be read with several separators: {names}. Name one with csv.separator "
+            f"(--set csv.separator=semicolon; others are {', '.join(MARKS)})."
+        )
+    header = sample.split("\n", 1)[0]
+    return regular[0] if regular else max(",;\t|", key=header.count)
+
+
+def decimal_of(path: Path, rows: list[list[str]], separator: str) -> str:
+    """Return the decimal mark of the numbers in a file; where columns are separated by commas, it is the point.
+
+    Raises:
+        DataError: Columns disagree, or commas may separate thousands.
+    """
+    if separator == "," or not rows:
+        return "."
+    from pyarrow.csv import ConvertOptions
+
+    missing = {"", *ConvertOptions().null_values}
+    with_comma, with_point, numbers = [], [], []
+    for name, *values in zip(*rows, strict=False):
+        there = [value for value in values if value.strip() not in missing]
+        if any("," in value for value in there) and all(re.match(COMMA_NUMBER, value) for value in there):
+            with_comma.append(name)
+            numbers += [value for value in there if "," in value]
+        elif any("." in value for value in there) and all(re.match(POINT_NUMBER, value) for value in there):
+            with_point.append(name)
+    remedy = "Name the decimal mark with csv.decimal (--set csv.decimal=comma or point)."
+    if with_comma and with_point:
+        raise DataError(f"{path} has decimal commas in {with_comma[0]!r}, but points in {with_point[0]!r}. {remedy}")
+    if with_comma and all(re.match(THOUSANDS, value) for value in numbers):
+        raise DataError(
+            f"{path} has numbers such as {numbers[0]} in {with_comma[0]!r}, whose comma may mark decimals or thousands. "
+            f"{remedy}"
+        )
+    return "," if with_comma else "."
