@@ -36,7 +36,9 @@ def write(path, separator=",", decimal=".", encoding="utf-8"):
         ("|", ".", "utf-16", "read as pipe-separated, decimal point, utf-16"),
     ],
 )
-def test_every_common_format_gives_the_same_table_and_is_named(tmp_path, monkeypatch, separator, decimal, encoding, notice):
+def test_every_common_format_gives_the_same_table_and_is_named(
+    tmp_path, monkeypatch, separator, decimal, encoding, notice
+):
     expected = read_file(write(tmp_path / "usual.csv"))
     said = []
     monkeypatch.setattr(LOG, "info", lambda text, *values: said.append(text % values))
