@@ -22,6 +22,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "categories": (str, "Columns of a table that hold categories: drug,ward; auto for all text."),
     "dates": (str, "Columns of a table that hold dates."),
     "missing": (str, "Missing numbers of a table: refuse, mean or indicator."),
+    "split_by": (str, "Column kept on one side of every split: patient_id; time:visit_date; column:split."),
     "task": (str, "regression predicts the numbers in the label column."),
     "server": (str, "Data at the server: a number of test samples, or another data source."),
     "server_path": (str, "Folder with the files of that other source."),
@@ -56,7 +57,7 @@ FLAGS: dict[str, tuple[type, str]] = {
 }
 """The type and the help of each."""
 TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
-COLUMNS = ("categories", "dates", "missing", "task")
+COLUMNS = ("categories", "dates", "missing", "split_by", "task")
 DATA = ("data", "data_path", "partition", "clients", *TABLE, *COLUMNS)
 SERVER = ("server", "server_path")
 BUDGET = ("local_steps", "local_epochs", "batch_size")

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
-from unskew.data.spec import DataSpec, TextSpec, names_in
+from unskew.data.spec import DataSpec, TextSpec, names_in, parse_split
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.naming import HUB, named_model
@@ -63,6 +63,8 @@ class Experiment(Section):
     """Columns of a table that hold dates."""
     missing: Literal["refuse", "mean", "indicator"] = "refuse"
     """Missing numbers of a table: refused, replaced by the mean, or replaced and marked by a further input."""
+    split_by: str | None = None
+    """Column whose values are never divided between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
     csv: CsvConfig = CsvConfig()
     """Format of CSV files, where it is not detected."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -221,6 +223,11 @@ class Experiment(Section):
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs are both given; give one of them")
         self._check_schedule()
+        if self.split_by is not None:
+            try:
+                parse_split(self.split_by)
+            except ConfigError as error:
+                raise ValueError(str(error).rstrip(".")) from error
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum above 0")
         if self.optimizer != "sgd" and self.momentum:

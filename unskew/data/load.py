@@ -21,7 +21,8 @@ from unskew.data.reading.text import is_text, load_texts
 from unskew.data.remote import at_hand
 from unskew.data.server_samples import generator, in_channels, server_data
 from unskew.data.sources.catalogue import load_source
-from unskew.data.spec import DETECTED, CsvSpec, DataSpec, TextSpec, csv_spec, names_in
+from unskew.data.spec import DETECTED, CsvSpec, DataSpec, Split, TextSpec, csv_spec, names_in, parse_split
+from unskew.data.splits import held_samples
 from unskew.errors import ConfigError, shown, unknown
 from unskew.tasks.catalogue import TASKS
 
@@ -57,6 +58,7 @@ def load_federation(
     dates: Sequence[str] = (),
     missing: str = "refuse",
     csv: Mapping[str, str] | CsvSpec = DETECTED,
+    split_by: str | None = None,
 ) -> Federation:
     """Load a data set and divide it among clients.
 
@@ -92,6 +94,9 @@ def load_federation(
         missing: ``mean`` replaces missing numbers of a table by the column's mean; ``indicator`` also adds an input that says
             where they were.
         csv: Format of CSV files, where it is not detected: ``separator``, ``decimal`` and ``encoding``.
+        split_by: Column whose values are never divided between training and held-out rows, such as ``patient_id``;
+            ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows; and
+            ``column:COLUMN`` the rows with the value ``test``.
 
     Raises:
         ConfigError: Arguments do not fit together.
@@ -110,6 +115,7 @@ def load_federation(
     if server is not None and not isinstance(server, str):
         whole_number(server, "server")
     said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
+    said["split_by"] = split_by
     places = {"data_path": data_path, "path": path, "server_path": server_path}
     for field, text_or_path in (said | places).items():
         if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
@@ -144,6 +150,7 @@ def load_federation(
         dates=names_in(dates),
         missing=missing,
         csv=csv_spec(csv),
+        split_by=split_by,
     )
     return federation_of(spec, seed)
 
@@ -179,8 +186,16 @@ def divided(spec: DataSpec, seed: int) -> Divided:
     )
     # Client by client, shuffled inside each client, so that the part held out is a random one.
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
-    shuffled = parts.order[np.lexsort((generator(seed, "holdout").random(len(owner)), owner))]
+    rng = generator(seed, "holdout")
+    keys = rng.random(len(owner))
+    held = np.zeros(len(owner), bool)
     splits = parts.offsets[:-1] + np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    split = parse_split(spec.split_by) if spec.split_by is not None else Split()
+    if split.group is not None or split.time is not None:
+        own = [parts.indices(k) for k in range(parts.clients)]
+        held = held_samples(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
+        splits = parts.offsets[1:] - np.bincount(owner, held, parts.clients).astype(np.int64)
+    shuffled = parts.order[np.lexsort((keys, held, owner))]
     return Divided(spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits)
 
 
@@ -192,6 +207,7 @@ def source_of(spec: DataSpec) -> Source:
             raise ConfigError(unknown(field, shown(getattr(spec, field), str), allowed))
     regression = spec.task == "regression"
     divides = column_of(spec.partition)
+    split = None if spec.split_by is None else parse_split(spec.split_by)
     choice = Choice(
         spec.features,
         spec.exclude,
@@ -200,6 +216,7 @@ def source_of(spec: DataSpec) -> Source:
         spec.dates,
         spec.missing,
         regression,
+        split=split or (),
     )
     if is_text(spec.data):
         if choice.mixed:
@@ -221,6 +238,7 @@ def source_of(spec: DataSpec) -> Source:
             tokenizer=text.tokenizer,
             block=text.block,
             csv=spec.csv,
+            split=split,
         )
     if text.columns:
         raise ConfigError(f"text.columns={','.join(text.columns)} names columns of texts, but {spec.data} holds none.")

@@ -15,20 +15,26 @@ from unskew.data.federation import ServerData
 from unskew.data.reading.images import with_channels, with_size
 from unskew.data.reading.tables import Source, Table
 from unskew.data.sources.catalogue import load_source
-from unskew.data.spec import DataSpec
+from unskew.data.spec import DataSpec, Split, parse_split
+from unskew.data.splits import Units, units_of
 from unskew.errors import ConfigError, DataError
 
 
 def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple[ServerData | None, Table]:
     """The server's samples, and the test rows that are left."""
-    order, set_aside = generator(seed, "server").permutation(len(test)), spec.set_aside
+    rng, set_aside = generator(seed, "server"), spec.set_aside
+    order = rng.permutation(len(test))
+    group = None if spec.split_by is None else parse_split(spec.split_by).group
+    units = None if group is None else units_of(test.columns, Split(group), len(test), rng)
+    if units is not None:
+        order = order[np.argsort(units.ranks[units.codes[order]], kind="stable")]
     if set_aside >= len(test):
         raise DataError(f"set_aside={set_aside} leaves none of the {len(test)} test samples to evaluate on.")
     server = spec.server
     if isinstance(server, str) and re.fullmatch(r"-?[0-9]{1,18}", server):
         server = int(server)
     if server is None or isinstance(server, str):
-        test = test.rows(np.sort(order[set_aside:])) if set_aside else test
+        test = test.rows(left_of(order, set_aside, units)) if set_aside else test
     if isinstance(server, str):
         return other_data(server, spec.server_path, source, test), test
     if spec.server_path is not None:
@@ -44,8 +50,22 @@ def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple
             f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
             f"use a number from 1 to {len(test) - 1}."
         )
-    taken, left = torch.from_numpy(np.sort(order[:server])), np.sort(order[max(server, set_aside) :])
+    taken, left = torch.from_numpy(np.sort(order[:server])), left_of(order, max(server, set_aside), units)
     return ServerData(take(test.x, taken), test.y[taken]), test.rows(left)
+
+
+def left_of(order: np.ndarray, count: int, units: Units | None) -> np.ndarray:
+    """Return the test rows that are left for evaluation after the first ones of an order, without rows of their groups.
+
+    Raises:
+        DataError: If none is left.
+    """
+    left = order[count:]
+    if units is not None:
+        left = left[~np.isin(units.codes[left], units.codes[order[:count]])]
+    if not len(left):
+        raise DataError(f"{count} test samples and all rows of their groups leave none to evaluate on; take fewer.")
+    return np.sort(left)
 
 
 def other_data(name: str, path: str | Path | None, source: Source, test: Table) -> ServerData:

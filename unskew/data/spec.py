@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from unskew.errors import ConfigError, shown, unknown
 
@@ -69,6 +70,45 @@ class CsvSpec:
 DETECTED = CsvSpec()
 
 
+class Split(NamedTuple):
+    """Columns that decide which rows are held out.
+
+    Attributes:
+        group: Column whose values are never divided between training and held-out rows.
+        time: Column by which the newest rows, or the groups with the newest rows, are held out.
+        given: Column with the values ``train`` and ``test``.
+    """
+
+    group: str | None = None
+    time: str | None = None
+    given: str | None = None
+
+
+def parse_split(text: str) -> Split:
+    """Parse ``COLUMN``, ``time:COLUMN``, ``COLUMN,time:COLUMN`` or ``column:COLUMN``.
+
+    Raises:
+        ConfigError: If the text has another form.
+
+    >>> parse_split("patient_id,time:visit")
+    Split(group='patient_id', time='visit', given=None)
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        prefix, colon, name = part.strip().partition(":")
+        kind = {"time": "time", "column": "given"}.get(prefix) if colon else "group"
+        value = name.strip() if colon else prefix
+        if kind is None or kind in values or not value:
+            raise ConfigError(
+                f"split_by={text!r} is not valid; write a column such as patient_id, time:visit_date, both with a comma, "
+                "or column:split."
+            )
+        values[kind] = value
+    if "given" in values and len(values) > 1:
+        raise ConfigError(f"split_by={text!r}: column:{values['given']} decides alone; leave out the rest.")
+    return Split(**values)
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """The data of a run. ``unskew.load_federation`` and ``unskew.Experiment`` say what each field means.
@@ -98,6 +138,7 @@ class DataSpec:
     dates: tuple[str, ...] = ()
     missing: str = "refuse"
     csv: CsvSpec = DETECTED
+    split_by: str | None = None
 
 
 def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:

@@ -22,7 +22,7 @@ from unskew.data.reading.columns import Choice
 from unskew.data.reading.encoders import Encoder, Fitted
 from unskew.data.reading.tables import Source, Table
 from unskew.data.sources.catalogue import load_source
-from unskew.data.spec import DataSpec
+from unskew.data.spec import DataSpec, parse_split
 from unskew.deployment.agreement import Reference
 from unskew.deployment.site_config import OwnData, SiteConfig, within
 from unskew.errors import ConfigError, DataError
@@ -198,6 +198,7 @@ def own_holding(
             exclude=data.exclude,
             partition="iid",
             text=experiment.data_spec.text,
+            split_by=experiment.split_by,
         )
         source = source_of(spec)
     who = f"The site {config.name}"
@@ -215,6 +216,7 @@ def chosen(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | N
         experiment.missing,
         experiment.task == "regression",
         agreed=True,
+        split=parse_split(experiment.split_by) if experiment.split_by is not None else (),
     )
     if not columns:
         return choice

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unskew.errors import ConfigError, DataError, unknown
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
+SPLITS = "decides the split"
 CATEGORY, DATE = f"{INPUT}, a category", f"{INPUT}, days since 1970"
 AUTO = ("auto",)
 FEWEST = 20  # in fewer rows all values of a measurement may well differ
@@ -28,6 +29,7 @@ class Choice(NamedTuple):
         missing: What is done to missing numbers: ``refuse``, ``mean``, or ``indicator``, which also says where they were.
         regression: Whether the label is a number.
         agreed: Whether columns are those that others have, too: then one may be empty here, and one that is excluded absent.
+        split: Columns that decide which rows are held out; inputs only where ``features`` or ``dates`` names them.
     """
 
     features: tuple[str, ...] = ()
@@ -38,6 +40,7 @@ class Choice(NamedTuple):
     missing: str = "refuse"
     regression: bool = False
     agreed: bool = False
+    split: tuple[str | None, ...] = ()
 
     @property
     def mixed(self) -> bool:
@@ -108,7 +111,12 @@ def beside_images(table: Any, label: tuple[str, ...], image: str, choice: Choice
             f"The inputs of {name} are the images of its column {image!r}; it takes no features, exclude, categories, dates "
             "or missing."
         )
-    known: dict[str | None, str] = {choice.divides: DIVIDES, **dict.fromkeys(label, LABEL), image: INPUT}
+    known: dict[str | None, str] = {
+        choice.divides: DIVIDES,
+        **dict.fromkeys(choice.split, SPLITS),
+        **dict.fromkeys(label, LABEL),
+        image: INPUT,
+    }
     return {column: known.get(column, "left out: the inputs are images") for column in table.column_names}
 
 
@@ -138,6 +146,8 @@ def role(column: Any, name: str, label: tuple[str, ...], choice: Choice) -> str:
         return f"{kind}, and {DIVIDES}" if name == choice.divides else kind
     if name == choice.divides:
         return DIVIDES
+    if name in choice.split and name not in choice.dates:
+        return SPLITS
     if name in choice.exclude:
         return "left out: excluded"
     if choice.features:

@@ -19,6 +19,8 @@ from unskew.data.reading.columns import CATEGORY, DATE, DIVIDES, Choice, beside_
 from unskew.data.reading.encoders import Encoder, distinct, read_columns
 from unskew.data.reading.images import decode_column, is_binary, with_channels, with_size
 from unskew.data.reading.labels import class_names_of, read_labels, read_targets
+from unskew.data.spec import Split
+from unskew.data.splits import check_apart, rows_to_test
 from unskew.errors import ConfigError, DataError, unknown
 
 MANY = 100
@@ -175,7 +177,8 @@ def source_from_tables(
         tables.append(Table(x, y, further_columns(part, {*labels, image})))
     fitted = encoders if choice.mixed else ()
     indicate = choice.missing == "indicator"
-    return Source(name, *with_test(tables, test_share), names, len(names), task, done, fitted, indicate)
+    parts_of = with_test(tables, test_share, Split(*choice.split) if choice.split else None)
+    return Source(name, *parts_of, names, len(names), task, done, fitted, indicate)
 
 
 def check_few(name: str, label: str, train: Any, classes: int, task: str) -> None:
@@ -205,11 +208,16 @@ def encoder_of(train: Any, column: str, done: str, choice: Choice) -> Encoder:
     return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "refuse")
 
 
-def with_test(tables: Sequence[Table], share: float) -> tuple[Table, Table]:
+def with_test(tables: Sequence[Table], share: float, split: Split | None = None) -> tuple[Table, Table]:
     """A training and a test table: those of ``tables``, or the one there is without ``share`` of its rows, and these."""
     train, *test = tables
     if test:
+        if split is not None:
+            check_apart(train.columns, test[0].columns, split)
         return train, test[0]
+    if split is not None:
+        chosen = rows_to_test(train.columns, split, len(train), share, SPLIT_SEED)
+        return train.rows(np.flatnonzero(~chosen)), train.rows(np.flatnonzero(chosen))
     strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
     rows, held = split_rows(strata.numpy(), share)
     return train.rows(rows), train.rows(held)

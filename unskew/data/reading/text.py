@@ -19,7 +19,7 @@ from unskew.data.reading.tables import Source, Table, further_columns, with_test
 from unskew.data.reading.telling import tell
 from unskew.data.reading.tokens import Text, Tokenizer, make_tokenizer
 from unskew.data.sources.sentences import sentences
-from unskew.data.spec import DETECTED, CsvSpec
+from unskew.data.spec import DETECTED, CsvSpec, Split
 from unskew.errors import ConfigError, DataError, unknown
 
 TEXTS = ("multi_nli", "sentences", "text")
@@ -44,6 +44,7 @@ def load_texts(
     block: int,
     test_share: float = 0.2,
     csv: CsvSpec = DETECTED,
+    split: Split | None = None,
 ) -> Source:
     """Load and tokenise a data set of texts; the last few are kept in memory until their files change.
 
@@ -60,6 +61,7 @@ def load_texts(
         block: At most so many tokens a row.
         test_share: Share of the rows to test on where there is no test part.
         csv: Format of CSV files.
+        split: Columns that decide which rows are for testing.
 
     Raises:
         ConfigError: Something is not said, or arguments do not fit together.
@@ -85,7 +87,9 @@ def load_texts(
         raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")
     where, folder = existing(path), Path(tokenizer).expanduser()
     tokenizer_stamp = stamp(folder) if folder.is_dir() else None
-    return cached(name, where, stamp(where), label, tuple(columns), tokenizer, tokenizer_stamp, block, test_share, csv)
+    return cached(
+        name, where, stamp(where), label, tuple(columns), tokenizer, tokenizer_stamp, block, test_share, csv, split
+    )
 
 
 @lru_cache(maxsize=2)
@@ -100,6 +104,7 @@ def cached(
     block: int,
     test_share: float,
     csv: CsvSpec,
+    split: Split | None,
 ) -> Source:
     """Load and tokenise; ``stamp`` and ``tokenizer_stamp`` are only part of the key."""
     parts, name = text_tables(kind, path, csv)
@@ -139,7 +144,7 @@ def cached(
         names, classes, task = labels.names, len(labels.names), labels.task
         check_classes(names, name, task)
         check_known(tables, classes, label, name)
-    return Source(name, *with_test(tables, test_share), names, classes, task)
+    return Source(name, *with_test(tables, test_share, split), names, classes, task)
 
 
 def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, Any], str]:

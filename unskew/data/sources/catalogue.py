@@ -156,6 +156,8 @@ def load_source(
     if kind != "table":
         if choice.features or choice.exclude:
             raise ConfigError(f"features and exclude choose among the columns of a table; {name!r} is none.")
+        if choice.split:
+            raise ConfigError(f"split_by needs the columns of a table or of texts; {name!r} has none.")
         if choice.mixed:
             raise ConfigError(f"task=regression, categories, dates and missing are for tables; {name!r} is none.")
         choice = ALL

@@ -1,0 +1,141 @@
+"""Splits into training and held-out rows that keep groups together, hold out the newest rows, or follow a column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from unskew.data.partition.make import column
+from unskew.data.spec import Split
+from unskew.errors import ConfigError, DataError
+
+
+def checked_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """Return a column without missing values.
+
+    Raises:
+        DataError: If there is no such column, or a value is missing.
+    """
+    if not columns:
+        raise DataError(f"split_by needs the column {name!r}, but these data have no columns besides their labels.")
+    return column(columns, name, "")
+
+
+class Units(NamedTuple):
+    """Rows that are held out together.
+
+    Attributes:
+        codes: Unit of each row, ``[n]``.
+        ranks: Rank of each unit, ``[U]``; those of the highest ranks are held out.
+    """
+
+    codes: np.ndarray
+    ranks: np.ndarray
+
+
+def units_of(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np.random.Generator) -> Units:
+    """Return the units of a split, in random order unless a time column gives the order.
+
+    Raises:
+        DataError: If a column is missing or has missing values, or the time column has text.
+    """
+    codes = np.arange(rows)
+    if split.group is not None:
+        codes = np.unique(checked_column(columns, split.group), return_inverse=True)[1].reshape(-1)
+    units = int(codes.max()) + 1 if rows else 0
+    if split.time is None:
+        return Units(codes, rng.permutation(units))
+    times = checked_column(columns, split.time)
+    if times.dtype.kind not in "iufM":
+        raise DataError(
+            f"The column {split.time!r} of split_by has text such as {str(times[0])!r}; write dates as 2024-01-31."
+        )
+    newest = np.full(units, -1)
+    np.maximum.at(newest, codes, np.unique(times, return_inverse=True)[1].reshape(-1))
+    return Units(codes, np.argsort(np.argsort(newest, kind="stable"), kind="stable"))
+
+
+def held_units(units: Units, rows: np.ndarray, share: float) -> np.ndarray:
+    """Return the units of the highest ranks among some rows that come nearest to a share of them.
+
+    One unit at least is held out and one at least is kept, where there are two or more.
+
+    >>> units = Units(np.array([0, 0, 0, 1, 2, 2]), np.array([2, 1, 0]))
+    >>> held_units(units, np.arange(6), 0.5).tolist()
+    [0]
+    """
+    names, sizes = np.unique(units.codes[rows], return_counts=True)
+    order = np.argsort(units.ranks[names])[::-1]
+    if len(names) < 2 or not share:
+        return names[:0]
+    sums = np.cumsum(sizes[order])[:-1]
+    return np.asarray(names[order[: int(np.abs(sums - share * len(rows)).argmin()) + 1]])
+
+
+def rows_to_test(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:
+    """Return which rows are for testing, boolean ``[n]``.
+
+    Raises:
+        DataError: If no row would be left on one side, or a given split has other values than train and test.
+    """
+    if split.given is not None:
+        values = np.char.lower(np.char.strip(checked_column(columns, split.given).astype(str)))
+        other = sorted(set(values.tolist()) - {"train", "test"})
+        if other:
+            raise DataError(
+                f"The column {split.given!r} of split_by has the value {other[0]!r}; write train or test in each row."
+            )
+        held = values == "test"
+    else:
+        units = units_of(columns, split, rows, np.random.default_rng(seed))
+        held = np.isin(units.codes, held_units(units, np.arange(rows), share))
+    if not held.any() or held.all():
+        raise DataError(
+            f"split_by leaves no rows to {'train' if held.any() else 'test'} on; the column "
+            f"{split.given or split.group or split.time!r} needs two values at least."
+        )
+    return np.asarray(held)
+
+
+def check_apart(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], split: Split) -> None:
+    """Validate that training and test files share no group.
+
+    Raises:
+        ConfigError: If the split is given by a column, although there is a test file.
+        DataError: If a group is in both.
+    """
+    if split.given is not None:
+        raise ConfigError(f"split_by=column:{split.given} splits a file, but there is a test file; use one of the two.")
+    if split.group is not None:
+        both = np.intersect1d(checked_column(train, split.group), checked_column(test, split.group))
+        if len(both):
+            raise DataError(
+                f"split_by={split.group}: {len(both)} values, such as {both[0]!s}, are in the training and in the test rows."
+            )
+
+
+def held_samples(
+    columns: Mapping[str, np.ndarray],
+    split: Split,
+    clients: list[np.ndarray],
+    share: float,
+    rows: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Return which rows clients hold out, boolean ``[n]``: a group that several clients have is held out by all of them.
+
+    Raises:
+        DataError: If a client would have no rows to train on.
+    """
+    units = units_of(columns, split, rows, rng)
+    together = [held_units(units, own, share) for own in clients]
+    held = np.isin(units.codes, np.concatenate(together))
+    for k, own in enumerate(clients):
+        if held[own].all():
+            raise DataError(
+                f"Client {k} would hold out all of its rows, because other clients hold out the same values of "
+                f"{split.group}. Use holdout=0, or a partition that keeps these values together."
+            )
+    return np.asarray(held)
