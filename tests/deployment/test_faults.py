@@ -27,7 +27,7 @@ def _quickly(monkeypatch):
 
 
 def with_patience(**patience):
-    return Deployment(run="0123456789abcdef", patience=Patience(**patience))
+    return Deployment(run="0123456789abcdef", gathering=0.5, patience=Patience(**patience))
 
 
 def trained(frame):
@@ -89,23 +89,78 @@ def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
     [
         ({"clock": "noon"}, "clock is 'noon' and no number"),
         ({"client": True}, "client is 'True' and no whole number"),
+        ({"client": -1}, "client is '-1' and no whole number"),
+        ({"client": 7}, "client 7, but the experiment has 3"),
+        ({"client": 0}, "Two sites say that they are client 0"),
         ({"name": "\x1b[2Jx"}, "its name has other characters"),
-        ({"examples": 1 << 39}, "a site has from 1 to"),
+        ({"name": "<b>x</b>"}, "its name has other characters"),
+        ({"name": "x" * 1000}, "or more than 64"),
+        ({"examples": 0}, "a site has from 1 to"),
+        ({"examples": 10**12}, "a site has from 1 to"),
+        ({"examples": 3}, "samples of a class, but has 3"),
+        ({"parameters": 7}, "its model has 7 parameters, not 650"),
     ],
 )
-def test_a_site_that_says_nonsense_of_itself_is_refused_in_a_sentence(said, reason, tmp_path):
-    place = LoopPlace(tmp_path, TINY)
+def test_a_site_with_an_invalid_report_is_not_admitted_and_the_run_continues_without_it(said, reason, tmp_path):
+    told, place = Told(), LoopPlace(tmp_path, TINY)
     place.link.spoil = lambda client, asked, answer: (
         replace(answer, config={**answer.config, **said}) if client == 1 else answer
     )
-    with pytest.raises((ConfigError, EngineError), match=reason):
-        deployed(tmp_path, place)
+    with pytest.raises(EngineError, match="missing are the clients 1"):
+        deployed(tmp_path, place, replace(with_patience(), gathering=0.05), told)
+    assert reason in " ".join(told.warnings)
+    result, _ = deployed(tmp_path / "q", place, replace(with_patience(), quorum=2), told, rounds=1)
+    assert result.history[0]["updates"] == 2
+
+
+@pytest.mark.parametrize("name", ["unskew", "torch", "cpu"])
+def test_other_versions_are_reported_and_with_exact_rejected(name, tmp_path):
+    told, place = Told(), LoopPlace(tmp_path, TINY)
+    place.link.spoil = lambda client, asked, answer: (
+        replace(answer, config={**answer.config, name: "9.9"}) if client == 1 and asked.kind == "hello" else answer
+    )
+    deployed(tmp_path, place, told=told, rounds=1)
+    assert f"site-1 has {name} 9.9 (here" in " ".join(told.warnings)
+    with pytest.raises(EngineError, match="leave out --exact"):
+        deployed(tmp_path / "exact", place, replace(with_patience(), gathering=0.05, exact=True))
+
+
+def test_a_replayed_training_neither_removes_a_state_nor_is_trained(tmp_path):
+    """Of each round the messages of earlier rounds come once more; else SCAFFOLD's variates would be lost."""
+    values, replies = {**TINY, **SCAFFOLD}, []
+    place = LoopPlace(tmp_path, values)
+
+    def replays(client, asked, answer):
+        for _, old in [sent for sent in place.link.sent if sent[0] == client and trained(sent[1])]:
+            if trained(asked) and old.config["round"] < asked.config["round"]:
+                replies.append(place.sites[client].answer(old).kind)
+        return answer
+
+    place.link.spoil = replays
+    result, _ = deployed(tmp_path, place, **SCAFFOLD)
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+    assert set(replies) == {"outdated"}
+    assert len(replies) == 18
+
+
+def test_an_older_copy_of_a_run_folder_is_not_resumed(tmp_path):
+    """The sites have trained later rounds, so their states are not those of the older rounds."""
+    import shutil
+
+    place, values = LoopPlace(tmp_path, {**TINY, **SCAFFOLD}), {**TINY, **SCAFFOLD}
+    with pytest.raises(Stop):
+        run(experiment(values), with_patience(), tmp_path / "run", [StopAfter(1)], lambda text: None, place)
+    shutil.copytree(tmp_path / "run", tmp_path / "later")
+    with pytest.raises(Stop):
+        resume(tmp_path / "later", [StopAfter(2)], tell=lambda text: None, place=place)
+    with pytest.raises(EngineError, match="an older copy: resume the newest one"):
+        resume(tmp_path / "run", tell=lambda text: None, place=place)
 
 
 def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, "method": "scaffold"})
     place.sites[0].work = lambda digest, reference: {}[digest]
-    with pytest.raises(ConfigError, match="KeyError at the site; its log tells more"):
+    with pytest.raises(EngineError, match="KeyError at the site; its log tells more"):
         deployed(tmp_path, place, method="scaffold")
 
 
@@ -238,7 +293,7 @@ def test_a_site_trains_nothing_that_it_has_not_agreed_to(tmp_path):
 def test_two_sites_that_say_they_are_the_same_client_are_refused(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.sites[2] = place.sites[1]
-    with pytest.raises(ConfigError, match="Two sites say that they are client 1"):
+    with pytest.raises(EngineError, match="Two sites say that they are client 1"):
         deployed(tmp_path, place)
 
 

@@ -9,7 +9,7 @@ from support.sites import TINY, LoopPlace, deployed
 
 from unskew.deployment.plan import Deployment
 from unskew.deployment.site import Site
-from unskew.errors import ConfigError
+from unskew.errors import EngineError
 
 NAMES = ("mild", "none", "severe")
 DRAWS = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def clinics(tmp_path, own):
 def test_sites_train_on_tables_of_their_own(tmp_path):
     """One of them lacks a class, so its own numbering differs from that of the server."""
     place, values = clinics(tmp_path, [{"names": ("none", "severe")}, {}, {"names": ("mild", "severe")}])
-    result, _ = deployed(tmp_path, place, Deployment(own_data=True), **{"keep_samples": None, **values})
+    result, _ = deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"keep_samples": None, **values})
     assert result.summary["accuracy"] > 0.7
     assert [row["name"] for row in result.clients] == ["clinic-0", "clinic-1", "clinic-2"]
     held = [row["samples"] + row["held_out"] for row in result.clients]
@@ -56,13 +56,13 @@ def test_sites_train_on_tables_of_their_own(tmp_path):
 
 def test_a_site_with_other_columns_is_refused(tmp_path):
     place, values = clinics(tmp_path, [{}, {"columns": ("age", "weight")}, {}])
-    with pytest.raises(ConfigError, match=r"clinic-1 has data with shape \(2,\), but the server's have \(4,\)"):
-        deployed(tmp_path, place, Deployment(own_data=True), **{"keep_samples": None, **values})
+    with pytest.raises(EngineError, match=r"clinic-1 has data with shape \(2,\), but the server's have \(4,\)"):
+        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"keep_samples": None, **values})
 
 
 def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
     place, values = clinics(tmp_path, [{}, {}, {}])
     own = tmp_path / "sites" / "1" / "own.csv"
     own.write_text(own.read_text().replace("severe", "fatal"))
-    with pytest.raises(ConfigError, match="clinic-1 has samples of the class 'fatal', which the server does not know"):
-        deployed(tmp_path, place, Deployment(own_data=True), **{"keep_samples": None, **values})
+    with pytest.raises(EngineError, match="clinic-1 has samples of the class 'fatal', which the server does not know"):
+        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"keep_samples": None, **values})

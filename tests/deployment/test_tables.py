@@ -90,7 +90,7 @@ def wards(tmp_path, **asked):
 
 
 def own(tmp_path, place, values, told=None, **options):
-    return deployed(tmp_path, place, Deployment(own_data=True, **options), told, **values)
+    return deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True, **options), told, **values)
 
 
 def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):
@@ -136,7 +136,7 @@ def test_what_sums_do_not_go_with_is_refused_before_the_start(asked, deployment,
 def test_a_site_that_lacks_a_column_is_refused_in_a_sentence(column, tmp_path):
     place, values = wards(tmp_path)
     write(tmp_path / "sites" / "1" / "own.csv", rows_of("b", 40), [column])
-    with pytest.raises(ConfigError, match=f"A site refuses the run: .*'{column}'"):
+    with pytest.raises(EngineError, match=f"A site refuses the run: .*'{column}'"):
         own(tmp_path, place, values)
 
 

@@ -23,7 +23,7 @@ def _quickly(monkeypatch):
 
 def deployment(**options):
     patience = Patience(**{k: options.pop(k) for k in ("least", "deadline", "short") if k in options})
-    return Deployment(run="0123456789abcdef", patience=patience, **options)
+    return Deployment(run="0123456789abcdef", gathering=0.5, patience=patience, **options)
 
 
 def two_rounds_late(place, slow=2):

@@ -136,6 +136,9 @@ def run(
         float, typer.Option("--megabytes", help="Largest message that is taken from a site.")
     ] = 2048.0,
     norm: Annotated[float, typer.Option("--norm", help="Largest norm of a tensor that is taken from a site.")] = 1e6,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Reject sites with other versions or CPU instructions than the server's.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -172,6 +175,7 @@ def run(
         quorum=quorum,
         megabytes=megabytes,
         norm=norm,
+        exact=exact,
     )
     name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}-sites")
     where = out or free_name(Path("runs") / name)

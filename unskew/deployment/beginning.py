@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from unskew.data.divided import Divided
 from unskew.data.federation import Federation
 from unskew.data.objective import trained_for
 from unskew.deployment.agreement import Reference, digest_of
+from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.masked_engine import check_maskable
 from unskew.deployment.plan import Deployment
-from unskew.deployment.preparing import everyone, federation_of_sites
+from unskew.deployment.preparing import everyone, federation_of_sites, told
 from unskew.deployment.presence import check_late
 from unskew.deployment.settling import known_of
 from unskew.deployment.sites import Sites
@@ -121,10 +123,10 @@ def agree(
     check_parameters(frames, spec.size, sites)
     federation = federation_of_sites(reference, frames, sites.names, not own, total)
     federation = trained_for(federation, config.loss, config.class_weights)
-    told = Reference.of(federation)
-    sites.about = about(config, told)
+    known = Reference.of(federation)
+    sites.about = about(config, known)
     if sums and own:  # a run is not resumed where the sums have changed
-        text = json.dumps(told.config(), sort_keys=True)
+        text = json.dumps(known.config(), sort_keys=True)
         federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
     return federation, spec
 
@@ -133,6 +135,27 @@ def budget_of(config: Experiment, prepared: Prepared) -> dict[str, int]:
     """What a data rule has changed of the clients' budget, beside what differs between clients."""
     before, after = config.training.local_epochs, prepared.training.local_epochs
     return {"local_epochs": after} if after is not None and after != before else {}
+
+
+def facts_check(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame], None]:
+    """Return a function that validates a site's first report of its data.
+
+    Args:
+        reference: The data that the experiment names at the server.
+        spec: The model for them.
+    """
+    if Reference.of(reference).needs_sums:
+        return lambda client, frame: None  # columns and model are known once all sites have reported
+
+    def check(client: int, frame: Frame) -> None:
+        told(client, frame, reference)
+        if frame.config.get("parameters") != spec.size:
+            raise Nonsense(
+                f"its model has {plainly(frame.config.get('parameters'))[:40]} parameters, not {spec.size}; install the same "
+                "versions everywhere"
+            )
+
+    return check
 
 
 def check_parameters(frames: dict[int, Frame], size: int, sites: Sites) -> None:

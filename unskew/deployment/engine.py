@@ -15,6 +15,7 @@ from unskew.deployment.received import as_images
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup
+from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update, bytes_of
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
@@ -84,6 +85,7 @@ class FlowerEngine:
         self.setup, self.sites, self.server, self.terms, self.budget = setup, sites, server, terms, budget
         self.shapes: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self.alike = not any("individual" in rule.needs for rule in terms.method.client)
+        self.outdated: set[int] = set()
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``; updates that do not come in time, or are no updates, are not there."""
@@ -108,8 +110,7 @@ class FlowerEngine:
         Raises:
             Nonsense: It is none.
         """
-        if frame.kind == "forgotten":
-            self._forget(cast.client, frame)
+        if self._left_out(cast.client, frame):
             return None
         update = update_in(frame, cast, self.terms, self._examples(cast.client))
         self._check_alike(update)
@@ -129,13 +130,31 @@ class FlowerEngine:
             budget["counted"] = self.setup.training.counted[client]
         return budget
 
-    def _forget(self, client: int, frame: Frame) -> None:
-        self.server.last.pop(client, None)
+    def _left_out(self, client: int, frame: Frame) -> bool:
+        """Return whether a site has no update in this round, without being at fault, and report why.
+
+        Raises:
+            EngineError: If most sites have trained later rounds of this run.
+        """
         reason = plainly(frame.config.get("reason"))
-        self.sites.tell(
-            f"{self.sites.name(client)} has lost what it kept between rounds ({reason}); it goes on as one that takes part "
-            "for the first time."
-        )
+        if frame.kind == "forgotten":
+            self.server.last.pop(client, None)
+            self.sites.tell(
+                f"{self.sites.name(client)} has lost what it kept between rounds ({reason}); it continues as one that takes "
+                "part for the first time."
+            )
+            return True
+        if frame.kind != "outdated":
+            self.outdated.discard(client)
+            return False
+        self.outdated.add(client)
+        if 2 * len(self.outdated) > len(self.sites.nodes):
+            raise EngineError(
+                f"Most sites have trained later rounds of this run ({self.sites.name(client)}: {reason}). The run folder is "
+                "an older copy: resume the newest one, or start a new run."
+            )
+        self.sites.tell(f"{self.sites.name(client)} is left out of this round: {reason}.")
+        return True
 
     def _check_alike(self, update: Update) -> None:
         """Refuse uploads that could not be added to those of the others.
@@ -159,8 +178,7 @@ class FlowerEngine:
         }
 
         def take(client: int, frame: Frame) -> dict[str, float] | None:
-            if frame.kind == "forgotten":
-                self._forget(client, frame)
+            if self._left_out(client, frame):
                 return None
             if frame.kind != "scores":
                 raise Nonsense(f"it is called {frame.kind[:40]!r} and no scores")

@@ -11,7 +11,7 @@ from torch import Tensor
 from unskew.deployment.arrays import DTYPES, NAMES, Nonsense, length_of, placed
 from unskew.deployment.engine import FlowerEngine
 from unskew.deployment.fixed_point import Part
-from unskew.deployment.masks import LEAST, majority, parsed
+from unskew.deployment.masks import LEAST, parsed
 from unskew.deployment.messages import cast_frame, same
 from unskew.deployment.thin.frames import SIZES, Frame
 from unskew.deployment.unmasking import Ready, Sum, Summation, Unopened, parts_of
@@ -65,7 +65,7 @@ class MaskedEngine(FlowerEngine):
         """
         round, patience = str(casts[0].round + 1), self.sites.patience
         requests = {cast.client: cast_frame(cast, self.terms, "train", self._budget(cast.client)) for cast in casts}
-        least = max(patience.least, majority(len(casts)))
+        least = max(patience.least, LEAST, len(casts) // 2 + 1)
         for _ in range(TRIES):
             self.shapes = None
             try:
@@ -87,8 +87,7 @@ class MaskedEngine(FlowerEngine):
 
         def take(client: int, frame: Frame) -> Ready | None:
             cast = by_client[client]
-            if frame.kind == "forgotten":
-                self._forget(client, frame)
+            if self._left_out(client, frame):
                 return None
             if frame.kind == "unusable":
                 return Ready(usable=False)

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from unskew.deployment.arrays import NAMES, Nonsense, blob
 from unskew.deployment.fixed_point import Part, exponent_of, rounded, step
+from unskew.deployment.ledger import Ledger
 from unskew.deployment.messages import text, whole
 from unskew.deployment.primitives import Flower, Primitives, apply
 from unskew.deployment.state import Forgotten
 from unskew.deployment.thin.frames import Frame, encode_header
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.messages import Update, flat
 from unskew.simulation.intake import FIGURES
 
@@ -40,9 +41,13 @@ KEPT = 4
 """Runs of which a site keeps an open sum."""
 
 
-def majority(sites: int) -> int:
-    """Of so many sites; fewer can neither open a mask nor stand for a sum."""
-    return sites // 2 + 1
+def threshold(sites: int) -> int:
+    """Return how many of ``sites`` must be left for a sum to be opened.
+
+    Two groups of this size share more than a third of the sites: so while fewer than a third help the server, no mask and
+    key of one site can both be opened (Bonawitz et al. 2017, section 4).
+    """
+    return 2 * sites // 3 + 1
 
 
 def pieces(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, float]]:
@@ -78,6 +83,8 @@ class Open:
         held: What is added up.
         parts: How it is laid out.
         primitives: The cryptography.
+        ledger: Record of the sums that were opened.
+        round: Round of the sum.
         ready: What was answered when it began.
         secret, seal_secret, seed: For the masks in common, for sealed messages, and for the mask of its own.
         sites: How many take part; ``threshold``: how many shares tell a secret.
@@ -91,6 +98,8 @@ class Open:
     held: list[tuple[str, Tensor, float]]
     parts: list[Part]
     primitives: Primitives
+    ledger: Ledger
+    round: int
     ready: Frame = field(default_factory=lambda: Frame("ready"))
     secret: bytes = b""
     seal_secret: bytes = b""
@@ -130,10 +139,10 @@ class Open:
         keys = {int(k): (bytes.fromhex(a), bytes.fromhex(b)) for k, (a, b) in parsed(config, "keys").items()}
         every = [key for both in keys.values() for key in both]
         own = self.primitives.public(self.secret), self.primitives.public(self.seal_secret)
-        if len(keys) < 2 or len(set(every)) != len(every) or keys.get(self.client) != own:
+        if len(keys) < LEAST or len(set(every)) != len(every) or keys.get(self.client) != own:
             raise Nonsense("the keys of its neighbours are none of a sum of several sites")
         self._lay_out(parsed(config, "parts"), whole(config, "sites"), len(keys))
-        self.neighbours, self.threshold = keys, majority(len(keys))
+        self.neighbours, self.threshold = keys, threshold(len(keys))
         self.seed = secrets.token_bytes(32)
         shares = [self.primitives.shares(one, self.threshold, len(keys)) for one in (self.seed, self.secret)]
         sealed = {}
@@ -199,10 +208,17 @@ class Open:
 
         Raises:
             Nonsense: These are not the sites that this one has masks in common with, or too few have sent theirs.
+            Forgotten: If another sum of this round was opened.
         """
         alive, gone = ({int(k) for k in parsed(config, name)} for name in ("alive", "gone"))
         if alive & gone or alive | gone != set(self.theirs) or self.client not in alive or len(alive) < self.threshold:
             raise Nonsense("those who sent masked updates and those who did not are not the sites of this sum")
+        clients = tuple(sorted(alive))
+        try:
+            self.ledger.check(self.round, clients)
+        except UnskewError as error:
+            raise Forgotten(str(error)) from error
+        self.ledger.record(self.round, clients)
         opened = {k: self.theirs[k][0 if k in alive else 1].hex() for k in sorted(alive | gone)}
         self.secret = self.seal_secret = self.seed = b""
         return Frame("opened", {"client": self.client, "shares": json.dumps(opened)})
@@ -236,7 +252,7 @@ class Masks:
         one = self._open.get(run)
         return one.ready if one is not None and one.session == session else None
 
-    def begin(self, run: str, session: str, update: Update, delta: Tensor | None) -> Frame:
+    def begin(self, run: str, session: str, update: Update, delta: Tensor | None, ledger: Ledger) -> Frame:
         """Take part in a sum with an update.
 
         Raises:
@@ -246,7 +262,7 @@ class Masks:
             return Frame("unusable", {"client": update.client})
         held = pieces(update, delta)
         parts = [Part(name, t.dtype, tuple(t.shape), exponent_of(t, weight)) for name, t, weight in held]
-        one = Open(session, update.client, held, parts, self.primitives)
+        one = Open(session, update.client, held, parts, self.primitives, ledger, update.born)
         try:
             one.secret, public = self.primitives.pair()
             one.seal_secret, seal_public = self.primitives.pair()

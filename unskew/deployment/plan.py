@@ -34,6 +34,7 @@ class Deployment:
         quorum: Sites that must be there for the run, and for each round, to begin; None: all, and who leaves is waited for.
         megabytes: Largest message.
         norm: Largest norm of a tensor that is taken.
+        exact: Whether sites with other versions or CPU instructions than the server's are rejected.
     """
 
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -47,6 +48,7 @@ class Deployment:
     quorum: int | None = None
     megabytes: float = 2048.0
     norm: float = 1e6
+    exact: bool = False
 
     def place(self, config: Experiment) -> Given:
         """Where its SuperLink and its sites are.

@@ -12,7 +12,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.load import divided
-from unskew.deployment.beginning import agree, budget_of, checked, first_words
+from unskew.deployment.beginning import agree, budget_of, checked, facts_check, first_words
 from unskew.deployment.joining import Door, gather
 from unskew.deployment.messages import Terms
 from unskew.deployment.places import Given
@@ -119,7 +119,7 @@ def _carried_out(
         link = place.open(int(deployment.megabytes * 1e6), deployment.gathering)
         reopen = partial(place.reopen, deployment.gathering)
         sites = Sites(link, reopen, deployment.run, about, deployment.patience, partial(warn, callbacks))
-        door = Door(sites, total, deployment.gathering)
+        door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact)
         frames = gather(door, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree(config, deployment, method, drawn, reference, spec, frames, sites, total)
         terms = Terms(method, spec, deployment.norm, int(deployment.megabytes * 1e6))

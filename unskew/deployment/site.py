@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
-import unskew
 from unskew.config.experiment import Experiment
 from unskew.deployment.agreement import PROTOCOL, Reference
 from unskew.deployment.arrays import Nonsense, blobs, check_records, record_of
 from unskew.deployment.holdings import Holding, own_holding, reference_of, split
+from unskew.deployment.joining import versions
+from unskew.deployment.ledger import Ledger
 from unskew.deployment.masks import PHASES, Masks
 from unskew.deployment.messages import text, whole
 from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import Received
 from unskew.deployment.settling import own_squares, own_sums
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
-from unskew.deployment.state import Forgotten, SiteState
+from unskew.deployment.state import Forgotten, Outdated, SiteState
 from unskew.deployment.thin.frames import Frame, FrameError, receive, send
 from unskew.deployment.work import Work, held
 from unskew.engines.machine import keep_freed_memory
@@ -61,8 +62,8 @@ class Site:
         try:
             with limited(self.config.limits.seconds):
                 return self._answered(asked)
-        except Forgotten as error:
-            return Frame("forgotten", {"reason": str(error)})
+        except (Forgotten, Outdated) as error:
+            return Frame("forgotten" if isinstance(error, Forgotten) else "outdated", {"reason": str(error)})
         except Nonsense as error:
             return Frame("refused", {"reason": f"The message was refused: {error}."})
         except UnskewError as error:
@@ -99,11 +100,13 @@ class Site:
         return f" in round {asked.config['round'] + 1}" if "round" in asked.config else ""
 
     def _carried_out(self, asked: Frame, work: Work, state: SiteState, received: Received) -> Frame:
+        ledger = Ledger.of(self.config.path("state", self.folder), text(asked.config, "digest"), state.run)
         if asked.kind == "hello":
+            ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             answer = work.facts(work.data)
             return Frame(answer.kind, {**answer.config, **about_us()}, {}, answer.arrays)
         if asked.kind == "train":
-            return work.answered(asked, state, received, self.masks)
+            return work.answered(asked, state, received, self.masks, ledger)
         if asked.kind in PHASES:
             return self.masks.carried_out(state.run, asked)
         if asked.kind == "evaluate":
@@ -227,7 +230,7 @@ class Site:
             return
         else:
             answer = self.answer(asked)
-        if answer.kind in ("refused", "forgotten"):
+        if answer.kind in ("refused", "forgotten", "outdated"):
             self.log(f"refused: {answer.config['reason']}")
         with contextlib.suppress(OSError):
             send(connection, answer)
@@ -235,7 +238,7 @@ class Site:
 
 def about_us() -> dict[str, Any]:
     """What a server compares with itself."""
-    return {"unskew": unskew.__version__, "clock": time.time()}
+    return {**versions(), "clock": time.time()}
 
 
 @contextmanager

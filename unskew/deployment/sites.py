@@ -184,6 +184,9 @@ class Sites:
         """
         if frame.kind == "refused":
             raise Nonsense(f"it says: {plainly(frame.config.get('reason', 'nothing'))}")
-        if frame.kind != "forgotten" and (frame.config.get("run"), frame.config.get("attempt")) != (self.run, attempt):
+        if frame.kind not in ("forgotten", "outdated") and (frame.config.get("run"), frame.config.get("attempt")) != (
+            self.run,
+            attempt,
+        ):
             raise Nonsense("it answers something else than what was asked")
         return frame

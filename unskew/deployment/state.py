@@ -19,6 +19,10 @@ class Forgotten(UnskewError):
     """The state that the server goes on from is not here, as after the site's disk was lost."""
 
 
+class Outdated(UnskewError):
+    """The message belongs to an older round than the newest one that this site has trained."""
+
+
 class SiteState:
     """What one client of one run keeps: a file for each round after which the server may go on.
 
@@ -42,8 +46,40 @@ class SiteState:
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:07d}.safetensors"
 
-    def after(self, accepted: int | None) -> ClientState:
-        """What was kept after the update of the round ``accepted``; states of other rounds are forgotten.
+    def check_round(self, round: int, new: bool) -> None:
+        """Validate that a message is not older than the newest round trained here, such as a replayed one.
+
+        Args:
+            round: Round of the message.
+            new: Whether the message starts a training; its round is stored then.
+
+        Raises:
+            Outdated: If the message is older.
+        """
+        path = self.folder / "newest"
+        try:
+            newest = int(path.read_text())
+        except (OSError, ValueError):  # the first round, or the site's disk was lost
+            newest = -1
+        if round < newest:
+            raise Outdated(
+                f"this site has trained round {newest + 1} of the run, but the message is of round {round + 1}"
+            )
+        if new and round > newest:
+            self._make_folder()
+            write_atomic(path, str(round).encode())
+
+    def _make_folder(self) -> None:
+        for path in (self.folder, self.folder.parent):
+            make_folder(path)
+            path.chmod(0o700)
+
+    def after(self, accepted: int | None, forget: bool = True) -> ClientState:
+        """Return what was kept after the update of the round ``accepted``.
+
+        Args:
+            accepted: Round of the last update that the server accepted; None if there is none.
+            forget: Whether to remove the states of other rounds.
 
         Raises:
             Forgotten: It is not here, or damaged.
@@ -55,16 +91,14 @@ class SiteState:
                 found = load(kept.read_bytes())
             except (OSError, SafetensorError) as error:
                 raise Forgotten(f"what this site kept after round {accepted} of the run is not in {kept}") from error
-        for path in self.folder.glob("round-*.safetensors"):
+        for path in self.folder.glob("round-*.safetensors") if forget else ():
             if path != kept:
                 path.unlink()
         return ClientState.of(found)
 
     def keep(self, round: int, state: ClientState) -> None:
         """Keep what a training left, until it is known whether its update was taken in."""
-        for path in (self.folder, self.folder.parent):
-            make_folder(path)
-            path.chmod(0o700)
+        self._make_folder()
         write_atomic(self._path(round), encode({name: t.cpu() for name, t in state.tensors().items()}))
 
     def prepared(self) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unskew.deployment.arrays import DTYPES, Nonsense, check_records, record_of
 from unskew.deployment.fixed_point import LOWEST, Part, restored
-from unskew.deployment.masks import majority, parsed, written
+from unskew.deployment.masks import parsed, threshold, written
 from unskew.deployment.messages import number, text
 from unskew.deployment.primitives import Flower, Primitives, apply
 from unskew.deployment.sites import Sites
@@ -147,9 +147,10 @@ class Summation:
         trained = dict(sorted(self.sites.ask(asked, self.round, take, least=self.least)))
         unusable = tuple(k for k, one in trained.items() if not one.usable)
         self.ready = self._enough({k: one for k, one in trained.items() if one.usable})
+        self.least = max(self.least, threshold(len(self.ready)))
         parts = agreed([one.parts for one in self.ready.values()])
         self.around = neighbourhoods(self.ready)
-        self.needed = {k: majority(len(others)) for k, others in self.around.items()}
+        self.needed = {k: threshold(len(others)) for k, others in self.around.items()}
         sealed, seeds = self._shared(parts)
         self.around = {k: [j for j in self.around[k] if j in sealed] for k in sealed}
         self._connected(sealed)

@@ -13,6 +13,7 @@ from unskew.data.federation import ClientData, Federation
 from unskew.deployment.agreement import Reference
 from unskew.deployment.arrays import Nonsense, blobs, picked
 from unskew.deployment.holdings import Holding, OnlyOne
+from unskew.deployment.ledger import Ledger
 from unskew.deployment.masks import Masks
 from unskew.deployment.messages import Terms, cast_in, text, update_frame, whole
 from unskew.deployment.received import Received
@@ -113,12 +114,12 @@ class Work:
 
     def trained(self, asked: Frame, state: SiteState, received: Received) -> tuple[Update, Broadcast]:
         """Train from a broadcast; what stays is kept until it is known whether the update was taken in."""
-        cast = self._cast(asked, state)
+        cast = self._cast(asked, state, training=True)
         update = self._trainer_for(asked, received).train(cast)
         state.keep(cast.round, cast.state.updated(update.state))
         return update, cast
 
-    def answered(self, asked: Frame, state: SiteState, received: Received, masks: Masks) -> Frame:
+    def answered(self, asked: Frame, state: SiteState, received: Received, masks: Masks, ledger: Ledger) -> Frame:
         """The answer to a broadcast: the update, or where only sums may be seen, that this site is ready to mask it."""
         if self.config.secure_aggregation != "required":
             update, cast = self.trained(asked, state, received)
@@ -129,16 +130,17 @@ class Work:
             return before
         update, cast = self.trained(asked, state, received)
         delta = picked(update.delta, cast.up) if self.terms.sends_model else None
-        return masks.begin(run, session, update, delta)
+        return masks.begin(run, session, update, delta, ledger)
 
     def _trainer_for(self, asked: Frame, received: Received) -> LocalTrainer:
         """The trainer with the budget that the server names, where a method before the first round has changed it."""
         counted, epochs = (whole(asked.config, n) if n in asked.config else None for n in ("counted", "local_epochs"))
         return self.trainer(received, counted, epochs)
 
-    def _cast(self, asked: Frame, state: SiteState) -> Broadcast:
+    def _cast(self, asked: Frame, state: SiteState, training: bool = False) -> Broadcast:
         accepted = None if asked.config.get("accepted") == -1 else whole(asked.config, "accepted")
-        cast = cast_in(asked, self.terms, state.after(accepted))
+        state.check_round(whole(asked.config, "round"), training)
+        cast = cast_in(asked, self.terms, state.after(accepted, forget=training))
         if cast.client != self.site.client:
             raise Nonsense(f"it is for client {cast.client}, but this site is client {self.site.client}")
         return cast

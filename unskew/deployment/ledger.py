@@ -1,0 +1,72 @@
+"""Record of the masked sums that a site has opened, kept on its disk so that no second sum can be compared with one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from unskew.errors import ConfigError, UnskewError
+from unskew.files import make_folder, write_atomic
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The newest masked sum of one experiment that a site has opened.
+
+    The difference of two sums of one round, over different sites, can be the update of a single site. Training is
+    deterministic, so a second run of the same experiment would give the same updates: its sums are not opened either.
+
+    Attributes:
+        path: File that holds it.
+        run: Identity of the run that asks.
+    """
+
+    path: Path
+    run: str
+
+    @staticmethod
+    def of(state: Path, digest: str, run: str) -> Ledger:
+        """Return the ledger of an experiment in the folder of a site's states."""
+        return Ledger(state / "sums" / f"{digest[:32]}.json", run)
+
+    def opened(self, round: int) -> tuple[int, ...]:
+        """Return the clients whose sum was opened in this round of the run, none if no sum was.
+
+        Raises:
+            ConfigError: If sums of another run of the experiment were opened, or the file is damaged.
+        """
+        try:
+            values = json.loads(self.path.read_bytes())
+            run, newest, clients = str(values["run"]), int(values["round"]), tuple(int(k) for k in values["clients"])
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"The record of opened sums, {self.path}, is damaged; remove it to allow a new run of the experiment."
+            ) from error
+        if run != self.run:
+            raise ConfigError(
+                f"This site has opened masked sums in run {run[:16]} of this experiment. Compared with sums of a second run "
+                f"they could reveal the update of one site. To allow a second run, remove {self.path} at the site."
+            )
+        return clients if newest == round else ()
+
+    def check(self, round: int, clients: tuple[int, ...]) -> None:
+        """Validate that opening this sum would not be the second, different one of its round.
+
+        Raises:
+            UnskewError: If another sum of this round was opened.
+        """
+        before = self.opened(round)
+        if before and before != clients:
+            raise UnskewError(
+                f"this site has already opened the sum of clients {', '.join(map(str, before))} in round {round + 1}; the "
+                "difference from another sum could reveal the update of one site"
+            )
+
+    def record(self, round: int, clients: tuple[int, ...]) -> None:
+        """Store on disk that a sum is being opened; call this before the first share leaves the site."""
+        make_folder(self.path.parent)
+        self.path.parent.chmod(0o700)
+        write_atomic(self.path, json.dumps({"run": self.run, "round": round, "clients": clients}).encode())
