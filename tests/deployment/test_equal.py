@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.federations import QUICK as KNOWN
 from support.sites import TINY, deployed
+from support.slow import slow_but
 
 import unskew
 from unskew.methods.catalogue import CATALOGUE
@@ -31,7 +32,19 @@ def compare(tmp_path, place=None, **options):
     for name, value in simulated.summary.items():
         if "seconds" not in name and name != "engine" and not name.startswith("synthetic"):
             assert result.summary[name] == pytest.approx(value, abs=1e-12) or value is None, name
+    sent, counted = bytes_sent(place), result.summary
+    assert sent["down"] == counted["bytes_down"]
+    assert sent["up"] == counted["bytes_up"] + counted.get("report_bytes_up", 0)
     return result, place
+
+
+def bytes_sent(place):
+    """Bytes of arrays in the messages that make up the method, as they crossed the link."""
+    ways = {"down": (place.link.sent, ("train", "receive")), "up": (place.link.received, ("update", "contribution"))}
+    return {
+        way: sum(len(blob.data) for _, frame in messages if frame.kind in kinds for blob in frame.arrays.values())
+        for way, (messages, kinds) in ways.items()
+    }
 
 
 SUMS = {
@@ -55,6 +68,28 @@ SLOW_SUMS = {
 def test_sums_of_methods_give_the_numbers_of_the_simulator(name, tmp_path):
     """Slices, state at the sites, models of their own, shuffled images, newcomers: every part of the protocol."""
     compare(tmp_path, method=name, **{**SUMS, **SLOW_SUMS}[name])
+
+
+ONE_STEP = {"model": "resnet20", "rounds": 1, "local_steps": 1, "keep_samples": 60, "batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    slow_but(
+        [("fedbn+scaffold", {})],
+        [
+            ("fedbn+scaffold", {}),
+            ("fedals:alpha=2", {"rounds": 2}),
+            ("feddm:server_epochs=1,images=1", {}),
+            ("fedrep", {"buffers": "reset"}),
+            ("fedals", {"buffers": "local"}),
+            ("scaffold+ft", {"buffers": "reset", "holdout": 0.3}),
+            ("fedprox+ft", {"buffers": "local", "holdout": 0.3}),
+        ],
+    ),
+)
+def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_path):
+    compare(tmp_path, method=name, **{**ONE_STEP, **options})
 
 
 @pytest.mark.slow

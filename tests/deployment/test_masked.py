@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.protocol import broadcast
 from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import trained, with_patience
 
 import unskew
 from unskew.deployment import sites as sites_module
 from unskew.deployment.arrays import record_of
+from unskew.deployment.masked_engine import MaskedEngine
 from unskew.deployment.primitives import apply
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import ConfigError, EngineError, MethodConflict
@@ -228,3 +231,11 @@ def test_masks_are_added_in_pieces_and_taken_off_again():
     assert whole.tolist() == [2**32 - 1, 0, 1, 2, 11, 12, 13, 14, 15, 16]
     apply(whole, iter(masks), add=False)
     assert torch.equal(torch.from_numpy(whole), torch.from_numpy(numbers))
+
+
+def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_sent():
+    engine = object.__new__(MaskedEngine)
+    engine.terms = SimpleNamespace(method=unskew.methods.catalogue.method("fedbn"))
+    casts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
+    with pytest.raises(EngineError, match=r"fedbn.travels gives sites different slices .* same slices, or turn it off"):
+        list(engine.train(casts))

@@ -5,15 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support.federations import blobs
-from support.protocol import state_at
-from support.quadratic import Quadratics, problem
+from support.federations import SmallBatchNorm, blobs
+from support.protocol import an_update, state_at
+from support.quadratic import Quadratics, gradient, problem
+from support.running import Stop, StopAfter
 from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods.catalogue import describe, method
 from unskew.protocol.rules import DataRule, ServerRule, Sync
+from unskew.protocol.updates import Aggregate
 from unskew.protocol.workspace import Contributions, Dealt
 
 
@@ -92,6 +94,124 @@ def test_a_data_rule_changes_what_clients_hold_and_is_paid_for():
     assert_close(doubled.vector, plain.vector, TRAINING)
     assert doubled.history[-1]["bytes_up"] == plain.history[-1]["bytes_up"] + 30
     assert doubled.history[-1]["bytes_down"] == plain.history[-1]["bytes_down"] + 60
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenOdd(Sync):
+    """Even clients send the first two thirds of the model, odd ones the last two."""
+
+    name, summary, paper = "evenodd", "for tests", "none"
+
+    def travels(self, state, round, client, last, spec):
+        third = spec.size // 3
+        sent = (slice(0, 2 * third),) if client % 2 == 0 else (slice(third, spec.size),)
+        return (slice(0, spec.size),), sent
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_an_entry_is_averaged_over_the_clients_that_send_it(weights):
+    A, b = problem(sizes=(6, 9, 4, 11))
+    shares = np.array([len(a) for a in A] if weights == "samples" else [1.0] * 4)
+    for chosen in ("", "fedbuff:buffer_size=4") if weights == "uniform" else ("",):
+        sim = Quadratics(A, b, method(EvenOdd()) if not chosen else combined(EvenOdd(), chosen), weights=weights)
+        v = np.zeros(3)
+        for x in sim.rounds(2):
+            local = []
+            for a, y in zip(A, b, strict=True):
+                own = v.copy()
+                for _ in range(5):
+                    own -= 0.05 * gradient(a, y, own)
+                local.append(own)
+            local = np.stack(local)
+            even, every, odd = ([0, 2], [0, 1, 2, 3], [1, 3])
+            v = np.array([np.average(local[k, i], weights=shares[k]) for i, k in enumerate((even, every, odd))])
+            assert_close(x, v)
+
+
+def combined(rule, text):
+    return dataclasses.replace(method(text), sync=rule)
+
+
+def test_statistics_of_a_layer_are_averaged_over_the_clients_that_send_the_layer():
+    fed, module = blobs([6, 9, 7]), SmallBatchNorm(dropout=0.0)
+    options = {"model": module, "rounds": 1, "lr": 0.1, "engine": "inline", "precision": "fp64"}
+
+    class Norm(Sync):
+        """Client 1 alone sends the layer with BatchNorm; the others send the head."""
+
+        name, summary, paper = "norm", "for tests", "none"
+
+        def travels(self, state, round, client, last, spec):
+            head = spec.size - spec.sizes[-1] - spec.sizes[-2]
+            return (slice(0, spec.size),), ((slice(0, head),) if client == 1 else (slice(head, spec.size),))
+
+    seen = {}
+
+    class Seen(unskew.ClientRule):
+        name, summary, paper = "seen", "for tests", "none"
+
+        def end(self, ctx, carry, v):
+            seen[len(seen)] = v, ctx.model.b.clone()
+
+    whole = unskew.run(fed, method=unskew.protocol.rules.Method("both", (), (Seen(),), Norm(), None), **options)
+    (v0, _), (v1, b1), (v2, _) = seen.values()
+    norm = len(v0) - 51
+    assert_close(whole.vector[:norm], v1[:norm])
+    assert_close(whole.vector[norm:], (6 * v0[norm:] + 7 * v2[norm:]) / 13)
+    assert_close(torch.cat([t.flatten() for n, t in whole.model.named_buffers() if "running" in n]), b1)
+
+
+def test_statistics_that_are_sent_without_the_model_are_counted():
+    class Compressed(unskew.ClientRule):
+        """Uploads two numbers instead of an update."""
+
+        name, summary, paper, sends_model = "compressed", "for tests", "none", False
+
+        def end(self, ctx, carry, v):
+            ctx.upload["two"] = v[:2].clone()
+
+    options = {"model": SmallBatchNorm(), "rounds": 2, "engine": "inline", "lr": 0.1}
+    summary = {
+        b: unskew.run(blobs([6, 9]), method=Compressed(), buffers=b, **options).summary for b in ("average", "local")
+    }
+    assert summary["average"]["buffer_bytes_up"] == 2 * 2 * 4 * 8 == summary["local"]["report_bytes_up"]
+    assert summary["average"]["bytes_up"] - 2 * 2 * 4 * 8 == 2 * 2 * 4 * 2 == summary["local"]["bytes_up"]
+
+
+def test_rules_that_read_single_updates_reject_different_slices():
+    with pytest.raises(ConfigError, match=r"evenodd.travels gives clients different slices .* reads single updates"):
+        run(dataclasses.replace(method(Median()), sync=EvenOdd()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternate(EvenOdd):
+    """All clients of a round send the same slices, others than in the round before."""
+
+    def travels(self, state, round, client, last, spec):
+        return super().travels(state, round, round, last, spec)
+
+
+def test_updates_of_several_rounds_that_wait_together_are_averaged_by_entry_and_resumed(tmp_path):
+    """A buffer of 4 with 3 clients per round contains updates of two rounds."""
+    options = {"model": SmallBatchNorm(dropout=0.0), "method": combined(Alternate(), "fedbuff:buffer_size=4")}
+    options |= {"rounds": 5, "lr": 0.1, "engine": "inline", "checkpoint_every": 1}
+    fed = blobs([6, 9, 7])
+    whole = unskew.run(fed, out=tmp_path / "whole", **options)
+    for last in (2, 3):
+        with pytest.raises(Stop):
+            unskew.run(fed, **options, out=tmp_path / f"{last}", callbacks=[StopAfter(last)])
+        again = unskew.resume(tmp_path / f"{last}", federation=fed, model=options["model"], method=options["method"])
+        assert torch.equal(again.vector, whole.vector)
+
+
+def test_a_buffer_averages_each_entry_over_the_updates_that_contain_it():
+    """The fourth update of a buffer is that of the first client in the next round."""
+    sums, masks = Aggregate(), torch.tensor([[1, 1, 0], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    none = torch.zeros(0, dtype=torch.bool)
+    for weight, delta, mask in zip((2.0, 3.0, 5.0), ([1.0, 2, 0], [3.0, 4, 0], [0.0, 6, 7]), masks, strict=True):
+        sums.add(an_update(delta=delta, weight=weight, buffers=torch.zeros(0)), (mask, none))
+    assert_close(sums.delta, [(2 + 9) / 5, (4 + 12 + 30) / 10, 7])
+    assert sums.sent[0].all()
 
 
 class Median(ServerRule):

@@ -170,28 +170,6 @@ def placed(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
     return into
 
 
-def without(slices: Slices | None, others: Slices | None, size: int) -> Slices:
-    """The parts of ``slices`` that are in none of ``others``.
-
-    >>> without((slice(0, 6),), (slice(2, 3),), 9)
-    (slice(0, 2, None), slice(3, 6, None))
-    """
-    if others is None:
-        return ()
-    found: list[slice] = []
-    for piece in (slice(0, size),) if slices is None else slices:
-        start = piece.start
-        for other in others:
-            if other.stop <= start or other.start >= piece.stop:
-                continue
-            if other.start > start:
-                found.append(slice(start, other.start))
-            start = max(start, other.stop)
-        if start < piece.stop:
-            found.append(slice(start, piece.stop))
-    return tuple(found)
-
-
 def total(tensors: Sequence[Tensor]) -> int:
     """Bytes of some tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -63,6 +63,12 @@ class MaskedEngine(FlowerEngine):
         Raises:
             EngineError: It cannot be opened, and the run is to stop then.
         """
+        if any(cast.up != casts[0].up for cast in casts):
+            sync = self.terms.method.sync
+            raise EngineError(
+                f"{'' if sync is None else sync.name}.travels gives sites different slices of the model to send, but secure "
+                "aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
+            )
         round, patience = str(casts[0].round + 1), self.sites.patience
         requests = {cast.client: cast_frame(cast, self.terms, "train", self._budget(cast.client)) for cast in casts}
         least = max(patience.least, LEAST, len(casts) // 2 + 1)

@@ -20,14 +20,18 @@ from unskew.deployment.arrays import (
     placed,
     record_of,
     slices_in,
-    without,
     written,
 )
 from unskew.deployment.thin.frames import Blob, Frame
+from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, flat, nested
 from unskew.protocol.rules import Method, changes_updates
+from unskew.protocol.training import Buffers
+from unskew.simulation.slices import without
 
+SLICED = "-slices"
+"""Marks the record of tensors over all parameters of which only the slices are sent that the model's are."""
 FIGURES = 64
 """Most figures of an update."""
 
@@ -39,12 +43,14 @@ class Terms:
     Attributes:
         method: The method.
         spec: The model's layout.
+        buffers: How normalization statistics are shared.
         norm: Largest norm of a tensor that is taken.
         largest: Most bytes of what rules send beside the model.
     """
 
     method: Method
     spec: ModelSpec
+    buffers: Buffers
     norm: float
     largest: int
 
@@ -67,6 +73,21 @@ class Terms:
         """Whether rules at the client work on the difference, so that it must know what is subtracted."""
         return changes_updates(self.method.client)
 
+    def received(self, down: Slices | None, kind: str) -> Tensor:
+        """Return a mask of the normalization statistics that a client receives in a message of a kind, ``[m]``."""
+        mask = self.statistics(down)
+        return mask if self.buffers == "average" or kind == "evaluate" else torch.zeros_like(mask)
+
+    def sent(self, cast: Broadcast) -> Tensor:
+        """Return a mask of the normalization statistics that a client sends, to be averaged or only measured, ``[m]``."""
+        mask = self.statistics(cast.up)
+        return torch.ones_like(mask) if cast.report or self.buffers == "local" else mask
+
+    def statistics(self, slices: Slices | None) -> Tensor:
+        """Return a mask of the normalization statistics that belong to slices of the model, ``[m]``."""
+        size = sum(self.spec.buffer_sizes)
+        return torch.ones(size, dtype=torch.bool) if slices is None else statistics_mask(self.spec, slices)
+
     def check_extras(self, record: str, tensors: Tensors, finite: bool) -> dict[str, Tensors]:
         """What rules send beside the model, by rule.
 
@@ -83,18 +104,41 @@ class Terms:
         return nested(record, {f"{record}/{name}": t for name, t in tensors.items()})
 
 
-def rules_record(record: str, rules: dict[str, Tensors]) -> dict[str, Blob]:
-    """What rules send, as the arrays of one record."""
-    return {name: blob(t) for name, t in flat(record, rules).items()}
+def rules_record(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
+    """Return what rules send as the arrays of one record; of a tensor over all ``size`` parameters only the slices."""
+    found = {}
+    for name, t in flat(record, rules).items():
+        if slices is not None and t.shape == (size,):
+            found[name.replace(record, f"{record}{SLICED}", 1)] = blob(picked(t, slices))
+        else:
+            found[name] = blob(t)
+    return found
+
+
+def rules_in(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
+    """Return the inverse of ``rules_record``; tensors over all parameters are zero outside the slices.
+
+    Raises:
+        Nonsense: If the length of a tensor is not that of the slices.
+    """
+    tensors = record_of(frame, record)
+    for name, t in record_of(frame, f"{record}{SLICED}").items():
+        if slices is None or tuple(t.shape) != (length_of(slices, size),) or name in tensors:
+            raise Nonsense(
+                f"{name[:60]!r} of {tuple(t.shape)} does not fit the slices of the model that were agreed on"
+            )
+        tensors[name] = placed(torch.zeros(size, dtype=t.dtype), slices, t)
+    return tensors
 
 
 def cast_frame(cast: Broadcast, terms: Terms, kind: str, about: dict[str, Any]) -> Frame:
     """A broadcast as a message; the client's state is there already and is not sent."""
-    arrays = {"model/v": blob(picked(cast.v, cast.down)), "model/b": blob(cast.b)}
+    received = terms.received(cast.down, kind).to(cast.b.device)
+    arrays = {"model/v": blob(picked(cast.v, cast.down)), "model/b": blob(cast.b[received])}
     base = terms.base(cast.down, cast.up)
     if base and terms.needs_base:
         arrays["model/base"] = blob(picked(cast.v, base))
-    arrays |= rules_record("download", cast.download)
+    arrays |= rules_record("download", cast.download, cast.down, terms.spec.size)
     config: dict[str, Any] = {
         **about,
         "client": cast.client,
@@ -117,13 +161,14 @@ def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
         Nonsense: It is none.
     """
     spec, config = terms.spec, frame.config
-    check_records(frame, ("model", "download"))
+    check_records(frame, ("model", "download", f"download{SLICED}"))
     down, up = (slices_in(config.get(name), spec.size) for name in ("down", "up"))
     like, model = spec.flatten(), record_of(frame, "model")
     if extra := set(model) - {"v", "b", "base"}:
         raise Nonsense(f"it holds model/{min(extra)[:60]}, which nobody asked for")
     sent = check_tensor("model/v", model.get("v"), like, length_of(down, spec.size), terms.norm)
-    b = check_tensor("model/b", model.get("b"), like, len(spec.flatten_buffers()), terms.norm)
+    b, received = spec.flatten_buffers(), terms.received(down, frame.kind)
+    b[received] = check_tensor("model/b", model.get("b"), b, int(received.sum()), terms.norm)
     v = sent if down is None else placed(torch.zeros_like(like), down, sent)
     base = terms.base(down, up)
     if base and terms.needs_base:
@@ -136,7 +181,7 @@ def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
         client=whole(config, "client"),
         v=v,
         b=b,
-        download=terms.check_extras("download", record_of(frame, "download"), finite=True),
+        download=terms.check_extras("download", rules_in(frame, "download", down, spec.size), finite=True),
         state=state,
         weight=number(config, "weight"),
         down=down,
@@ -149,10 +194,10 @@ def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
 
 def update_frame(update: Update, cast: Broadcast, terms: Terms, about: dict[str, Any]) -> Frame:
     """An update as a message; what stays at the client is not in it."""
-    arrays = {"update/buffers": blob(update.buffers)}
+    arrays = {"update/buffers": blob(update.buffers[terms.sent(cast).to(update.buffers.device)])}
     if terms.sends_model:
         arrays["update/delta"] = blob(picked(update.delta, cast.up))
-    arrays |= rules_record("upload", update.upload)
+    arrays |= rules_record("upload", update.upload, cast.up, terms.spec.size)
     arrays |= blobs("report", update.report)
     config = {
         **about,
@@ -176,7 +221,7 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
     spec, config = terms.spec, frame.config
     if frame.kind != "update":
         raise Nonsense(f"it is called {frame.kind[:40]!r} and no update")
-    check_records(frame, ("update", "upload", "report"))
+    check_records(frame, ("update", "upload", f"upload{SLICED}", "report"))
     same(config, cast, examples)
     if len(frame.figures) > FIGURES:
         raise Nonsense(f"it has {len(frame.figures)} figures")
@@ -192,7 +237,8 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
         delta = placed(delta, cast.up, sent.to(v.device))
         for piece in () if terms.needs_base else terms.base(cast.down, cast.up):
             delta[piece] = delta[piece] - v[piece]
-    b = check_tensor("update/buffers", tensors.get("buffers"), cast.b, len(cast.b), terms.norm, finite=False)
+    b, sent_b = cast.b.cpu().clone(), terms.sent(cast)
+    b[sent_b] = check_tensor("update/buffers", tensors.get("buffers"), b, int(sent_b.sum()), terms.norm, finite=False)
     if cast.report:
         check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
     elif report:
@@ -207,7 +253,9 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
         buffers=b.to(v.device),
         upload={
             rule: {name: t.to(v.device) for name, t in tensors.items()}
-            for rule, tensors in terms.check_extras("upload", record_of(frame, "upload"), finite=False).items()
+            for rule, tensors in terms.check_extras(
+                "upload", rules_in(frame, "upload", cast.up, spec.size), finite=False
+            ).items()
         },
         state=ClientState() if config.get("usable") is True else ClientState(rules=unusable),
         metrics={name: float(value) for name, value in frame.figures.items()},

@@ -122,7 +122,7 @@ def _carried_out(
         door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact)
         frames = gather(door, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree(config, deployment, method, drawn, reference, spec, frames, sites, total)
-        terms = Terms(method, spec, deployment.norm, int(deployment.megabytes * 1e6))
+        terms = Terms(method, spec, config.buffers, deployment.norm, int(deployment.megabytes * 1e6))
         prepared = prepare(method, Prepared(federation, config.training), config.seed, sites, deployment.norm)
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
         session.connect(sites, terms, budget_of(config, prepared), deployment.asynchronous)

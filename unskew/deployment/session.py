@@ -102,7 +102,8 @@ class DeployedSession(Session):
         tunes = personal.tunes(self.method)
         with_own = personal.personalises(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
-        casts = [replace(self.server.farewell(self.config.rounds, k), down=None, report=False) for k in who]
+        b = self.server.evaluated_b  # with ``buffers: reset`` nobody trains from these
+        casts = [replace(self.server.farewell(self.config.rounds, k), b=b, down=None, report=False) for k in who]
         found = engine.measure(casts, with_own) if who else {}
         scores, own = self._scores(found, ""), self._scores(found, "own_") if with_own else None
         if not who and most and not tunes:

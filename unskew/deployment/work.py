@@ -61,7 +61,7 @@ class Work:
             self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = as_wanted(federation, self.spec)
         self.original, self.total = federation, holding.total
-        self.terms = Terms(self.method, self.spec, site.limits.norm, int(site.limits.megabytes * 1e6))
+        self.terms = Terms(self.method, self.spec, config.buffers, site.limits.norm, int(site.limits.megabytes * 1e6))
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
 
@@ -158,7 +158,8 @@ class Work:
             if personal.tunes(self.method):
                 slices = () if self.method.sync is None else self.method.sync.own(self.spec)
                 down = complement(slices, self.spec.size) if slices else None
-                update = self._trainer_for(asked, received).train(replace(cast, down=down, report=True))
+                start = b if mode == "average" else self.spec.flatten_buffers()
+                update = self._trainer_for(asked, received).train(replace(cast, b=start, down=down, report=True))
                 mine = (update.report["v"], update.buffers) if update.is_finite() else mine
             figures["own_accuracy"], figures["own_loss"] = self.evaluator.one(*mine, self.data)
         return Frame("scores", {"client": self.site.client}, figures)

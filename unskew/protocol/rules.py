@@ -152,7 +152,7 @@ class ClientRule(HasServerHalf):
     """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
 
     sends_model: ClassVar[bool] = True
-    """Whether clients send the model back; if not, only the rule's upload counts as traffic."""
+    """Whether clients send the model back; if not, only the rule's upload and normalization statistics are sent."""
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Change the model before training (a projection head): the new model and the name of its head."""
@@ -212,7 +212,8 @@ class Sync(HasServerHalf):
     ) -> tuple[Slices, Slices]:
         """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never).
 
-        ``state`` is that of the rule's server half.
+        ``state`` is that of the rule's server half. If clients upload different slices, each entry of the model is averaged
+        over the clients that upload it.
         """
         raise NotImplementedError
 

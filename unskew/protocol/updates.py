@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
@@ -11,14 +12,43 @@ from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import Tensors, Update, flat, nested
 from unskew.protocol.server_training import ServerTraining
 
+Masks = tuple[Tensor, Tensor]
+"""Masks of entries of the model, ``[d]``, and of its normalization statistics, ``[m]``."""
+
+
+def same_masks(one: Masks | None, other: Masks | None) -> bool:
+    """Return whether two pairs of masks select the same entries; None stands for all."""
+    if one is other:
+        return True
+    if one is None or other is None:
+        return all(bool(mask.all()) for mask in one or other or ())
+    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+def whole_masks(masks: Masks | None, update: Update) -> Masks:
+    """Return the masks, or masks that select every entry of ``update`` if there are none."""
+    if masks is not None:
+        return masks
+    return torch.ones_like(update.delta, dtype=torch.bool), torch.ones_like(update.buffers, dtype=torch.bool)
+
+
+def positive(weights: Tensor) -> Tensor:
+    """Return the weights with 1 instead of 0, as divisors of sums that are zero there."""
+    return torch.where(weights > 0, weights, torch.ones_like(weights))
+
 
 class Aggregate:
     """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
 
-    Updates are added in the order given, so the result does not depend on who finished first.
+    Updates are added in the order given, so the result does not depend on who finished first. If clients send different
+    slices of the model, each entry is averaged over the updates that contain it.
 
     Args:
         single: Rules whose uploads are read one by one and not added up.
+
+    Attributes:
+        sent: Boolean masks ``[d]`` and ``[m]`` of the entries that at least one update contains; None if each contains all.
+        entries: Sums of weights per entry, ``[d]`` and ``[m]``, if the updates contain different entries; None otherwise.
     """
 
     def __init__(self, single: frozenset[str] = frozenset()) -> None:
@@ -27,10 +57,19 @@ class Aggregate:
         self._delta: Tensor | None = None
         self._buffers: Tensor | None = None
         self._moved: Tensor | None = None
+        self._sent_buffers: Tensor | None = None
         self.upload: dict[str, Tensors] = {}
+        self.sent: Masks | None = None
+        self.entries: Masks | None = None
 
-    def add(self, update: Update) -> None:
-        """Add one client's update."""
+    def add(self, update: Update, sent: Masks | None = None) -> None:
+        """Add one client's update.
+
+        Args:
+            update: The update.
+            sent: Masks ``[d]`` and ``[m]`` of the entries that the client sends; None for all.
+        """
+        self._weigh_entries(update, sent)
         self.count += 1
         self.weight += update.weight
         self.examples += update.examples
@@ -49,15 +88,39 @@ class Aggregate:
             for name, tensor in tensors.items():
                 sums[name] = sums[name] + tensor if name in sums else tensor.clone()
 
+    def _weigh_entries(self, update: Update, sent: Masks | None) -> None:
+        """Count weights per entry from the first update on that contains other entries than those before it."""
+        if self._delta is None or self._buffers is None:
+            self.sent = sent
+            return
+        if self.entries is None or self._sent_buffers is None:
+            if same_masks(self.sent, sent):
+                return
+            model, statistics = whole_masks(self.sent, update)
+            self.entries = model.to(update.delta) * self.weight, statistics.to(update.buffers) * self.weight
+            self._sent_buffers = self._buffers * statistics
+        model, statistics = whole_masks(sent, update)
+        self.entries[0].add_(model.to(update.delta), alpha=update.weight)
+        self.entries[1].add_(statistics.to(update.buffers), alpha=update.weight)
+        self._sent_buffers.add_(update.buffers * statistics, alpha=update.weight)
+        self.sent = self.entries[0] > 0, self.entries[1] > 0
+
     @property
     def delta(self) -> Tensor:
-        """The weighted mean of the updates, ``[d]``."""
+        """The weighted mean of the updates, ``[d]``; zero in entries that no update contains."""
         assert self._delta is not None, "an aggregate of no update has no mean"
-        return self._delta / self.weight
+        return self._delta / (self.weight if self.entries is None else positive(self.entries[0]))
 
     @property
     def buffers(self) -> Tensor:
-        """The weighted mean of the clients' statistics, ``[m]``."""
+        """The weighted mean of the statistics that clients send, ``[m]``."""
+        if self.entries is None or self._sent_buffers is None:
+            return self.all_buffers
+        return self._sent_buffers / positive(self.entries[1])
+
+    @property
+    def all_buffers(self) -> Tensor:
+        """The weighted mean of all clients' statistics, also of those that clients only report, ``[m]``."""
         assert self._buffers is not None, "an aggregate of no update has no mean"
         return self._buffers / self.weight
 
@@ -68,13 +131,23 @@ class Aggregate:
 
     def tensors(self) -> Tensors:
         """Its sums, by name."""
-        sums = {"delta": self._delta, "buffers": self._buffers, "moved": self._moved}
+        sums = {
+            "delta": self._delta,
+            "buffers": self._buffers,
+            "moved": self._moved,
+            "sent_buffers": self._sent_buffers,
+        }
+        for name, both in (("sent", self.sent), ("entries", self.entries)):
+            sums |= {} if both is None else {name: both[0], f"{name}_b": both[1]}
         return {**{name: t for name, t in sums.items() if t is not None}, **flat("upload", self.upload)}
 
     def restore(self, tensors: Tensors, count: int, weight: float, examples: int) -> None:
         """Put back what ``tensors`` gave, and the three counts."""
         self.count, self.weight, self.examples = count, weight, examples
         self._delta, self._buffers, self._moved = (tensors.get(name) for name in ("delta", "buffers", "moved"))
+        self._sent_buffers = tensors.get("sent_buffers")
+        self.sent = (tensors["sent"], tensors["sent_b"]) if "sent" in tensors else None
+        self.entries = (tensors["entries"], tensors["entries_b"]) if "entries" in tensors else None
         self.upload = nested("upload", tensors)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.protocol.messages import ClientState, Tensors, Update, changed
 from unskew.protocol.rules import Method, ServerRule
-from unskew.protocol.updates import Aggregate
+from unskew.protocol.updates import Aggregate, Masks
 from unskew.tasks.catalogue import TASKS
 
 FIGURES = ("loss", "begin_seconds", "train_seconds")
@@ -50,9 +50,9 @@ class Gathered:
     individual: list[Update] | None
     arrivals: int = 0
 
-    def add(self, update: Update) -> None:
-        """One more."""
-        self.aggregate.add(update)
+    def add(self, update: Update, sent: Masks | None = None) -> None:
+        """Add an update that contains the entries in ``sent`` (None: all)."""
+        self.aggregate.add(update, sent)
         if self.individual is not None:
             self.individual.append(update)
 
@@ -120,12 +120,12 @@ class Intake:
         self.whole = Gathered(Aggregate(singles(self.method)), [] if single else None)
         self.waiting = self.waiting.copy()
 
-    def add(self, update: Update) -> None:
-        """Take one in."""
+    def add(self, update: Update, sent: Masks | None = None) -> None:
+        """Take in an update that contains the entries in ``sent`` (None: all)."""
         with self.meter():
-            self.whole.add(update)
+            self.whole.add(update, sent)
             if self.rule.buffer() is not None:
-                self.waiting.add(changed(update, state=ClientState()))
+                self.waiting.add(changed(update, state=ClientState()), sent)
         self.whole.arrivals = len(self.taken) + 1
         if self.waiting.aggregate.count == self.rule.buffer():
             self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
@@ -137,6 +137,11 @@ class Intake:
         # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
         none = torch.empty(0)
         self.taken.append(changed(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
+
+    @property
+    def unequal(self) -> bool:
+        """Whether updates that are added up contain different entries of the model."""
+        return any(part.aggregate.entries is not None for part in (self.whole, self.waiting, *self.complete))
 
     def for_rule(self) -> list[Gathered]:
         """What the server rule steps with, in turn."""

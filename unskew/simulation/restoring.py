@@ -126,8 +126,8 @@ def _server_part(
 
 
 UPDATE = {
-    **dict.fromkeys(("delta", "start", "last", "report/v", "state/model"), "v"),
-    **dict.fromkeys(("buffers", "b_start", "state/statistics"), "b"),
+    **dict.fromkeys(("delta", "start", "last", "report/v", "state/model", "sent", "entries"), "v"),
+    **dict.fromkeys(("buffers", "b_start", "state/statistics", "sent_b", "entries_b", "sent_buffers"), "b"),
 }
 SIZED = {
     CLIENTS: {"model": "v", "statistics": "b"},

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unskew.errors import ConfigError
 from unskew.models.vector import ModelSpec
 from unskew.protocol.facts import FederationFacts
 from unskew.protocol.messages import Broadcast, Slices, Tensors, Update, bytes_of, changed, finite, flat
@@ -20,7 +21,7 @@ from unskew.protocol.training import Buffers
 from unskew.protocol.updates import Updates
 from unskew.seeding import derive
 from unskew.simulation.intake import Gathered, Intake, check_state, empty, own_figures
-from unskew.simulation.slices import Exchange, complement
+from unskew.simulation.slices import Exchange, complement, without
 from unskew.simulation.store import ClientStore
 from unskew.simulation.traffic import Traffic, extras, sliced
 
@@ -97,7 +98,8 @@ class Server:
         self.mean: tuple[Tensor, Tensor] | None = None
         self.evaluates: Callable[[int], bool] = lambda round: True
         self.wants_models = "mean_model" in self.needs
-        self.parted = method.sync is not None or changes_updates(method.client)
+        self.changes_updates = changes_updates(method.client)
+        self.parted = method.sync is not None or self.changes_updates
 
     @property
     def v(self) -> Tensor:
@@ -134,7 +136,10 @@ class Server:
             v, b = (self.v if "sent_model" in self.needs else None), (cast.b if statistics_too else None)
             self.sent[client] = Sent(self.version, round, v, b)
         statistics = self.exchange.statistics(down, self.b) if self.mode == "average" else 0
-        self.traffic.count(client, "down", sliced(down, self.v) + extras(cast.download, down, self.v), statistics)
+        sent = sliced(down, self.v) + extras(cast.download, down, self.v)
+        if self.changes_updates:  # the client needs the server's values wherever it sends a difference
+            sent += sliced(without(up, down, len(self.v)), self.v)
+        self.traffic.count(client, "down", sent, statistics)
         return cast
 
     def lost(self, client: int) -> None:
@@ -172,7 +177,7 @@ class Server:
 
         An update that is not finite is left out and counted; with no usable update the model stays as it was.
         """
-        intake, discarded, up = Intake(self.method, self.rule, self.meter, self.waiting), 0, None
+        intake, discarded = Intake(self.method, self.rule, self.meter, self.waiting), 0
         self.left_out = []
         for update in arrivals:
             up = self._count(update)
@@ -187,11 +192,11 @@ class Server:
             update = changed(
                 update, start=sent.v, version=sent.version, b_start=sent.b, last=self._cached(update.client)
             )
-            intake.add(update)
+            intake.add(update, self.exchange.masks(up, self.v.device))
             for watch in self.watchers:
                 watch(update)
         taken = intake.taken
-        self.overflowed = not self._take_in(round, intake, up)
+        self.overflowed = not self._take_in(round, intake)
         if self.overflowed:
             self.overflows += 1
             self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
@@ -225,11 +230,12 @@ class Server:
     def _count(self, update: Update) -> Slices | None:
         """Count the bytes of an update; returns the slices that were sent."""
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
-        whole_model = self.sends_model and self.mode != "local"
-        statistics = self.exchange.statistics(up, update.buffers) if whole_model else 0
+        statistics = self.exchange.statistics(up, update.buffers) if self.mode != "local" else 0
         model = sliced(up, update.delta) if self.sends_model else 0
         self.traffic.count(update.client, "up", model + extras(update.upload, up, update.delta), statistics)
         self.traffic.reports += bytes_of(update.report.values())
+        if self.mode == "local" or update.report:  # the other statistics are only averaged for evaluation
+            self.traffic.reports += bytes_of([update.buffers]) - statistics
         return up
 
     def _cached(self, client: int) -> Tensor | None:
@@ -237,21 +243,26 @@ class Server:
         delta = self.cache.get(client).get("delta") if "last_update" in self.needs else None
         return None if delta is None else delta.to(self.v.device)
 
-    def _take_in(self, round: int, intake: Intake, up: Slices | None) -> bool:
+    def _take_in(self, round: int, intake: Intake) -> bool:
         """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes.
 
-        Args:
-            round: Its number.
-            intake: Its updates.
-            up: The slices that were sent.
+        Raises:
+            ConfigError: Clients sent different slices, and a rule reads single updates.
         """
         state, rules, b, done = self.state, self.rules, self.b, None
+        if self.method.sync is not None and intake.unequal and "individual" in self.needs:
+            raise ConfigError(
+                f"{self.method.sync.name}.travels gives clients different slices to upload, but a rule of "
+                f"{self.method.name} reads single updates. Give all clients of a round the same slices, or leave out one "
+                "of the two rules."
+            )
         for gathered in intake.for_rule():
             with self.meter():
                 made = self.rule.step(state, self._updates(round, gathered, b if done is None else done))
             check_state(f"{self.rule.name}.step", made, self.v, self.b)
             done = made.get("b", done)
-            state = self.exchange.only_sent(up, {name: t for name, t in made.items() if name != "b"}, state)
+            sent = gathered.aggregate.sent
+            state = self.exchange.only_sent(sent, {name: t for name, t in made.items() if name != "b"}, state)
         sums = intake.whole.aggregate
         if intake.taken:
             whole = self._updates(round, intake.whole, self.b)
@@ -259,7 +270,7 @@ class Server:
             # Statistics of updates that wait move with the model.
             if done is None:
                 done = b if self.rule.buffer() is not None and sums.moved is not None else sums.buffers
-            b = self.exchange.picked_statistics(up, done, b)
+            b = done if sums.sent is None else torch.where(sums.sent[1], done, b)
         elif done is not None:
             b = done
         after = everything(state, rules, b)
@@ -269,8 +280,8 @@ class Server:
         self.state, self.rules, self.b, self.waiting = state, rules, b, intake.waiting
         if intake.models is not None and "mean_model" in self.needs:
             # Where a server rule has moved the mean of what was sent, its model counts.
-            mean = self.exchange.picked(up, self.rule.evaluated(state), intake.models / sums.weight)
-            self.mean = mean, sums.buffers
+            evaluated, mean = self.rule.evaluated(state), intake.models / sums.weight
+            self.mean = evaluated if sums.sent is None else torch.where(sums.sent[0], evaluated, mean), sums.all_buffers
         return True
 
     def _updates(self, round: int, gathered: Gathered, b: Tensor) -> Updates:

@@ -14,6 +14,7 @@ from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec, mask_of
 from unskew.protocol.messages import Slices, Tensors
 from unskew.protocol.rules import Sync
+from unskew.protocol.updates import Masks
 
 
 def complement(slices: Slices, size: int) -> Slices:
@@ -24,6 +25,28 @@ def complement(slices: Slices, size: int) -> Slices:
     """
     starts, stops = [0, *(s.stop for s in slices)], [*(s.start for s in slices), size]
     return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b)
+
+
+def without(slices: Slices | None, others: Slices | None, size: int) -> Slices:
+    """The parts of ``slices`` that are in none of ``others``.
+
+    >>> without((slice(0, 6),), (slice(2, 3),), 9)
+    (slice(0, 2, None), slice(3, 6, None))
+    """
+    if others is None:
+        return ()
+    found: list[slice] = []
+    for piece in (slice(0, size),) if slices is None else slices:
+        start = piece.start
+        for other in others:
+            if other.stop <= start or other.start >= piece.stop:
+                continue
+            if other.start > start:
+                found.append(slice(start, other.start))
+            start = max(start, other.stop)
+        if start < piece.stop:
+            found.append(slice(start, piece.stop))
+    return tuple(found)
 
 
 def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: str) -> None:
@@ -53,7 +76,7 @@ class Exchange:
 
     def __init__(self, sync: Sync | None, spec: ModelSpec):
         self.sync, self.spec = sync, spec
-        self._mask = lru_cache(maxsize=64)(self._made_mask)
+        self._masks = lru_cache(maxsize=64)(self._made_masks)
         self._checked = lru_cache(maxsize=64)(self._made_check)
         if sync is not None:
             check_slices(
@@ -86,28 +109,22 @@ class Exchange:
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
         check_slices(edges, self.spec.size, f"{self.sync.name}.travels" if self.sync else "")
 
-    def _made_mask(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-        return mask_of([slice(*pair) for pair in edges], self.spec.size).to(device)
+    def _made_masks(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> Masks:
+        slices = [slice(*pair) for pair in edges]
+        return mask_of(slices, self.spec.size).to(device), statistics_mask(self.spec, slices).to(device)
+
+    def masks(self, slices: Slices | None, device: torch.device) -> Masks | None:
+        """Return masks of the parameters in the slices and of the statistics sent with them; None for all."""
+        return None if slices is None else self._masks(tuple((piece.start, piece.stop) for piece in slices), device)
 
     def statistics(self, slices: Slices | None, b: Tensor) -> int:
         """Bytes of the statistics that travel with the slices."""
         count = len(b) if slices is None else int(statistics_mask(self.spec, slices).sum())
         return count * b.element_size()
 
-    def picked(self, slices: Slices | None, new: Tensor, old: Tensor) -> Tensor:
-        """``new`` on the slices of the vector, ``old`` elsewhere."""
-        if slices is None:
-            return new
-        edges = tuple((piece.start, piece.stop) for piece in slices)
-        return torch.where(self._mask(edges, new.device), new, old)
-
-    def picked_statistics(self, slices: Slices | None, new: Tensor, old: Tensor) -> Tensor:
-        """The server's next statistics: those that were sent, else the last ones."""
-        return new if slices is None else torch.where(statistics_mask(self.spec, slices).to(new.device), new, old)
-
-    def only_sent(self, up: Slices | None, new: Tensors, old: Tensors) -> Tensors:
+    def only_sent(self, sent: Masks | None, new: Tensors, old: Tensors) -> Tensors:
         """A server rule's next state; what it holds per parameter stays as it was where nothing was sent."""
-        if up is None:
+        if sent is None:
             return new
         same = {name: old[name] for name in new if name in old and new[name].shape == (self.spec.size,)}
-        return {name: self.picked(up, t, same[name]) if name in same else t for name, t in new.items()}
+        return {name: torch.where(sent[0], t, same[name]) if name in same else t for name, t in new.items()}
