@@ -187,7 +187,7 @@ def test_it_says_how_it_was_made_and_how_to_repeat_it(compared, page):
     assert "arXiv:1812.06127" in told
     assert "theta" in told  # the formula of FedProx
     assert unskew.__version__ in told
-    for text in ("lr: 0.1", "inline", "There were none."):
+    for text in ("lr: 0.1", "inline", "finished on "):
         assert text in told
 
 
@@ -395,3 +395,70 @@ def test_without_plotly_a_sentence_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'unskew[report]'")):
         unskew.report(run)
+
+
+def test_periods_of_layers_are_shown_for_epochs_too(run, tmp_path, light):
+    """FedALS with local_epochs, the default: no number of local steps can be given."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    history[-1]["fedals_periods"] = [1.0, 4.0]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "local_steps": None, "local_epochs": 1}))
+    page = Page(unskew.report(run).read_text())
+    (name,) = [name for name in page.tables if name.startswith("periods of")]
+    assert page.column(name, "averaged every, rounds") == [1, 4]
+
+
+def test_a_broken_section_does_not_cost_the_others(compared, tmp_path, light, monkeypatch, capsys):
+    def broken(part):
+        raise TypeError("<b> * None")
+
+    monkeypatch.setattr("unskew.reporting.figures.boxes", broken)
+    monkeypatch.setattr("unskew.reporting.tables.costs", broken)
+    whole = call(capsys, "report", compared[0], "--out", tmp_path / "r.html").out
+    printed = " ".join(whole.split())
+    assert printed.count("because of an error: TypeError: <b> * None") == 2
+    assert "The report is" in printed
+    page = Page((tmp_path / "r.html").read_text())
+    assert any(
+        text == "The section 'Cost' of the report is missing because of an error: TypeError: <b> * None"
+        for text in page.texts
+    )
+    assert {"comparison", "differences", "fairness", "runs"} <= set(page.tables)
+    assert "costs" not in page.tables
+    assert page.data["parts"][0]["boxes"] == {}
+
+
+def test_the_verdict_names_the_best_its_lead_and_its_cost(compared, page):
+    last = {name: [s["accuracy"] for s in summaries(compared[0], name)] for name in compared[1].summaries}
+    folders = {"fedprox:mu=0.5": "fedprox-mu=0.5"}
+    last = {name: [s["accuracy"] for s in summaries(compared[0], folders.get(name, name))] for name in last}
+    ranked = sorted(last, key=lambda name: -np.mean(last[name]))
+    first, lead, cost = (
+        next(text for text in page.texts if part in text)
+        for part in (" is the best of 3", "the second", " MB and took")
+    )
+    assert first.startswith(f"{ranked[0]} is")
+    assert f"test accuracy {100 * np.mean(last[ranked[0]]):.1f} %" in first
+    leads = 100 * (np.array(last[ranked[0]]) - np.array(last[ranked[1]]))
+    low, high = interval95(leads.tolist())
+    assert (
+        f"of {ranked[1]}"[3:] in lead
+    )
+    assert (
+        f"by {leads.mean():.1f} points (95 % interval {low:+.1f} to {high:+.1f}" in lead
+    )
+    assert ("conclusive." in lead and "inconclusive" not in lead) == (low > 0)
+    assert cost.startswith(f"{ranked[0]} sent")
+    headings = [text for text in page.texts if text in ("Result", "Comparison", "Warnings")]
+    assert headings[0] == "Result"
+
+
+def test_the_worst_decile_is_the_same_in_picture_and_table(compared, page):
+    boxes = page.data["parts"][0]["boxes"]["global"]
+    names = page.column("fairness", "method")
+    for name, model, value in zip(
+        names, page.column("fairness", "model"), page.column("fairness", "worst decile, %"), strict=True
+    ):
+        if model == "global":
+            assert boxes[name]["decile"] == pytest.approx(value, rel=1e-5)

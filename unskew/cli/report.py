@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,9 +39,20 @@ def report(
     from unskew.cli.progress import waiting
     from unskew.reporting.report import report as write
 
-    with waiting("report"):
+    console = console_for()
+    with broken_sections(console), waiting("report"):
         file = write(runs, out, images=images)
-    say(console_for(), file)
+    say(console, file)
+
+
+@contextmanager
+def broken_sections(console: Console) -> Iterator[None]:
+    """Print the warnings that writing a report gives, a line each."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    for one in given:
+        console.print(f"Warning: {one.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def say(console: Console, file: Path) -> None:
@@ -61,7 +75,7 @@ def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None =
         if find_spec("plotly") is None:
             console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
         else:
-            with waiting("report"):
+            with broken_sections(console), waiting("report"):
                 file = write(list(runs), out)
             say(console, file)
     except (UnskewError, OSError) as error:

@@ -130,7 +130,7 @@ def periods(one: Series) -> Table | None:
         [
             Cell(str(layer), layer),
             Cell(f"{period:g}", period),
-            *([Cell(f"{period * steps:g}", period * steps)] * counted),
+            *([Cell(f"{period * steps:g}", period * steps)] if counted else []),
         ]
         for layer, period in enumerate(found, 1)
     ]

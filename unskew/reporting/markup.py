@@ -57,8 +57,9 @@ def table(one: Table) -> str:
         options = "".join(f'<option value="{text(name)}">{text(name)}</option>' for name in dict.fromkeys(one.groups))
         chooser = f'<div class="controls"><label>against <select data-groups="yes">{options}</select></label></div>'
     return (
-        f'<div class="copyable">{chooser}<div class="scroll"><table class="sortable" data-name="{text(one.name)}">'
-        f"<caption>{text(one.caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        f'<div class="copyable">{chooser}<p class="hint soft" hidden>Wider than the page: scroll sideways.</p>'
+        f'<div class="scroll" tabindex="0"><table class="sortable" data-name="{text(one.name)}">'
+        f"<caption><span>{text(one.caption)}</span></caption><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
         f"{copies('csv', 'latex')}</div>"
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unskew.comparison.compare import Comparison, mean_std
+from unskew.comparison.references import is_reference
 from unskew.reporting.reading import RunFiles, number
 from unskew.tasks.score import score_of
 
@@ -50,6 +51,11 @@ class Part:
     title: str
     series: list[Series]
     target: float
+
+    @property
+    def ranked(self) -> list[Series]:
+        """The methods without the reference rows."""
+        return [one for one in self.series if not is_reference(one.method)]
 
     @property
     def language(self) -> bool:

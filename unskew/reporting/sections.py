@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import yaml
@@ -10,8 +12,10 @@ import yaml
 from unskew.reporting import about, figures, markup, tables
 from unskew.reporting.about import synthetic_folders
 from unskew.reporting.beside import beside
+from unskew.reporting.guard import guarded, section
 from unskew.reporting.holdings import holdings
 from unskew.reporting.parts import Part, Series
+from unskew.reporting.verdict import verdict
 from unskew.reporting.wording import percent
 
 LATER = (
@@ -28,33 +32,44 @@ Styles = Mapping[str, Mapping[str, str]]
 
 def content(part: Part, styles: Styles) -> dict[str, Any]:
     """What the figures of a part show."""
+    curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "title": "", "target": None, "lines": {}}
+    measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {
         "methods": [{"label": one.label, **styles[one.label]} for one in part.series],
-        "curves": figures.curves(part),
-        "measured": figures.measured(part),
-        "holdings": holdings(part),
-        "boxes": figures.boxes(part),
+        "curves": guarded("Curves", lambda: figures.curves(part), lambda _: curves),
+        "measured": guarded("What the methods did", lambda: figures.measured(part), lambda _: measured),
+        "holdings": guarded("Who holds what", lambda: holdings(part), lambda _: []),
+        "boxes": guarded("Accuracy of clients", lambda: figures.boxes(part), lambda _: {}),
     }
 
 
 def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = True) -> str:
     """A part of the page, from its content; ``group`` is its name there. ``images``: whether it may hold any."""
-    pieces = [
-        markup.legend(shown["methods"]),
-        "<h3>Comparison</h3>",
-        markup.table(tables.comparison(part)),
-        _curves(part, shown["curves"], group),
-        _differences(part),
-        _holdings(shown["holdings"], group),
-        _clients(part, shown["boxes"], group),
-        "<h3>Cost</h3>",
-        markup.table(tables.costs(part)),
-        _server_cost(part),
-        _methods(part, shown["measured"], images),
-        _warnings(part),
-        _again(part),
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("Result", partial(_verdict, part)),
+        ("Warnings", partial(_warnings, part)),
+        ("Comparison", partial(_comparison, part, shown["methods"])),
+        ("Curves", partial(_curves, part, shown["curves"], group)),
+        ("Paired differences", partial(_differences, part)),
+        ("Who holds what", partial(_holdings, shown["holdings"], group)),
+        ("Accuracy of clients", partial(_clients, part, shown["boxes"], group)),
+        ("Cost", partial(_costs, part)),
+        ("What the methods did", partial(_methods, part, shown["measured"], images)),
+        ("Run it again", partial(_again, part)),
     ]
-    return "\n".join(filter(None, pieces))
+    return "\n".join(filter(None, (section(title, write) for title, write in sections)))
+
+
+def _verdict(part: Part) -> str:
+    return f"<h3>Result</h3>{markup.listed(verdict(part), 'verdict')}"
+
+
+def _comparison(part: Part, methods: Sequence[Mapping[str, str]]) -> str:
+    return f"{markup.legend(methods)}<h3>Comparison</h3>{markup.table(tables.comparison(part))}"
+
+
+def _costs(part: Part) -> str:
+    return f"<h3>Cost</h3>{markup.table(tables.costs(part))}{_server_cost(part)}"
 
 
 def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
@@ -82,7 +97,7 @@ def _differences(part: Part) -> str:
     table = tables.differences(part)
     if table is None:
         return ""
-    note = "An interval with zero outside is evidence of a difference; one with few seeds is wide."
+    note = "If the interval excludes zero, the difference is significant at the 5 % level. With few seeds intervals are wide."
     return f'<h3>Paired differences</h3>{markup.table(table)}<p class="soft">{note}</p>'
 
 
@@ -132,13 +147,9 @@ def _clients(part: Part, shown: Mapping[str, Any], group: str) -> str:
         head += f'<div class="controls">{markup.choice("whose", "of", {k: models[k] for k in shown}, group)}</div>'
         head += markup.plot("boxes") + (
             '<p class="soft">A dot is a client of one seed, a box the quartiles of all, its whiskers the best and the worst '
-            "client, the diamond the mean of the worst tenth.</p>"
+            "client, the diamond the worst decile of the table: the mean of the worst tenth, averaged over seeds.</p>"
         )
-    gini = (
-        "Gini is 0 where all clients are served alike and near 1 where few get everything."
-        if part.scored != "r2"
-        else ""
-    )
+    gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few." if part.scored != "r2" else ""
     where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
     note = f"Measured on {markup.text(', '.join(where))}. {gini}"
     return f'{head}{markup.table(table)}<p class="soft">{note}</p>'
@@ -226,8 +237,7 @@ def _warnings(part: Part) -> str:
         for run in one.runs
         if run.summary.get("updates_skipped")
     ]
-    body = markup.listed(lines, "told") if lines else '<p class="soft">There were none.</p>'
-    return f"<h3>Warnings</h3>{body}"
+    return f"<h3>Warnings</h3>{markup.listed(lines, 'told')}" if lines else ""
 
 
 def _again(part: Part) -> str:
@@ -253,4 +263,6 @@ def summary_line(part: Part) -> str:
     rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})
     said = f"{len(part.series)} method{'s' if len(part.series) > 1 else ''}, seeds {', '.join(map(str, seeds))}"
     target = "" if part.language else f", target {percent(part.target)} %"
-    return f"{said}, {' or '.join(map(str, rounds))} rounds{target}"
+    newest = max((run.folder / "summary.json").stat().st_mtime for one in part.series for run in one.runs)
+    day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
+    return f"{said}, {' or '.join(map(str, rounds))} rounds{target}; finished on {day}"

@@ -117,7 +117,7 @@ def differences(part: Part) -> Table | None:
     rows, groups = [], []
     for base in part.series:
         for one in part.series:
-            pairs = [(a, b) for a in one.runs for b in base.runs if _alike(a, b)]
+            pairs = [(a, b) for a in one.runs for b in base.runs if alike(a, b)]
             if one is base or not pairs:
                 continue
             cells = []
@@ -133,12 +133,13 @@ def differences(part: Part) -> Table | None:
     if not rows:
         return None
     unit = "loss" if part.language else f"{SCORES[part.scored]}, points"
-    columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "zero is")]
+    columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "significant?")]
     caption = "Differences to another method, paired by seed, with 95 % intervals of Student's t"
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
 
 
-def _alike(a: RunFiles, b: RunFiles) -> bool:
+def alike(a: RunFiles, b: RunFiles) -> bool:
+    """Whether two runs share seed and partition, so that they can be paired."""
     return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
 
 
@@ -153,7 +154,7 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
     return [
         told,
         Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
-        Cell("inside" if low <= 0 <= high else "outside"),
+        Cell("no" if low <= 0 <= high else "yes"),
     ]
 
 
@@ -164,14 +165,14 @@ def reaching_target(part: Part) -> Table | None:
     rows = []
     for one in part.series:
         found = [row for run in one.runs if (row := reaching(run.history, part.target)) is not None]
-        cells = [Cell("-")] * 3
+        cells = [Cell("")] * 3
         if len(found) == len(one.runs):
             rounds, seconds = (mean_std([row[name] for row in found])[0] for name in ("round", "seconds"))
             sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in found])[0]
             cells = [figure(rounds), amount(sent), figure(seconds)]
         rows.append([Cell(one.label), Cell(f"{len(found)} of {len(one.runs)}", len(found)), *cells])
     what = f"{percent(part.target)} % test {SCORES[part.scored]}"
-    caption = f"What {what} takes, mean over seeds; only where every seed reaches it"
+    caption = f"Cost of reaching {what} (mean over seeds; blank if a seed never reaches it)"
     return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
 
 

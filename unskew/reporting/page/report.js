@@ -33,6 +33,9 @@
     };
   }
 
+  // Rounds are whole: of a few each has a tick, of many plotly chooses whole ones itself.
+  const whole = (traces) => (Math.max(0, ...traces.flatMap((one) => one.x || [])) <= 12 ? { tick0: 1, dtick: 1 } : {});
+
   class Part {
     constructor(box, content) {
       this.box = box;
@@ -106,9 +109,10 @@
       if (!figure) return;
       const chosen = Object.fromEntries(Object.entries(lines).map(([label, line]) => [label, line[figure]]));
       const goal = figure === this.content.curves.scored && target !== null;
-      this.show("curves", this.lines(chosen, axis), {
+      const traces = this.lines(chosen, axis);
+      this.show("curves", traces, {
         uirevision: `${figure} ${axis} ${log}`, hovermode: axis === "round" ? "x" : "closest",
-        xaxis: { title: { text: AXES[axis] }, type: log ? "log" : "linear", ...(log ? { dtick: 1 } : {}), exponentformat: "none" },
+        xaxis: { title: { text: AXES[axis] }, type: log ? "log" : "linear", ...(log ? { dtick: 1 } : axis === "round" ? whole(traces) : {}), exponentformat: "none" },
         yaxis: { title: { text: figures[figure] } },
         shapes: goal ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target,
           line: { color: colour("--soft"), width: 1, dash: "dash" } }] : [],
@@ -131,7 +135,7 @@
         }
       }
       this.show("measured", traces, {
-        uirevision: name, xaxis: { title: { text: AXES.round } }, yaxis: { title: { text: plain(short(titles[name], 48)) } },
+        uirevision: name, xaxis: { title: { text: AXES.round }, ...whole(traces) }, yaxis: { title: { text: plain(short(titles[name], 48)) } },
       }, `${titles[name]} in every round, by method.`);
     }
 

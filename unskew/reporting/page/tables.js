@@ -60,6 +60,13 @@
     table.querySelectorAll("th").forEach((head, column) =>
       head.querySelector("button").addEventListener("click", () => sorted(table, column, head)));
   });
+  // A table that does not fit says so; its first column stays in sight.
+  const fit = () => document.querySelectorAll(".scroll").forEach((box) => {
+    const hint = box.parentElement.querySelector(".hint");
+    if (hint) hint.hidden = box.scrollWidth <= box.clientWidth + 1;
+  });
+  new ResizeObserver(fit).observe(document.body);
+  document.querySelectorAll("details").forEach((one) => one.addEventListener("toggle", fit));
   document.querySelectorAll("[data-copy]").forEach((button) => button.addEventListener("click", () => {
     const box = button.closest(".copyable");
     const write = { csv: () => csv(box.querySelector("table")), latex: () => latex(box.querySelector("table")),
