@@ -442,12 +442,8 @@ def test_the_verdict_names_the_best_its_lead_and_its_cost(compared, page):
     assert f"test accuracy {100 * np.mean(last[ranked[0]]):.1f} %" in first
     leads = 100 * (np.array(last[ranked[0]]) - np.array(last[ranked[1]]))
     low, high = interval95(leads.tolist())
-    assert (
-        f"of {ranked[1]}"[3:] in lead
-    )
-    assert (
-        f"by {leads.mean():.1f} points (95 % interval {low:+.1f} to {high:+.1f}" in lead
-    )
+    assert f"of {ranked[1]}"[3:] in lead
+    assert f"by {leads.mean():.1f} points (95 % interval {low:+.1f} to {high:+.1f}" in lead
     assert ("conclusive." in lead and "inconclusive" not in lead) == (low > 0)
     assert cost.startswith(f"{ranked[0]} sent")
     headings = [text for text in page.texts if text in ("Result", "Comparison", "Warnings")]
