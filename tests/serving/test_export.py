@@ -150,7 +150,7 @@ def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, ca
         assert np.mean(right) == pytest.approx(line["personal_accuracy"])
     Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
     (line,) = call(capsys, "predict", ditto, tmp_path / "0.png", "--client", "1", "--json").json()
-    assert line["p_3"] == pytest.approx(float(each[1][0, 3]), abs=1e-6)
+    assert line["p(3)"] == pytest.approx(float(each[1][0, 3]), abs=1e-6)
     found = call(capsys, "export", ditto, "--format", "torchscript", "--client", "1", "--json").json()
     assert found["folder"].endswith("export-torchscript-client-1")
     assert np.allclose(ask("torchscript", found["file"], x), each[1], atol=TOLERANCE, rtol=0)

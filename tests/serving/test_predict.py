@@ -69,7 +69,7 @@ def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digi
     found = call(capsys, "predict", str(digits.folder), str(tmp_path), "--json").json()
     assert [line["row"] for line in found] == ["0.png", "1.png", "2.png"]
     assert [line["label"] for line in found] == loaded.predict(x)
-    assert [line["p_3"] for line in found] == pytest.approx(first[:, 3].tolist())
+    assert [line["p(3)"] for line in found] == pytest.approx(first[:, 3].tolist(), rel=1e-5)
     Image.fromarray(x[0, 0].numpy()).resize((21, 13)).save(tmp_path / "other.png")
     assert len(call(capsys, "predict", str(digits.folder), str(tmp_path / "other.png"), "--json").json()) == 1
 
@@ -92,7 +92,7 @@ def test_rows_of_a_table_are_read_by_the_names_of_their_columns(patients, capsys
         written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["label"] for line in written] == ["yes", "no"]
     expected = unskew.load(patients / "run").predict_proba([[2.0, 1.5], [-2.0, -1.0]])
-    assert [float(line["p_yes"]) for line in written] == pytest.approx(expected[:, 1].tolist(), abs=1e-6)
+    assert [float(line["p(sick=yes)"]) for line in written] == pytest.approx(expected[:, 1].tolist(), abs=1e-6)
     assert [line["row"] for line in written] == (["0", "1"] if kind == "csv" else [0, 1])
 
 
@@ -160,3 +160,100 @@ def test_a_checkpoint_that_cannot_be_read_is_no_matter_to_a_finished_model(digit
         manifest.write_text("{")
     x = unskew.load_federation("digits", clients=3).test[0][:3]
     assert unskew.load(folder).predict(x) == digits.predict(x)
+
+
+def test_patients_are_ranked_kept_and_called_by_a_threshold(patients, tmp_path, capsys):
+    table = tmp_path / "new.csv"
+    table.write_text("patient_id,age,bmi\n" + "".join(f"P{k},{k - 2},0.5\n" for k in range(5)))
+    run = [str(patients / "run"), str(table), "--keep", "patient_id"]
+    chance = unskew.load(patients / "run").predict_proba(np.array([[k - 2, 0.5] for k in range(5)], "float32"))[:, 1]
+    cut = float(np.sort(chance)[1])
+    out = tmp_path / "p.csv"
+    shown = call(capsys, "predict", *run, "--out", str(out), "--threshold", str(cut)).out
+    assert "p(sick=yes)" in shown
+    assert "P4" in shown
+    with out.open() as file:
+        written = list(csv.DictReader(file))
+    assert list(written[0]) == ["row", "patient_id", "label", "p(sick=no)", "p(sick=yes)"]
+    assert [line["patient_id"] for line in written] == [f"P{k}" for k in range(5)]
+    assert [line["label"] for line in written] == ["yes" if p >= cut else "no" for p in chance]
+    assert {line["label"] for line in written} == {"yes", "no"}
+    assert all(len(line["p(sick=yes)"]) <= len("0.123456e-05") for line in written)
+    for options, words in (
+        (["--keep", "ward"], "no column 'ward'"),
+        (["--keep", "row"], "have a column of this name"),
+        (["--threshold", "2"], "--threshold"),
+    ):
+        failed = call(capsys, "predict", str(patients / "run"), str(table), *options)
+        assert (failed.code, words in " ".join(failed.err.split())) == (2, True)
+
+
+def test_a_threshold_needs_two_classes(digits, tmp_path, capsys):
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")
+    failed = call(capsys, "predict", str(digits.folder), str(tmp_path / "a.png"), "--threshold", "0.3")
+    assert (failed.code, "two classes" in failed.err) == (2, True)
+
+
+def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys):
+    from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
+
+    draws = np.random.default_rng(1)
+    x, sick = draws.normal(size=(60, 2)).round(3), draws.integers(0, 2, 60)
+    sites = np.array(["north", "south", "empty"])[np.minimum(np.arange(60) // 25, 2)]
+    sick[50:] = 1
+    rows = [f"{s},{a},{b},{'yes' if k else 'no'}" for s, (a, b), k in zip(sites, x, sick, strict=True)]
+    (tmp_path / "new.csv").write_text("site;age;bmi;sick\n".replace(";", ",") + "\n".join(rows) + "\n")
+    out = tmp_path / "m.csv"
+    arguments = ["evaluate", str(patients / "run"), str(tmp_path / "new.csv"), "--by", "site"]
+    found = call(capsys, *arguments, "--out", str(out), "--json").json()
+    assert [(row["group"], row["rows"]) for row in found] == [("all", 60), ("empty", 10), ("north", 25), ("south", 25)]
+    chance = unskew.load(patients / "run").predict_proba(x.astype("float32"))
+    for row in found:
+        own = slice(None) if row["group"] == "all" else sites == row["group"]
+        p, y = chance[own], sick[own]
+        assert row["accuracy"] == pytest.approx(np.mean((p[:, 1] > 0.5) == y))
+        assert row["loss"] == pytest.approx(log_loss(y, p, labels=[0, 1]), rel=1e-6)
+        wanted = (None, None) if y.all() else (roc_auc_score(y, p[:, 1]), average_precision_score(y, p[:, 1]))
+        assert (row["auroc"], row["auprc"]) == (pytest.approx(wanted[0]), pytest.approx(wanted[1]))
+    with out.open() as file:
+        assert [line["group"] for line in csv.DictReader(file)] == ["all", "empty", "north", "south"]
+    assert "south" in call(capsys, *arguments).out
+    assert unskew.load(patients / "run").evaluate_file(tmp_path / "new.csv", by="site") == found
+    for text, words in (("age,bmi\n1,2\n", "It has the labels"), ("age,bmi,sick\n1,2,dead\n", "has the class 'dead'")):
+        (tmp_path / "bad.csv").write_text(text)
+        failed = call(capsys, "evaluate", str(patients / "run"), str(tmp_path / "bad.csv"))
+        assert (failed.code, words in " ".join(failed.err.split())) == (2, True)
+    failed = call(capsys, "evaluate", str(patients / "run"), str(tmp_path / "new.csv"), "--by", "ward")
+    assert (failed.code, "no column 'ward'" in failed.err) == (2, True)
+
+
+def test_images_in_folders_of_their_classes_are_evaluated(digits, tmp_path, capsys):
+    x, y = unskew.load_federation("digits", clients=3).test
+    for number in range(30):
+        folder = tmp_path / str(int(y[number]))
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(x[number, 0].numpy()).save(folder / f"{number}.png")
+    (found,) = call(capsys, "evaluate", str(digits.folder), str(tmp_path), "--json").json()
+    right = np.mean([label == str(int(true)) for label, true in zip(digits.predict(x[:30]), y[:30], strict=True)])
+    assert (found["rows"], found["accuracy"]) == (30, pytest.approx(right))
+
+
+def test_numbers_and_several_labels_are_evaluated(tmp_path):
+    from sklearn.metrics import f1_score, r2_score
+
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(60, 2)).round(3)
+    marks = ["|".join(name for name, there in (("a", p > 0), ("b", q > 0)) if there) for p, q in x]
+    rows = "".join(f"{p},{q},{p + 2 * q + 100},{mark}\n" for (p, q), mark in zip(x, marks, strict=True))
+    (tmp_path / "t.csv").write_text("p,q,cost,marks\n" + rows)
+    shared = {"data": f"table:{tmp_path / 't.csv'}", "features": ["p", "q"], "partition": "iid", "clients": 2, **TINY}
+    options = {"model": "logistic", "lr": 0.2}
+    unskew.run(label="cost", task="regression", out=tmp_path / "cost", **shared, **options)
+    unskew.run(label="marks", label_separator="|", out=tmp_path / "marks", **shared, **options)
+    loaded = unskew.load(tmp_path / "cost")
+    (found,) = loaded.evaluate_file(tmp_path / "t.csv")
+    assert found["r2"] == pytest.approx(r2_score(x @ [1, 2] + 100, loaded.predict(x.astype("float32"))), abs=1e-5)
+    loaded = unskew.load(tmp_path / "marks")
+    (found,) = loaded.evaluate_file(tmp_path / "t.csv")
+    wanted = f1_score(x > 0, loaded.predict_proba(x.astype("float32")) > 0.5, average="micro")
+    assert found["o_f1"] == pytest.approx(wanted)

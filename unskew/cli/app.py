@@ -16,6 +16,7 @@ import typer
 from unskew.cli import info as cli_info
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
+from unskew.cli.evaluate import evaluate
 from unskew.cli.export import export
 from unskew.cli.flags import DATA, EVALUATION, MACHINE, SERVER, TRAINING, Sections
 from unskew.cli.init import init
@@ -233,6 +234,7 @@ app.command()(cli_info.models)
 app.command(cls=Sections)(cli_info.partition)
 app.command()(init)
 app.command(cls=Sections)(diagnose)
+app.command()(evaluate)
 app.command()(export)
 app.command()(predict)
 app.command()(report)

@@ -29,6 +29,13 @@ def predict(
         Path | None,
         typer.Option("--out", parser=place, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."),
     ] = None,
+    keep: Annotated[
+        str | None, typer.Option("--keep", help="Columns of INPUT to repeat next to the predictions: patient_id,ward.")
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option("--threshold", min=0, max=1, help="Predict the second of two classes from this probability on."),
+    ] = None,
     client: Client = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
@@ -37,18 +44,20 @@ def predict(
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
     from unskew.cli.progress import waiting
+    from unskew.data.spec import names_in
     from unskew.serving.load import load
-    from unskew.serving.rows import read_rows
+    from unskew.serving.rows import columns_of, read_rows
 
     with waiting("predict"):
         predictor = load(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
-        probabilities = predictor.outputs(read.x)
+        kept = columns_of(read, names_in(keep or ""), rows)
+        outputs = predictor.outputs(read.x)
     for one in read.unknown:
         print(f"unskew: {one}", file=sys.stderr)
-    labels = predictor.labels(probabilities)
-    columns, numbers = predictor.class_names, predictor.numbers
-    categories = any(one.kind == "category" for one in predictor.inputs.columns)
+    numbers = predictor.numbers
+    titles = predictor.class_names if numbers else probability_names(predictor.inputs.label, predictor.class_names)
+    labels = predictor.labels(outputs, threshold)
     strange: dict[int | str, list[str]] = {}
     for one in read.unknown:
         for row in one.rows:
@@ -56,11 +65,12 @@ def predict(
     lines: list[dict[str, Any]] = [
         {
             "row": name,
-            **({} if numbers else {"label": label}),
-            **dict(zip(columns if numbers else columns_of(columns), map(float, row), strict=True)),
-            **({"unknown": strange.get(name, [])} if categories else {}),
+            **{column: values[place] for column, values in kept.items()},
+            **({} if numbers else {"label": labels[place]}),
+            **{title: float(f"{value:.6g}") for title, value in zip(titles, outputs[place], strict=True)},
+            **({"unknown": strange.get(name, [])} if strange else {}),
         }
-        for name, label, row in zip(read.names, labels, probabilities, strict=True)
+        for place, name in enumerate(read.names)
     ]
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -72,25 +82,31 @@ def predict(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(header_style="bold")
-    for title in ("row", *(columns if numbers else ("label", "probability"))):
-        table.add_column(title)
     several = predictor.inputs.task == "multilabel"
-    for line, row in list(zip(lines, probabilities, strict=True))[:SHOWN]:
-        if numbers:
-            table.add_row(Text(str(line["row"])), *(f"{value:.6g}" for value in row))
-            continue
-        shown = ", ".join(line["label"]) if several else str(line["label"])
-        table.add_row(Text(str(line["row"])), Text(shown or "-"), "" if several else f"{row.max():.3f}")
+    binary = not numbers and not several and len(titles) == 2
+    last = titles if numbers else titles[1:] if binary else [] if several else ["probability"]
+    table = Table(header_style="bold")
+    for title in ("row", *kept, *([] if numbers else ["label"]), *last):
+        table.add_column(Text(title))
+    for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
+        cells = [str(line[name]) for name in ("row", *kept)]
+        if not numbers:
+            cells.append((", ".join(line["label"]) if several else str(line["label"])) or "-")
+        shown = [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[title]:.4g}" for title in last]
+        table.add_row(*map(Text, [*cells, *shown]))
     console.print(table)
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All are in {out}." if out is not None else "--out FILE writes all of them, with every probability."
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
 
 
-def columns_of(names: list[str]) -> list[str]:
-    """A column for the probability of each class."""
-    return [f"p_{name}" for name in names]
+def probability_names(label: str | None, names: list[str]) -> list[str]:
+    """Return a column name for the probability of each class.
+
+    >>> probability_names("sepsis", ["0", "1"]), probability_names(None, ["cat", "dog"])
+    (['p(sepsis=0)', 'p(sepsis=1)'], ['p(cat)', 'p(dog)'])
+    """
+    return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
 
 
 def as_text(lines: list[dict[str, Any]], kind: str) -> str:

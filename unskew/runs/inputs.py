@@ -66,6 +66,7 @@ class Inputs(BaseModel):
         features: Columns of a table that are the inputs, in order; ``image``: its column of images; ``text``: of texts.
         tokenizer: Of texts, which are cut after ``block`` tokens.
         csv: Format of CSV files with new rows, where it is not detected.
+        label: Column of the labels, which ``label_separator`` divides where there are several.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,6 +85,8 @@ class Inputs(BaseModel):
     tokenizer: str | None = None
     block: int = 128
     csv: CsvConfig = CsvConfig()
+    label: str | None = None
+    label_separator: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -132,6 +135,8 @@ def inputs_of(federation: Federation, config: Experiment) -> Inputs:
         tokenizer=spec.text.tokenizer if texts else None,
         block=spec.text.block,
         csv=config.csv,
+        label=config.label,
+        label_separator=config.label_separator,
     )
 
 

@@ -81,9 +81,23 @@ class Predictor:
         """
         return self.labels(self.outputs(x))
 
-    def labels(self, probabilities: np.ndarray) -> list[Any]:
-        """Names from probabilities ``[n, C]``; of regression the numbers ``[n, T]`` themselves."""
+    def labels(self, probabilities: np.ndarray, threshold: float | None = None) -> list[Any]:
+        """Names from probabilities ``[n, C]``; of regression the numbers ``[n, T]`` themselves.
+
+        Args:
+            probabilities: Outputs of the model.
+            threshold: Predict the second of two classes, or a label of several, from this probability on.
+
+        Raises:
+            ConfigError: If there is a threshold, but the model has more than two classes or predicts numbers.
+        """
         names = self.class_names
+        if threshold is not None:
+            if self.inputs.task == "multilabel":
+                return [[names[k] for k in np.flatnonzero(row >= threshold)] for row in probabilities]
+            if self.numbers or len(names) != 2:
+                raise ConfigError("A threshold needs a model of two classes, or of several labels per sample.")
+            return [names[int(p >= threshold)] for p in probabilities[:, 1]]
         if self.numbers:
             numbers: list[Any] = (probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities).tolist()
             return numbers

@@ -23,6 +23,7 @@ from unskew.options import untrusted
 from unskew.runs.inputs import Inputs, read_inputs
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.runs.predictor import Predictor
+from unskew.serving.evaluation import evaluate_rows
 from unskew.serving.personal import model_of_client
 from unskew.serving.rows import read_rows
 
@@ -42,6 +43,16 @@ class Served(Predictor):
         for unknown in rows.unknown:
             warnings.warn(str(unknown), stacklevel=2)
         return self.predict(rows.x)
+
+    def evaluate_file(self, path: str | Path, by: str | None = None) -> list[dict[str, Any]]:
+        """Return the metrics on the labeled rows of a file, overall and for each value of the column ``by``.
+
+        Raises:
+            ConfigError: If the run does not name a label column.
+            DataError: If the file does not fit the model, or has other classes.
+        """
+        rows = read_rows(Path(path), self.inputs)
+        return evaluate_rows(self.outputs(rows.x), rows, self.inputs, Path(path), by)
 
 
 @dataclass(frozen=True)

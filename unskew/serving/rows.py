@@ -16,7 +16,7 @@ from unskew.data.reading.images import decode_column
 from unskew.data.reading.parsing import read_file
 from unskew.data.reading.text import encoded, padded, strings
 from unskew.data.reading.tokens import make_tokenizer
-from unskew.errors import DataError, unknown
+from unskew.errors import ConfigError, DataError, unknown
 from unskew.runs.inputs import Inputs
 
 REMEDY = "; the model needs a number in each row, so fill them or leave those rows out."
@@ -54,11 +54,13 @@ class Rows(NamedTuple):
         x: As ``Predictor.outputs`` takes them.
         names: What each is called: the number of its row, from 0 on, or its file.
         unknown: Categories that nobody trained on.
+        table: The pyarrow table that they are from; None for images.
     """
 
     x: Tensor
     names: Sequence[int | str]
     unknown: tuple[Unknown, ...] = ()
+    table: Any = None
 
 
 def read_rows(path: Path, inputs: Inputs) -> Rows:
@@ -78,7 +80,8 @@ def read_rows(path: Path, inputs: Inputs) -> Rows:
         table = read_file(path, inputs.csv.spec)
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
-        return Rows(rows_of_table(table, path, inputs), range(table.num_rows), unknown_categories(table, inputs))
+        x = rows_of_table(table, path, inputs)
+        return Rows(x, range(table.num_rows), unknown_categories(table, inputs), table)
     if inputs.kind != "uint8":
         raise DataError(f"The model takes rows of a table (.csv, .jsonl or .parquet); {path} is none.")
     files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
@@ -90,6 +93,25 @@ def read_rows(path: Path, inputs: Inputs) -> Rows:
     size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
     return Rows(decode_column(column, str(path), None, size), names)
+
+
+def columns_of(rows: Rows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
+    """Return columns of the file that rows are from, by name.
+
+    Raises:
+        ConfigError: If the rows are not from a table, or a name has another meaning among predictions.
+        DataError: If there is no such column.
+    """
+    for name in names:
+        if rows.table is None or name in ("row", "label", "unknown"):
+            what = "predictions have a column of this name, too" if rows.table is not None else f"{path} is not a table"
+            raise ConfigError(f"--keep {name} cannot be used: {what}.")
+        if name not in rows.table.column_names:
+            raise DataError(f"{path}: {unknown('column', name, rows.table.column_names)}")
+    return {
+        name: [v if isinstance(v, int | float | str) else str(v) for v in rows.table.column(name).to_pylist()]
+        for name in names
+    }
 
 
 def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:

@@ -1,0 +1,69 @@
+"""``unskew evaluate``: metrics of a trained model on other labeled data."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
+from unskew.cli.predict import FORMATS, as_text
+from unskew.errors import ConfigError
+from unskew.files import place, write_atomic
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    rows: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="A .csv, .jsonl or .parquet file with labels, or a folder with one folder of images per class.",
+            parser=place,
+        ),
+    ],
+    by: Annotated[
+        str | None, typer.Option("--by", help="Column such as hospital: metrics for each value, too.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=place, metavar="PATH", help="Write the metrics to this .csv or .jsonl file."),
+    ] = None,
+    client: Client = None,
+    trust_code: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a trained model on other labeled data, overall and per site."""
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    from unskew.cli.progress import waiting
+    from unskew.cli.wide import Fitting
+    from unskew.serving.evaluation import evaluate_rows
+    from unskew.serving.load import load
+    from unskew.serving.rows import read_rows
+
+    with waiting("evaluate"):
+        predictor = load(run, client=client, trust_code=trust_code)
+        read = read_rows(rows, predictor.inputs)
+        found = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
+    for one in read.unknown:
+        print(f"unskew: {one}", file=sys.stderr)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, as_text(found, out.suffix.lower()).encode())
+    if as_json:
+        print_json(found)
+        return
+    from rich.text import Text
+
+    table = Fitting()
+    for name in found[0]:
+        table.add_column(
+            Text(by or "rows of" if name == "group" else name), justify="left" if name == "group" else "right"
+        )
+    for row in found:
+        cells = ("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        table.add_row(*map(Text, cells))
+    console_for().print(table)

@@ -1,0 +1,108 @@
+"""Metrics of a trained model on labeled files, overall and per value of a column such as a site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unskew.data.reading.labels import class_names_of, read_labels, read_targets
+from unskew.errors import ConfigError, DataError, unknown
+from unskew.runs.inputs import Inputs
+from unskew.serving.rows import Rows
+from unskew.tasks.labels import MultiLabel
+from unskew.tasks.metrics import METRICS, metric_figures
+from unskew.tasks.regression import regression_figures, regression_sums
+
+ALL = "all"
+MOST_RECALLS = 10
+"""With more classes, recall is not listed class by class."""
+
+
+def evaluate_rows(
+    outputs: np.ndarray, rows: Rows, inputs: Inputs, path: Path, by: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the metrics over all rows, and then over those of each value of a column.
+
+    Args:
+        outputs: Probabilities ``[n, C]``, or predicted numbers ``[n, T]``.
+        rows: Rows that they were predicted for.
+        inputs: Description of the model's inputs and outputs.
+        path: File that the rows are from.
+        by: Column such as the site of a row.
+
+    Returns:
+        Rows with ``group``, ``rows`` and a value for each metric; None where a metric is not defined.
+
+    Raises:
+        ConfigError: If images have no column ``by``.
+        DataError: If labels are missing, or are of a class that the model does not know.
+    """
+    y = labels_of(rows, inputs, path)
+    groups = {ALL: np.arange(len(y))}
+    if by is not None:
+        if rows.table is None:
+            raise ConfigError(f"--by {by} names a column of a table, but {path} is not one.")
+        if by not in rows.table.column_names:
+            raise DataError(f"{path}: {unknown('column', by, rows.table.column_names)}")
+        values = np.array([str(value) for value in rows.table.column(by).to_pylist()])
+        groups |= {str(value): np.flatnonzero(values == value) for value in np.unique(values)}
+    return [
+        {"group": name, "rows": len(own), **defined(metrics_of(outputs[own], y[own], inputs))}
+        for name, own in groups.items()
+    ]
+
+
+def labels_of(rows: Rows, inputs: Inputs, path: Path) -> np.ndarray:
+    """Return the labels of rows as the model's classes, ``[n]`` or ``[n, L]``; of regression the numbers ``[n, T]``."""
+    if rows.table is None:  # images lie in a folder per class
+        found, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
+        names, labels = tuple(found.tolist()), ys.reshape(-1)
+    else:
+        wanted = inputs.class_names if inputs.task == "regression" else (inputs.label,)
+        for name in wanted:
+            if name is None:
+                raise ConfigError("The run does not name a label column, so no file can be scored; use Python arrays.")
+            if name not in rows.table.column_names:
+                raise DataError(f"{path}: {unknown('column', name, rows.table.column_names)} It has the labels.")
+        if inputs.task == "regression":
+            return np.asarray(read_targets({str(path): rows.table}, inputs.class_names).ys[0])
+        label, column = str(inputs.label), rows.table.column(str(inputs.label))
+        names, (labels,), _ = read_labels(
+            {str(path): column}, label, class_names_of(rows.table, label), inputs.label_separator
+        )
+    strange = [name for name in names if name not in inputs.names]
+    if strange:
+        raise DataError(
+            f"{path} has the class {strange[0]!r}, but the model was trained on {', '.join(inputs.names[:20])}."
+        )
+    places = np.array([inputs.names.index(name) for name in names])
+    if labels.ndim == 1:
+        return places[labels]
+    wide = np.zeros((len(labels), inputs.classes), np.uint8)
+    wide[:, places] = labels
+    return wide
+
+
+def metrics_of(outputs: np.ndarray, y: np.ndarray, inputs: Inputs) -> dict[str, float]:
+    """Return the metrics of the model's task; see ``evaluate_rows``."""
+    if inputs.task == "regression":
+        return regression_figures(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
+    chance = np.clip(outputs, 1e-15, 1 - 1e-15)
+    if inputs.task == "multilabel":
+        tally = MultiLabel().tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
+        loss = -np.log(np.where(y > 0, chance, 1 - chance)).mean()
+        return {"accuracy": ((outputs > 0.5) == (y > 0)).mean(), "loss": loss, **MultiLabel().measure(tally, loss)}
+    asked = [name for name in METRICS if name != "recall" or inputs.classes <= MOST_RECALLS]
+    return {
+        "accuracy": (outputs.argmax(1) == y).mean(),
+        "loss": -np.log(chance[np.arange(len(y)), y]).mean(),
+        **metric_figures(asked, outputs, y, inputs.names),
+    }
+
+
+def defined(values: dict[str, float]) -> dict[str, float | None]:
+    """Return the values with None in place of what is not a number."""
+    return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
