@@ -376,7 +376,7 @@ def test_compare(capsys):
     rows = json.loads(Path("c/comparison.json").read_text())
     assert [row["method"] for row in rows] == ["fedavg", "fedprox:mu=0", "scaffold"]
     note, _ = outcome.out.split("Test accuracy")
-    assert "the methods do not count them alike" in " ".join(note.split())
+    assert "the methods weight them differently" in " ".join(note.split())
     # Without its term FedProx is FedAvg: same data, cohorts, batches and initial model, for each seed.
     assert rows[0]["accuracy"] == rows[1]["accuracy"]
     for seed in (0, 1):
@@ -525,7 +525,7 @@ def test_seeds_are_a_list_and_a_number_is_still_how_many(capsys):
         outcome = call(capsys, *args, "--seeds", seeds, "--out", f"c{number}")
         assert outcome.code == 0
         assert sorted(p.name for p in Path(f"c{number}/fedavg").iterdir()) == [f"seed-{k}" for k in which]
-        assert ("taken as how many; name them: --seeds 0..1" in outcome.err) == (seeds == "2")
+        assert ("2 seeds: 0, 1\n" in outcome.err) == (seeds == "2")
     rows = unskew.compare(methods="fedavg", seeds="4..5", rounds=1, clients=2, local_steps=1, model="logistic").rows()
     assert rows[0]["seeds"] == 2
 

@@ -10,6 +10,7 @@ from support.pages import DOCS, ROOT, fences
 from support.running import call
 
 from unskew.cli.app import commands
+from unskew.cli.flags import DEFAULTS, EXAMPLES, FLAGS
 from unskew.cli.options import values_of
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
@@ -69,7 +70,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize("line", shown())
+@pytest.mark.parametrize("line", [*shown(), *(line for name, line in EXAMPLES.items() if name != "init")])
 def test_a_command_that_is_shown_is_valid(line, checkout):
     """Options exist and names are known; a run on data that are here passes every check that comes before training."""
     words = words_of(line)
@@ -93,6 +94,26 @@ def test_a_command_that_is_shown_is_valid(line, checkout):
         chosen = method(name)
         if known and here(values) and not config.synthetic:
             check_method(experiment({**values, "method": name}), federation_of(config.data_spec, 0), None, chosen)
+
+
+def test_the_help_gives_defaults_an_example_and_the_whole_text(capsys):
+    values = experiment({}).model_dump(mode="json")
+    values |= {"network": values["network"]["delay"], "text": None, "tokenizer": None}
+    usual = {name: values[name] for name in FLAGS if values[name] not in (None, "", [], False)}
+    assert {name: type(value)(DEFAULTS[name]) for name, value in usual.items()} == usual
+    assert set(DEFAULTS) <= {*usual, "momentum", "weight_decay", "seed"}
+    printed = " ".join(call(capsys, "run", "--help").out.split())
+    assert "--rounds <int> Communication rounds. [default: 50]" in printed
+    assert FLAGS["model"][1] in printed
+    for name in COMMANDS:
+        assert name == "deploy" or f"Example: unskew {name}" in " ".join(call(capsys, name, "--help").out.split())
+
+
+def test_without_a_command_a_start_is_shown(capsys):
+    outcome = call(capsys)
+    assert (outcome.code, outcome.err) == (0, "")
+    for line in re.findall(r"unskew (\w+)", outcome.out):
+        assert line in COMMANDS
 
 
 def test_the_commands_of_a_deployment_that_are_shown_are_valid():

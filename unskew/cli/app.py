@@ -18,7 +18,7 @@ from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
 from unskew.cli.evaluate import evaluate
 from unskew.cli.export import export
-from unskew.cli.flags import DATA, EVALUATION, MACHINE, SERVER, TRAINING, Sections
+from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
 from unskew.cli.init import init
 from unskew.cli.loudness import LOUDNESS, in_front, print_notices
 from unskew.cli.options import (
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Federated learning for skewed data: run, compare and resume methods that add up.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -69,12 +68,12 @@ def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", parser=place, metavar="PATH", help="The same, with a flag.")
+        Path | None, typer.Option("--config", parser=place, metavar="PATH", help="Configuration file.")
     ] = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Its folder; runs/DATA-METHOD-seedN by default."),
+        typer.Option("--out", parser=place, metavar="PATH", help="Output folder (default: runs/DATA-METHOD-seedN)."),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     trust_code: TrustCode = False,
@@ -115,9 +114,7 @@ def compare(
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", parser=place, metavar="PATH", help="Folder of the comparison; runs/compare-DATA by default."
-        ),
+        typer.Option("--out", parser=place, metavar="PATH", help="Output folder (default: runs/compare-DATA)."),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
     parallel: Parallel = "1",
@@ -240,6 +237,9 @@ app.command()(predict)
 app.command()(report)
 app.command()(reproduce)
 app.command(cls=Sections)(tune)
+for command in app.registered_commands:
+    name = command.name or command.callback.__name__  # type: ignore[union-attr]
+    command.epilog = f"Example: {EXAMPLES[name]}"
 app.add_typer(deploy, name="deploy")
 
 

@@ -16,12 +16,12 @@ FLAGS: dict[str, tuple[type, str]] = {
     "label_separator": (str, "What stands between the labels of a row, in a label column of text."),
     "image": (str, "Image column of a table."),
     "text": (str, "Text column, or a pair: premise,hypothesis."),
-    "tokenizer": (str, "Of texts: a name at the hub, a folder, or bytes."),
+    "tokenizer": (str, "Tokenizer of texts: a name at the hub, a folder, or bytes."),
     "features": (str, "Columns of a table that are inputs: age,income; all numbers by default."),
     "exclude": (str, "Columns of a table that are no inputs: patient_id,row."),
     "categories": (str, "Columns of a table that hold categories: drug,ward; auto for all text."),
     "dates": (str, "Columns of a table that hold dates."),
-    "missing": (str, "Missing numbers of a table: refuse, mean or indicator."),
+    "missing": (str, "How to handle missing numbers: refuse (error), mean (impute), indicator (impute and flag)."),
     "split_by": (str, "Column kept on one side of every split: patient_id; time:visit_date; column:split."),
     "task": (str, "regression predicts the numbers in the label column."),
     "server": (str, "Data at the server: a number of test samples, or another data source."),
@@ -29,20 +29,20 @@ FLAGS: dict[str, tuple[type, str]] = {
     "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
     "model": (
         str,
-        "logistic, mlp, table-mlp, cnn, resnet20, resnet-18, ... (unskew models), hf:NAME, package.module:f",
+        "logistic, mlp, table-mlp, cnn, resnet20, resnet-18, ... (unskew models), hf:NAME, package.module:function",
     ),
     "rounds": (int, "Communication rounds."),
     "participation": (float, "Share of clients per round."),
     "local_steps": (int, "Mini-batch steps per client and round."),
     "local_epochs": (int, "Passes over a client's data per round."),
     "batch_size": (int, "Samples per step."),
-    "optimizer": (str, "Of the clients: sgd, adam or adamw."),
+    "optimizer": (str, "Client optimizer: sgd, adam or adamw."),
     "lr": (float, "Learning rate of the clients."),
-    "lr_schedule": (str, "How it changes: constant, step:30,0.1, cosine, warmup:5+cosine, ..."),
+    "lr_schedule": (str, "Learning-rate schedule: constant, step:30,0.1, cosine, warmup:5+cosine, ..."),
     "momentum": (float, "Momentum of the clients' SGD."),
     "weight_decay": (float, "Weight decay of the clients' optimizer."),
-    "loss": (str, "Of regression: mse, mae, huber or huber:DELTA."),
-    "class_weights": (str, "Of the clients' loss: balanced, or one for each class: 1,5."),
+    "loss": (str, "Loss of regression: mse, mae, huber or huber:DELTA."),
+    "class_weights": (str, "Class weights in the clients' loss: balanced, or one for each class: 1,5."),
     "weights": (str, "How clients count: auto, samples or uniform."),
     "seed": (int, "Decides every random draw."),
     "engine": (str, "auto, inline, processes, vectorized or ray."),
@@ -81,15 +81,59 @@ def flag(name: str) -> Any:
     return typer.Option(f"--{name.replace('_', '-')}", help=FLAGS[name][1], rich_help_panel=panel)
 
 
+DEFAULTS = {
+    "data": "digits",
+    "task": "auto",
+    "missing": "refuse",
+    "partition": "dirichlet:0.1",
+    "clients": "10",
+    "model": "cnn",
+    "method": "fedavg",
+    "weights": "auto",
+    "rounds": "50",
+    "participation": "1",
+    "local_epochs": "5",
+    "batch_size": "64",
+    "optimizer": "sgd",
+    "lr": "0.1",
+    "lr_schedule": "constant",
+    "loss": "auto",
+    "network": "none",
+    "engine": "auto",
+    "device": "auto",
+    "eval_every": "1",
+}
+"""What the help gives as the default of a field; of the others nothing is given."""
+EXAMPLES = {
+    "run": "unskew run --method fedprox:mu=0.1 --rounds 20",
+    "compare": "unskew compare fedavg scaffold --seeds 0..2 --rounds 20",
+    "resume": "unskew resume runs/digits-fedavg-seed0 --rounds 100",
+    "methods": "unskew methods",
+    "models": "unskew models",
+    "partition": "unskew partition digits --partition dirichlet:0.3",
+    "init": "unskew init patients.csv",
+    "diagnose": "unskew diagnose --data digits --partition dirichlet:0.1",
+    "export": "unskew export runs/digits-fedavg-seed0 --out model.onnx",
+    "predict": "unskew predict runs/digits-fedavg-seed0 new.csv",
+    "evaluate": "unskew evaluate runs/digits-fedavg-seed0 new.csv",
+    "report": "unskew report runs/compare-digits",
+    "reproduce": "unskew reproduce --list",
+    "tune": "unskew tune fedavg fedprox --trials 10",
+}
+"""A command line of each command, shown at the end of its help."""
+
+
 class Sections(TyperCommand):
     """A command whose help lists the fields of a configuration after its own options, by what they are about."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of all options."""
+        """Write the help of all options; those of a configuration with their defaults."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
         for one in self.get_params(ctx):
             record = one.get_help_record(ctx)
             if record is not None:
+                default = DEFAULTS.get(str(one.name)) if getattr(one, "rich_help_panel", None) else None
+                record = record[0], f"{record[1]} [default: {default}]" if default else record[1]
                 own = "Arguments" if one.param_type_name == "argument" else "Options"
                 panels[getattr(one, "rich_help_panel", None) or own].append(record)
         for title, records in panels.items():

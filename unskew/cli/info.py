@@ -159,7 +159,18 @@ def partition(
     console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
 
 
+START = """unskew: federated learning on data that differ between clients
+
+  unskew init patients.csv          write experiment.yaml for data of your own
+  unskew run --rounds 20            train one model with FedAvg, on a small data set
+  unskew compare fedavg scaffold    compare methods on the same data
+  unskew diagnose                   measure the skew and get advice
+  unskew --help                     list all commands"""
+"""Printed by ``unskew`` without a command."""
+
+
 def version(
+    context: typer.Context,
     show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Results, warnings and errors only, anywhere in the line.")
@@ -177,3 +188,5 @@ def version(
 
         print(f"unskew {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(START)

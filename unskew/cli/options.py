@@ -164,7 +164,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def which_seeds(text: str, first: int = 0) -> list[int]:
-    """The seeds of ``--seeds``: a list names them, and a single number from 1 is how many, which a hint says.
+    """Read the seeds of ``--seeds``: a list names them; a single number from 1 is how many, and then they are printed.
 
     Args:
         text: As it was written.
@@ -176,8 +176,7 @@ def which_seeds(text: str, first: int = 0) -> list[int]:
     if text.strip().isdigit() and which[0] > 0:
         named = f"{first}..{first + which[0] - 1}"
         which = seeds_in(named)
-        hint = f"--seeds {text} is taken as how many; name them: --seeds {named}."
-        print(f"unskew: {hint}", file=sys.stderr)
+        print(f"{len(which)} seed{'s' if len(which) > 1 else ''}: {', '.join(map(str, which))}", file=sys.stderr)
     return which
 
 

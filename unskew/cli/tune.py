@@ -70,7 +70,7 @@ def tune(
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Its folder; runs/tune-DATA by default."),
+        typer.Option("--out", parser=place, metavar="PATH", help="Output folder (default: runs/tune-DATA)."),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out, also beside another process.")] = False,
     trust_code: TrustCode = False,

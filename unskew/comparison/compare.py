@@ -63,14 +63,14 @@ def mean_std(values: Sequence[float]) -> Spread:
 
 
 def counted_unalike(weights: Mapping[str, str | None]) -> str | None:
-    """What must be known of methods that count clients of different sizes by other weights; None where all do alike."""
+    """Explain that methods weight clients of different sizes differently; None if all use one weighting."""
     by_samples, alike = ([name for name, one in weights.items() if one == which] for which in ("samples", "uniform"))
     if not (by_samples and alike):
         return None
     return (
-        f"Clients are of different sizes, and the methods do not count them alike: by samples with "
-        f"{', '.join(by_samples)}; each the same with {', '.join(alike)}. So they do not minimise the same mean. "
-        "weights=samples or weights=uniform is the same for all."
+        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
+        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass --weights samples (or uniform) to use "
+        "one weighting for all."
     )
 
 
