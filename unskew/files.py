@@ -1,17 +1,27 @@
-"""Writing to disk so that nothing is ever half there, and saying plainly when it fails."""
+"""Writing to disk so that nothing is ever half there or outside its folder, and reading what is certain to end.
+
+Run folders may come from others. Nothing is written through a link, and temporary files have names that nobody can foresee.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
+import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from unskew.errors import CheckpointError, ConfigError, shown
+
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Links are not followed; Windows has no such flag."""
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
@@ -21,6 +31,8 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
             f"The disk is full: {path} could not be written. What was saved before is intact; "
             "make room, then resume or repeat the run."
         )
+    if error.errno == errno.ELOOP:
+        return CheckpointError(f"{path} is a symbolic link, and unskew writes through none. Remove it.")
     return CheckpointError(f"{path} could not be written: {error.strerror or error}.")
 
 
@@ -33,9 +45,85 @@ def writing(path: Path) -> Iterator[None]:
         raise disk_error(path, error) from error
 
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW
+
+
+def create(path: Path) -> BinaryIO:
+    """Open a new file for writing.
+
+    Raises:
+        FileExistsError: If something is there, be it a link to nowhere.
+    """
+    return os.fdopen(os.open(path, _NEW, 0o666), "wb")
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file for appending, not following a link; gives its handle.
+
+    Raises:
+        CheckpointError: If it is a link, or cannot be opened.
+    """
+    with writing(path):
+        return os.open(path, _APPEND, 0o644)
+
+
+def append(path: Path, text: str) -> None:
+    """Append a text to a file.
+
+    Raises:
+        CheckpointError: If the file is a link, or the disk is full.
+    """
+    with writing(path), os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file: a pipe or a device may never end.
+
+    Raises:
+        OSError: If it cannot be read, or is not a regular file.
+    """
+    check_regular(path)
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> None:
+    """Reject what is not a regular file, such as a folder, a pipe or a device.
+
+    Raises:
+        OSError: If it is none, or is not there.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+
+
+def check_plain(folder: Path) -> None:
+    """Reject a folder with links, pipes or devices in it: what is written there could land elsewhere.
+
+    Raises:
+        ConfigError: If there is one, at any depth.
+    """
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                raise ConfigError(
+                    f"{path} is a link, a pipe or a device, and unskew works only in folders of plain files. Remove it, or "
+                    "replace it with a copy."
+                )
+
+
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
+    """Write a new file and wait until it is on the disk.
+
+    Raises:
+        FileExistsError: If something is there.
+    """
+    with create(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -50,13 +138,18 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
+def temporary(path: Path) -> Path:
+    """Make up a name that nobody can foresee, in the folder of ``path``."""
+    return path.with_name(f".{secrets.token_hex(8)}.new")
+
+
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut.
+    """Write a file so that it is there whole or not at all, also after a power cut; a link there is replaced.
 
     Raises:
         CheckpointError: The disk is full or the folder cannot be written.
     """
-    fresh = path.with_name(f".{path.name}.new")
+    fresh = temporary(path)
     with writing(path):
         try:
             write_synced(fresh, data)
@@ -67,8 +160,10 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync_path(path.parent)
 
 
-def _temporary(path: Path) -> bool:
-    return path.name == ".lock" or (path.name.startswith(".") and path.name.endswith(".new"))
+def _left_over(path: Path) -> bool:
+    """Whether a killed process left this file: a lock, or a temporary file of ours."""
+    ours = path.name == ".lock" or re.fullmatch(r"\.[0-9a-f]{16,32}\.new", path.name)
+    return bool(ours) and stat.S_ISREG(path.lstat().st_mode)
 
 
 def occupied(folder: Path) -> bool:
@@ -78,7 +173,7 @@ def occupied(folder: Path) -> bool:
         ConfigError: It is a file, or cannot be read.
     """
     try:
-        return folder.exists() and not all(map(_temporary, folder.iterdir()))
+        return folder.exists() and not all(map(_left_over, folder.iterdir()))
     except NotADirectoryError as error:
         raise ConfigError(f"{folder} is a file, not a folder; choose another with --out.") from error
     except OSError as error:
@@ -143,7 +238,8 @@ def waiting_for(path: Path, seconds: float) -> Iterator[None]:
         return
     end = time.monotonic() + seconds
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with writing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o644)
         try:
             # flock, not lockf: threads of one process wait for each other, too.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +265,7 @@ def locked(folder: Path | None) -> Iterator[None]:
     """Within, nobody else may work in ``folder``, which is there. The lock ends with the process, however that ends.
 
     Raises:
-        ConfigError: Another process, or another thread of this one, is working there.
+        ConfigError: Another process, or another thread of this one, is working there, or a link or the like lies in it.
     """
     if folder is None:
         yield
@@ -186,6 +282,9 @@ def locked(folder: Path | None) -> Iterator[None]:
     try:
         handle = _lock(folder / ".lock", busy)
         try:
+            check_plain(folder)
+            for path in filter(_left_over, folder.glob(".*.new")):
+                path.unlink()
             yield
         finally:
             (folder / ".lock").unlink(missing_ok=True)
@@ -203,7 +302,7 @@ def _lock(path: Path, busy: ConfigError) -> int | None:
         return None
     while True:
         with writing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o644)
         try:
             # lockf, not flock: a worker process that outlives this one for a moment must not keep the lock.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

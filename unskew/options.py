@@ -13,15 +13,14 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
 from pydantic import Field
 
 from unskew.errors import ConfigError, plain, shown, unknown
+from unskew.provenance import check_trusted, on_behalf_of
 
 Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -33,43 +32,6 @@ LARGEST = 3.4e38
 Built = TypeVar("Built")
 
 
-TRUST = "add --trust-code (in Python trust_code=True)"
-_from_files: ContextVar[tuple[tuple[str, str, str], ...]] = ContextVar("from files", default=())
-"""Files, and what they say: whoever sent them must not run code here."""
-
-
-@contextmanager
-def untrusted(values: object, source: object, remedy: str = TRUST) -> Iterator[None]:
-    """Within, no code is imported that these values name, which came from the file or folder ``source``.
-
-    Args:
-        values: Anything that says as text what it holds.
-        source: Where it came from.
-        remedy: What to do, in a refusal.
-    """
-    token = _from_files.set((*_from_files.get(), (str(values), str(source), remedy)))
-    try:
-        yield
-    finally:
-        _from_files.reset(token)
-
-
-def check_trusted(module: str, attribute: str, what: str) -> None:
-    """Refuse what an untrusted file names, unless it is our own.
-
-    Raises:
-        ConfigError: It is so.
-    """
-    if module.split(".")[0] == "unskew":
-        return
-    for text, source, remedy in _from_files.get():
-        if f"{module}:{attribute}" in text or f"{module}.{attribute}" in text:
-            raise ConfigError(
-                f"{source} names code of its own, {what}, and code that a file names is not run unasked. If you trust it, "
-                f"{remedy}."
-            )
-
-
 def imported(path: str, what: str) -> Any:
     """The object at ``package.module:name``; the folder one works in is where its module is looked for last.
 
@@ -78,7 +40,7 @@ def imported(path: str, what: str) -> Any:
         what: What the path stands for, as an error says it: ``the model 'package.module:name'``.
 
     Raises:
-        ConfigError: There is none, or a file that is not trusted names it.
+        ConfigError: If there is none, or if a file that is not trusted names it.
     """
     module_name, _, attribute = path.partition(":")
     if not all(module_name.split(".")) or not attribute or {"/", "\\"} & set(path):
@@ -86,7 +48,7 @@ def imported(path: str, what: str) -> Any:
             f"{what[0].upper()}{what[1:]} is no import path; write names with dots between, such as my_package.my_module, "
             "and no file's place."
         )
-    check_trusted(module_name, attribute, what)
+    check_trusted(path, what)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -101,6 +63,12 @@ def imported(path: str, what: str) -> Any:
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by {what}.") from error
+
+
+def own_object(path: str) -> Any:
+    """Import ``package.module:name`` from one of unskew's own catalogues; nothing from outside may be passed here."""
+    module_name, _, name = path.partition(":")
+    return getattr(importlib.import_module(module_name), name)
 
 
 def imported_callable(path: str, what: str) -> Callable[..., Any]:
@@ -252,4 +220,5 @@ def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: s
             raise ConfigError(
                 f"{prefix}{key}={shown(value, str)} is not valid: at most {LARGEST:g} can be computed with."
             )
-    return cls(**checked)
+    with on_behalf_of(*options.values()):
+        return cls(**checked)

@@ -11,7 +11,11 @@ from support.running import call
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.options import imported, untrusted
+from unskew.config.reading import experiment, load_yaml
+from unskew.methods.catalogue import method
+from unskew.options import imported
+from unskew.provenance import FromFile
+from unskew.runs.run import run_experiment
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -30,12 +34,21 @@ def net(shape, classes):
 class Rule(unskew.ClientRule):
     name, summary, paper = "rule", "-", "-"
 """
+EVIL = "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['imported']]"
 BUDGET = {"rounds": 1, "clients": 3, "partition": "iid", "local_steps": 1, "engine": "inline"}
 CODE = {
     "model": {"model": "sent_module:net"},
     "method": {"model": "logistic", "method": "fedavgm+sent_module.Rule"},
     "generator": {"model": "logistic", "method": "fedssyn:generator=sent_module:net"},
     "keep": {"model": "logistic", "method": "fedssyn:generator=vae-small,epochs=1,keep=sent_module:net"},
+    "mapping": {"model": {"name": "sent_module:net"}},
+    "of unskew": {"model": "unskew.config.reading:yaml.unsafe_load", "model_options": {"stream": EVIL}},
+    "numpy by unskew": {"model": "unskew.data.sources.npz:np.load", "model_options": {"file": "evil.npy"}},
+    "a class of unskew": {"model": "logistic", "method": "unskew.methods.fedprox.FedProx"},
+    "soft hyphen": {"model": "sent\xad_module:net"},
+    "quotes": {"model": "sent'\"_module:net"},
+    "like a path": {"model": "text:net"},
+    "of Python itself": {"model": "os:system", "model_options": {"command": "touch imported"}},
 }
 
 
@@ -44,9 +57,13 @@ def folder(tmp_path, monkeypatch):
     """Somebody's folder with a module of theirs, which one works in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "sent_module.py").write_text(MODULE)
+    before = set(sys.modules)
+    for name in ("sent_module", "sent\xad_module", "sent'\"_module", "text"):
+        (tmp_path / f"{name}.py").write_text(MODULE)
     yield tmp_path
-    sys.modules.pop("sent_module", None)
+    for name in set(sys.modules) - before:
+        if name.startswith("sent") or name == "text":
+            del sys.modules[name]
 
 
 def write(path, **values):
@@ -57,11 +74,11 @@ def write(path, **values):
 @pytest.mark.parametrize("what", CODE)
 def test_a_file_does_not_run_code(folder, capsys, what):
     config = write(folder / "config.yaml", **CODE[what])
-    other = write(folder / "other.yaml", model="logistic", method="fedprox")
+    other = write(folder / "other.yaml", model="logistic", method="fedprox:mu=0.5")
     for command in (["run", config], ["run", config, "--seed", 1], ["compare", other, config]):
         outcome = call(capsys, *command, "--out", "run")
         assert outcome.code == 2
-        assert "config.yaml names code of its own" in outcome.err
+        assert "config.yaml names code to import, " in outcome.err
         assert "--trust-code" in outcome.err
     assert not (folder / "imported").exists()
     assert not (folder / "run").exists()
@@ -95,7 +112,7 @@ def test_what_the_user_names_or_trusts_is_run(folder, capsys):
     assert call(capsys, "run", config, *flags, "--out", "named", "--json").code == 0
     refused = call(capsys, "resume", "sent", "--rounds", 2)
     assert refused.code == 2
-    assert "sent names code of its own, the method 'sent_module.Rule'" in refused.err
+    assert "sent/config.yaml names code to import, the method 'sent_module.Rule'" in refused.err
     with pytest.raises(ConfigError, match="trust_code=True"):
         unskew.resume("sent", rounds=2)
     assert len(unskew.resume("sent", rounds=2, trust_code=True).history) == 2
@@ -120,9 +137,66 @@ def test_a_table_of_a_comparison_takes_the_file_for_its_settings_only(folder, ca
     assert not (folder / "imported").exists()
 
 
-def test_our_own_modules_are_trusted_and_the_working_folder_comes_last(folder):
-    with untrusted({"generator": "unskew.methods.fedavg:FedAvg"}, "a file"):
-        assert imported("unskew.methods.fedavg:FedAvg", "the method").name == "fedavg"
+def test_the_working_folder_comes_last(folder):
     (folder / "json.py").write_text("raise SystemExit")
     imported("sent_module:net", "the model")
     assert sys.path[-1] == str(folder)
+
+
+def finished_run(folder, **values):
+    """A folder with a run of one round, whose configuration then has these values."""
+    unskew.run(data="digits", model="logistic", method="fedavg", out=folder, **BUDGET)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **values}))
+    return folder
+
+
+@pytest.mark.parametrize("what", ["method", "mapping", "of unskew", "soft hyphen", "like a path"])
+def test_a_run_folder_does_not_run_code(folder, capsys, what):
+    sent = finished_run(folder / "sent", **CODE[what])
+    (folder / "rows.csv").write_text("a,b\n1,2\n")
+    commands = [
+        ["resume", sent, "--rounds", 2],
+        ["predict", sent, "rows.csv"],
+        ["export", sent],
+        ["diagnose", sent],
+        ["run", sent / "config.yaml", "--rounds", 2, "--resume", "--out", sent],
+        ["report", sent],
+    ]
+    for command in commands:
+        outcome = call(capsys, *command)
+        assert outcome.code == (0 if command[0] == "report" else 2)
+        assert command[0] in ("report", "predict") or "names code to import" in outcome.err
+    with pytest.raises(ConfigError, match="names code to import"):
+        unskew.load(sent)
+    assert not (folder / "imported").exists()
+
+
+def test_spaces_of_a_file_do_not_run_code(folder, capsys):
+    Path("space.yaml").write_text(yaml.safe_dump({"fedssyn.generator": ["vae", "sent_module:net"]}))
+    tune = ["tune", "fedssyn", "--data", "digits", "--trials", 1, "--space", "space.yaml", "--out", "tuned"]
+    outcome = call(capsys, *tune)
+    assert outcome.code == 2
+    assert "space.yaml names code to import" in outcome.err
+    assert not (folder / "imported").exists()
+
+
+def test_an_experiment_carries_where_it_came_from(folder):
+    """Into copies and other processes, and so to the engine that imports the model."""
+    import pickle
+
+    from unskew.config.paths import anchored
+
+    config = experiment(load_yaml(write(folder / "config.yaml", **CODE["model"])))
+    for one in (config, config.model_copy(update={"seed": 3}), pickle.loads(pickle.dumps(config)), anchored(config)):
+        with pytest.raises(ConfigError, match="names code to import"):
+            run_experiment(one)
+    assert config == experiment(load_yaml(folder / "config.yaml", None))
+    assert "sent_module:net" in config.to_yaml()
+    assert not (folder / "imported").exists()
+
+
+def test_options_in_python_keep_the_mark_of_a_file(folder):
+    with pytest.raises(ConfigError, match="a file names code to import"):
+        method("fedssyn", generator=FromFile("sent_module:net", "a file", "trust it"))
+    assert not (folder / "imported").exists()

@@ -16,6 +16,7 @@ from support.running import call
 from support.sites import TINY, LoopPlace
 
 from unskew.config.reading import experiment
+from unskew.data.load import federation_of
 from unskew.deployment.arrays import slices_in, written
 from unskew.deployment.folder import init, make_certificates, make_node_key, put_tools
 from unskew.deployment.site import Site
@@ -23,7 +24,10 @@ from unskew.deployment.site_config import load_site
 from unskew.deployment.state import Forgotten, SiteState
 from unskew.deployment.thin.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError, UnskewError
+from unskew.methods.catalogue import method as method_of
 from unskew.protocol.messages import ClientState
+from unskew.provenance import derived
+from unskew.runs.model import initial_spec
 
 MINE = {"name": "a", "client": 0}
 
@@ -60,6 +64,15 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "method": "mine.Rule"}))
     with pytest.raises(ConfigError, match="trust_code: true"):
         Site(path)
+    # The method is built, and the model imported, only when the server asks for work.
+    sent = {**TINY, "model": "unskew.config.reading:yaml.unsafe_load", "model_options": {"stream": "!!python/name:os"}}
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(sent))
+    config = next(iter(Site(path).experiments.values()))
+    federation = federation_of(config.data_spec, config.seed)
+    with pytest.raises(ConfigError, match="trust_code: true"):
+        initial_spec(config, federation, None, method_of("fedavg"))
+    with pytest.raises(ConfigError, match="trust_code: true"):
+        method_of(derived("mine.Rule", config.model))
 
 
 def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):

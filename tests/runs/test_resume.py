@@ -350,7 +350,7 @@ def test_what_a_killed_process_left_behind_is_ignored(stopped, straight, capsys)
     half = run / "checkpoints" / ".0000005.new"
     half.mkdir()
     (half / "server.safetensors").write_bytes(b"half")
-    (run / ".metrics.jsonl.new").write_bytes(b"half")
+    (run / ".0123456789abcdef.new").write_bytes(b"half")
     (run / "clients").mkdir()
     (run / "clients" / "1.safetensors").write_bytes(b"of another time")
     with (run / "metrics.jsonl").open("a") as file:
@@ -358,6 +358,7 @@ def test_what_a_killed_process_left_behind_is_ignored(stopped, straight, capsys)
     assert call(capsys, "resume", run).code == 0
     assert_same_run(straight, run)
     assert not half.exists()
+    assert not list(run.glob(".*.new"))
 
 
 @pytest.mark.parametrize(

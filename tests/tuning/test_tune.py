@@ -212,7 +212,7 @@ def test_the_command_leaves_configurations_that_run_and_compare_take(tmp_path, c
     assert "already there" in call(capsys, *command, "--out", out).err
     (tmp_path / "s.yaml").write_text("fedssyn.generator: somebodys_module:net\n")
     sent = call(capsys, "tune", "fedssyn", "--space", tmp_path / "s.yaml", *words, "--out", tmp_path / "sent")
-    assert "names code of its own" in sent.err
+    assert "names code to import" in sent.err
     twice = call(capsys, "compare", files[0], files[0], "--out", tmp_path / "twice")
     assert "twice" in twice.err
 

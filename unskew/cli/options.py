@@ -10,8 +10,8 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,8 +67,7 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         @functools.wraps(command)
         def call(**arguments: Any) -> None:
             arguments = with_config(arguments)
-            with from_file(arguments):
-                command(**{name: arguments[name] for name in own})
+            command(**{name: arguments[name] for name in own})
 
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -106,28 +105,12 @@ def is_config(word: str) -> bool:
     return word.lower().endswith((".yaml", ".yml"))
 
 
-@contextmanager
-def from_file(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Within, what the command's ``--config`` names of code is not run, unless that is asked for or a flag says it, too."""
-    from unskew.config.reading import load_yaml
-    from unskew.options import untrusted
-
-    files = [arguments.get("config"), *(Path(one) for one in arguments.get("methods") or () if is_config(one))]
-    said = {name for name, value in arguments.items() if value is not None}
-    said |= {text.partition("=")[0].partition(".")[0] for text in arguments.get("sets") or []}
-    with ExitStack() as within:
-        for file in files if not arguments.get("trust_code") else ():
-            if file is not None:
-                values = {name: value for name, value in load_yaml(file).items() if name not in said}
-                within.enter_context(untrusted(values, file))
-        yield
-
-
 def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     """The configuration file, overridden by the command's flags, overridden by its ``--set``."""
     from unskew.config.reading import load_yaml, set_field
+    from unskew.provenance import TRUST
 
-    values = load_yaml(config) if config is not None else {}
+    values = {} if config is None else load_yaml(config, None if context.params.get("trust_code") else TRUST)
     for section, field in (("network", "delay"), ("text", "columns")):
         if isinstance(values.get(section), str | list):  # short for one field: the others may be set
             values[section] = {field: values[section]}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +84,7 @@ def tune(
     values = values_of(config, context)
     values.pop("method", None)  # a file made for one run may be used
     checked = experiment(values)
-    spaces, fresh = spaces_in(space or []), 3 if seeds is None else which_seeds(seeds, checked.seed + 1)
+    spaces, fresh = spaces_in(space or [], trust_code), 3 if seeds is None else which_seeds(seeds, checked.seed + 1)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.tuning.tune import tune as tune_methods
 
@@ -95,7 +93,6 @@ def tune(
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
     with (
-        from_space_files(space or [], trust_code),
         stoppable(folder, shlex.join(["unskew", *go_on])),
         make_progress(console) as progress,
     ):
@@ -145,27 +142,20 @@ def tune(
     report_at_the_end(console, [folder / "compare"])
 
 
-@contextmanager
-def from_space_files(texts: list[str], trusted: bool) -> Iterator[None]:
-    """Within, what files of spaces name of code is not run, unless that is asked for."""
-    from unskew.config.reading import load_yaml
-    from unskew.options import untrusted
+def spaces_in(texts: list[str], trust_code: bool) -> dict[str, Any]:
+    """Read the spaces of ``--space``: pieces ``NAME=SPACE``, and files of such.
 
-    with ExitStack() as within:
-        for text in texts:
-            if "=" not in text and not trusted:
-                within.enter_context(untrusted(load_yaml(Path(text)), text))
-        yield
-
-
-def spaces_in(texts: list[str]) -> dict[str, Any]:
-    """The spaces of ``--space``: pieces ``NAME=SPACE``, and files of such.
+    Args:
+        texts: As they were written.
+        trust_code: Whether files may name code to import.
 
     Raises:
-        ConfigError: A piece is none, or an option is there twice.
+        ConfigError: If a piece is not a space, or an option has two.
     """
     from unskew.config.reading import load_yaml
+    from unskew.provenance import TRUST
 
+    remedy = None if trust_code else TRUST
     found: dict[str, Any] = {}
     for text in texts:
         key, equals, value = (piece.strip() for piece in text.partition("="))
@@ -173,7 +163,7 @@ def spaces_in(texts: list[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
-        for name, one in ({key: value} if equals else load_yaml(Path(text))).items():
+        for name, one in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
             if name in found:
                 raise ConfigError(f"--space gives {name} twice.")
             found[str(name)] = one

@@ -22,6 +22,7 @@ from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.naming import HUB, named_model
 from unskew.options import finite
 from unskew.protocol.training import Training
+from unskew.provenance import Named, derived
 from unskew.tasks.metrics import METRICS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -90,7 +91,7 @@ class Experiment(Section):
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
 
-    model: str = "cnn"
+    model: Named = "cnn"
     """Name of a registered model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
     model_options: Annotated[dict[str, Any], AfterValidator(finite)] = Field(default_factory=dict)
     """Options of the model."""
@@ -99,7 +100,7 @@ class Experiment(Section):
     buffers: Literal["average", "local", "reset"] = "average"
     """Normalisation statistics: averaged like parameters; kept at each client; or begun anew in every round."""
 
-    method: str = "fedavg"
+    method: Named = "fedavg"
     """A method or a sum of methods with options."""
     weights: Literal["auto", "samples", "uniform"] = "auto"
     """Aggregation weights; ``auto`` is the method's own (by samples unless its paper averages uniformly)."""
@@ -169,7 +170,7 @@ class Experiment(Section):
     """Evaluate on the test set every so many rounds (and after the last)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[Named, ...] = ()
     """Further figures of a classifier on the test set: auroc, auprc, f1, balanced_accuracy, ece, recall."""
     early_stopping: Annotated[int, Field(ge=1)] | None = None
     """End the run when so many evaluations in a row bring no higher accuracy on what the clients hold out."""
@@ -185,7 +186,7 @@ class Experiment(Section):
     @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        return names_in(value) if isinstance(value, str) else value
+        return [derived(name, value) for name in names_in(value)] if isinstance(value, str) else value
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from unskew.config.experiment import Experiment
 from unskew.data.reading.files import TABLES
 from unskew.data.sources.catalogue import PATHS
 from unskew.models.naming import HUB
+from unskew.provenance import derived
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 """Of names that go on with a path, as in ``table:PATH``."""
@@ -31,8 +32,8 @@ def named(name: Any) -> Any:
         return name
     prefix, colon, path = name.partition(":")
     if colon and prefix in PREFIXES:
-        return f"{prefix}:{absolute(path)}"
-    return absolute(name) if name.lower().endswith(TABLES) else name
+        return derived(f"{prefix}:{absolute(path)}", name)
+    return derived(absolute(name), name) if name.lower().endswith(TABLES) else name
 
 
 def anchored(config: Experiment) -> Experiment:

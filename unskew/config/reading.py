@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from unskew.config.experiment import Experiment
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain, shown, unknown
+from unskew.files import read_file
+from unskew.provenance import TRUST, FromFile
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method
@@ -64,48 +66,104 @@ def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "")
             check_keys(value, section, f"{prefix}{key}.")
 
 
-class Twice(yaml.YAMLError):
-    """A key stands twice in one mapping; YAML itself would silently keep the last."""
-
-
 class Loader(yaml.SafeLoader):
-    """Plain values only, and each key once. PyYAML's part in C would crash on a text that is nested deeply."""
+    """Plain values only, each key once, and nothing that YAML reads otherwise than people do.
+
+    PyYAML's part in C would crash on a text that is nested deeply.
+    """
+
+    origin: tuple[str, str] | None = None
+    """Source and remedy of ``FromFile``; None: the text is trusted."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Reject aliases and tags: a few bytes of aliases mean gigabytes, and a tag names a type to construct."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _wrong(f"the alias *{event.anchor} is not supported; write the value out", event)
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            written = tag.replace("tag:yaml.org,2002:", "!!")
+            raise _wrong(f"the tag {written} is not supported; remove it", event)
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As it is written, before anything is merged into it."""
+        """Reject merge keys, and keys that stand twice, of which YAML itself would silently keep the last."""
         node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
-        if twice is not None:
-            raise Twice(f"gives {twice!r} twice; keep one of the two")
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise _wrong("the merge key << is not supported; write the values out", key)
+            if key.value in seen:
+                raise _wrong(f"the key {key.value!r} is there twice; keep one of the two", key)
+            seen.add(key.value)
         return node
 
+    def construct_scalar(self, node: Any) -> Any:
+        """Reject numbers to base 60, which YAML 1.1 reads in times of the day; mark text of an untrusted file."""
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and ":" in node.value:
+            raise _wrong(f"{node.value} would be a number to base 60; write it in quotes, or as a plain number", node)
+        value = super().construct_scalar(node)
+        return FromFile(value, *self.origin) if kind == "str" and self.origin is not None else value
 
-def read_yaml(text: str) -> Any:
-    """The value that a text means.
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Name the line of a value that cannot be read, such as the date 2020-13-45."""
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise _wrong(str(error), node) from error
+
+
+yaml.add_representer(FromFile, yaml.SafeDumper.represent_str, Dumper=yaml.SafeDumper)  # what was read can be written
+
+
+def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+def read_yaml(text: str, origin: tuple[str, str] | None = None) -> Any:
+    """Read the value that a text means.
+
+    Args:
+        text: The text.
+        origin: Source and remedy of ``FromFile``, for the text of a file that is not trusted.
 
     Raises:
-        Twice: A key is given twice.
-        yaml.YAMLError, ValueError, RecursionError: It is not YAML.
-    """
-    return yaml.load(text, Loader)  # nosec B506
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """The values of a configuration file.
-
-    Raises:
-        ConfigError: The file is missing, is not YAML, gives a key twice, or is not a mapping.
+        ValueError: If it is not YAML; the message names the line, if there are several.
     """
     try:
-        values = read_yaml(path.read_text())
+        loader = Loader(text)
+        loader.origin = origin
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}: " if mark is not None and "\n" in text.strip() else ""
+        raise ValueError(where + " ".join(str(error.problem).split())) from error
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
+    """Read a configuration file.
+
+    Args:
+        path: The file.
+        remedy: How the file can be trusted, for the error message if it names code to import; None: it is trusted.
+
+    Raises:
+        ConfigError: If the file is missing, is not YAML, has a key twice, or is not a mapping.
+    """
+    try:
+        values = read_yaml(read_file(path).decode(), None if remedy is None else (str(path), remedy))
     except OSError as error:
         hint = "" if path.suffix or path.exists() else f" For data of that name take --data {path}."
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.{hint}") from error
-    except Twice as error:
-        raise ConfigError(f"{path} {error}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a valid YAML file: {error}.") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -137,7 +195,5 @@ def set_field(values: dict[str, Any], assignment: str) -> None:
         values = inner
     try:
         values[name] = read_yaml(text)
-    except Twice as error:
-        raise ConfigError(f"--set {assignment!r} {error}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--set {assignment!r}: the value is not YAML.") from error
+    except ValueError as error:
+        raise ConfigError(f"--set {assignment!r}: the value is not YAML: {error}.") from error

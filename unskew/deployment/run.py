@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from unskew.engines.catalogue import pick_device
 from unskew.errors import ConfigError, EngineError
 from unskew.files import new_folder
 from unskew.methods.catalogue import method as method_of
-from unskew.options import untrusted
 from unskew.protocol.workspace import Prepared
+from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, warn
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
@@ -75,10 +74,8 @@ def resume(
     Raises:
         CheckpointError: There is nothing to resume.
     """
-    with resumed(folder), ExitStack() as within:
-        stored = load_yaml(folder / "config.yaml")
-        if not trust_code:
-            within.enter_context(untrusted({k: v for k, v in stored.items() if k not in changes}, folder))
+    with resumed(folder):
+        stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
         config = experiment(moved(stored, changes))
         check_unfinished(folder, config.rounds)
         return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)

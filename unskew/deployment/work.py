@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
 from unskew.methods.catalogue import method as method_of
-from unskew.options import untrusted
 from unskew.protocol.messages import Broadcast, Update
 from unskew.runs.model import as_wanted, initial_spec
 from unskew.simulation import personal
@@ -57,18 +55,12 @@ class Work:
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
         federation = holding.federation(reference, config.loss)
-        with self._guarded():
-            self.spec = initial_spec(config, federation, None, self.method).to(self.device)
+        self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = as_wanted(federation, self.spec)
         self.original, self.total = federation, holding.total
         self.terms = Terms(self.method, self.spec, config.buffers, site.limits.norm, int(site.limits.megabytes * 1e6))
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        if self.site.trust_code:
-            return nullcontext()
-        return untrusted(self.config.model_dump(), "The experiment", "set trust_code: true in site.yaml")
 
     @property
     def data(self) -> ClientData:

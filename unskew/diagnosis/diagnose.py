@@ -30,7 +30,6 @@ from unskew.measures.labels import label_figures
 from unskew.measures.probe import Probe
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
-from unskew.options import untrusted
 from unskew.runs.given import check_federation, unnamed, values_of
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in, reading
@@ -101,20 +100,19 @@ def diagnose(
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:
             raise ConfigError(f"The run in {folder} says what its {wrong} is; leave it out.")
-        stored = load_yaml(folder / "config.yaml")
-        values = {**stored, **options}
+        remedy = "give the model in Python with unskew.diagnose(run=..., model=...)"
+        values = {**load_yaml(folder / "config.yaml", remedy), **options}
         if synthetic is None and image_files(folder):
             synthetic = folder
         if federation is None and values.get("data") == "arrays":
             raise CheckpointError(f"The data of {folder} were given in Python; give them there again.")
     else:
-        values, stored, folder = values_of(options, federation, model), {}, Path()
-    with untrusted(stored, folder, "give the model in Python: unskew.diagnose(run=..., model=...)"):
-        config = experiment(values)
-        device = pick_device(config.device)
-        fed = federation_of(config.data_spec, config.seed) if federation is None else federation
-        fed = trained_for(fed, config.loss, config.class_weights)
-        spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
+        values = values_of(options, federation, model)
+    config = experiment(values)
+    device = pick_device(config.device)
+    fed = federation_of(config.data_spec, config.seed) if federation is None else federation
+    fed = trained_for(fed, config.loss, config.class_weights)
+    spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
     sizes, times = np.unique(fed.sizes, return_counts=True)
     scope = check_scope(
         Scope(

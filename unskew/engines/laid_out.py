@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unskew.data.maps import opened, piece_of
 from unskew.engines.ray_messages import as_array, as_tensor
+from unskew.files import create
 
 _ALIGN = 64  # vector instructions and BLAS give the same bits for the same alignment
 
@@ -45,7 +46,7 @@ def lay_out(value: Any, path: Path) -> None:
         pickle.PicklingError: It, or a part of it, cannot be found by its name in another process.
     """
     places: list[tuple[int, int]] = []
-    with path.open("wb") as file:
+    with create(path) as file:
 
         def apart(buffer: pickle.PickleBuffer) -> None:
             file.seek(-(-file.tell() // _ALIGN) * _ALIGN)

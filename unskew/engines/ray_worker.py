@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import stat
 import tempfile
 import time
 import traceback
@@ -161,14 +162,16 @@ def _opened(run: str, federation: Federation, described: Described) -> Federatio
     """
     place = _place(run)
     place.parent.mkdir(mode=0o700, exist_ok=True)
-    if place.parent.stat().st_uid != os.getuid():
-        raise DataError(f"{place.parent} belongs to somebody else; data are not kept there. Remove it, or set TMPDIR.")
+    about = place.parent.lstat()
+    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+        raise DataError(f"{place.parent} is not a private folder of this user. Remove it, or set TMPDIR.")
     with waiting_for(place.with_suffix(".lock"), math.inf):
         for old in place.parent.glob("*.data"):
             if time.time() - old.stat().st_mtime > KEPT:
                 old.unlink(missing_ok=True)
         if not place.exists():
             there = federation_of(described.spec, described.seed)
+            place.with_suffix(".new").unlink(missing_ok=True)
             lay_out((there.clients, there.fingerprint), place.with_suffix(".new"))
             os.replace(place.with_suffix(".new"), place)
         clients, fingerprint = taken_up(place)

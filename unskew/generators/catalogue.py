@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from unskew.errors import ConfigError, unknown
 from unskew.generators.job import ImageGenerator, Job
-from unskew.options import build, imported, imported_callable, read_options
+from unskew.options import build, imported_callable, own_object, read_options
 
 Factory = Callable[[Job], ImageGenerator]
 
@@ -64,8 +64,7 @@ def factory(spec: str, epochs: int | None = None) -> Factory:
     if name not in GENERATORS:
         raise ConfigError(unknown("generator", name, GENERATORS) + " Or give your own as package.module:factory.")
     path, usual = GENERATORS[name]
-    cls = imported(path, f"the generator {name!r}")
-    return cast(Factory, build(cls, {**usual, **options}, f"the generator {name}", f"generator={name};"))
+    return cast(Factory, build(own_object(path), {**usual, **options}, f"the generator {name}", f"generator={name};"))
 
 
 def spelled(spec: str, epochs: int | None = None) -> tuple[str, int | None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, cat_inputs, take
 from unskew.errors import ConfigError, DataError
-from unskew.files import locked, make_folder, waiting_for, write_atomic
+from unskew.files import append, locked, make_folder, waiting_for, write_atomic
 from unskew.generators import synthetic_set as synthetic
 from unskew.generators.catalogue import Factory
 from unskew.generators.job import Figures, Job
@@ -220,8 +220,7 @@ def note(path: Path, line: Figures) -> None:
         whole = [row for row in rows if row.endswith("\n")]
         earlier = [row for row in whole if _earlier(json.loads(row), line)]
         write_atomic(path, "".join(earlier).encode())
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append(path, json.dumps(line) + "\n")
 
 
 def _earlier(row: Figures, line: Figures) -> bool:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unskew import plugins
 from unskew.errors import ConfigError, MethodConflict, shown
-from unskew.options import build, check_finite, imported, options_of, read_options
+from unskew.options import build, check_finite, imported, options_of, own_object, read_options
+from unskew.provenance import on_behalf_of
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method, Rule
@@ -84,8 +85,11 @@ def rule_class(name: str) -> type[Rule]:
 
     if name not in CATALOGUE and "." not in name:
         cls = plugins.find(plugins.METHODS, "method", name, CATALOGUE).load()
+    elif name in CATALOGUE:
+        cls = own_object(CATALOGUE[name])
     else:
-        cls = imported(CATALOGUE.get(name) or ":".join(name.rsplit(".", 1)), f"the method {name!r}")
+        with on_behalf_of(name):
+            cls = imported(":".join(name.rsplit(".", 1)), f"the method {str(name)!r}")
     if isinstance(cls, type) and issubclass(cls, Rule):
         return cls
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
@@ -150,9 +154,11 @@ def method(spec: MethodLike, **options: object) -> Method:
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))
     """
     if options:
-        return _with_options(spec, options)
+        with on_behalf_of(spec):
+            return _with_options(spec, options)
     if isinstance(spec, str):
-        total = _add([_parse_one(text) for text in check_names(spec)])
+        with on_behalf_of(spec):
+            total = _add([_parse_one(text) for text in check_names(spec)])
         return dataclasses.replace(total, spelling=spec.replace(" ", ""))
     from unskew.protocol.rules import Method, Rule
 

@@ -21,4 +21,4 @@ def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     if not isinstance(name, str):
         raise ValueError("a mapping names the model as hf: NAME (of the Hugging Face hub) or as name: NAME")
     options = {key: value for key, value in model.items() if key != kinds[0]}
-    return (HUB if kinds[0] == "hf" else "") + name, options
+    return HUB + name if kinds[0] == "hf" else name, options

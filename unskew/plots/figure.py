@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.files import make_folder, write_atomic, writing
+from unskew.files import create, make_folder, temporary, write_atomic, writing
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 """Colours that colour-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and grey).
@@ -66,12 +66,12 @@ def check_place(path: Path) -> None:
     """
     check_ending(new_figure(1, 1)[0], path)
     made = make_folder(path.parent)
-    fresh = path.with_name(f".{path.name}.new")
+    fresh = temporary(path)
     try:
         with writing(path):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "it is a folder")
-            fresh.touch()
+            create(fresh).close()
             fresh.unlink()
     finally:
         for folder in made:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unskew.errors import CheckpointError
-from unskew.files import write_atomic, writing
+from unskew.files import append, open_to_append, write_atomic, writing
 from unskew.tasks.score import score_of
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Recorder:
             data = (json.dumps(row) + "\n").encode()
             with writing(self._path):
                 if self._file is None:
-                    self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                    self._file = open_to_append(self._path)
                 while data:  # a disk that becomes full takes a part first
                     data = data[os.write(self._file, data) :]
         self.history.append(row)
@@ -112,9 +112,7 @@ class Recorder:
     def warn(self, text: str) -> None:
         """Tell the user, and keep what was told in ``warnings.txt``."""
         if self._path is not None:
-            path = self._path.with_name("warnings.txt")
-            with writing(path), path.open("a", encoding="utf-8") as file:
-                file.write(" ".join(text.split()) + "\n")
+            append(self._path.with_name("warnings.txt"), " ".join(text.split()) + "\n")
         warn(self.callbacks, text)
 
     def sync(self) -> None:

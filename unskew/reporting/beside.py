@@ -19,7 +19,6 @@ from unskew.data.reading.images import with_size
 from unskew.errors import UnskewError
 from unskew.generators import synthetic_set
 from unskew.generators.synthetic_set import SyntheticSet
-from unskew.options import untrusted
 from unskew.reporting.about import synthetic_folders
 from unskew.reporting.parts import Series
 from unskew.reporting.reading import RunFiles
@@ -54,7 +53,7 @@ def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
     if folder is None or "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
         return None
     try:
-        with untrusted(run.config, run.folder), from_cache():
+        with from_cache():
             config = experiment(run.config)
             federation = federation_of(config.data_spec, config.seed)
         made = synthetic_set.load(folder)

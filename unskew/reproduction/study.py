@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.engines.machine import cores
 from unskew.errors import ConfigError, DataError, plain, unknown
-from unskew.options import build, imported
+from unskew.options import build, own_object
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
@@ -108,7 +108,7 @@ def make_study(kind: str, settings: Options) -> Study:
     """
     if kind not in STUDIES:
         raise ConfigError(unknown("study", kind, STUDIES))
-    cls: type[Study] = imported(STUDIES[kind], f"the study {kind!r}")
+    cls: type[Study] = own_object(STUDIES[kind])
     return build(cls, settings, kind, f"{kind}: ", "setting")
 
 

@@ -19,8 +19,8 @@ from unskew.data.federation import ArrayClients
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import method
 from unskew.models.vector import ModelSpec
-from unskew.options import untrusted
 from unskew.protocol.workspace import Prepared
+from unskew.provenance import TRUST, FromFile
 from unskew.records.recorder import Recorder, rounds_of
 from unskew.records.result import read_history
 from unskew.simulation import checkpoint, restoring
@@ -78,9 +78,10 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
         raise ConfigError(f"The run in {parent} was made on other data or another partition.")
     check_frozen(extra, server.spec)
     named = extra["config"].get("method")
+    if isinstance(named, str):  # what this run names, too, is as trusted as this run
+        named = config.method if named == config.method else FromFile(named, str(path), TRUST)
     try:
-        with untrusted(None if named == config.method else named, parent):
-            before = method(named) if isinstance(named, str) else None
+        before = method(named) if isinstance(named, str) else None
     except ConfigError:  # a method that only Python knew
         before = None
     restoring.branch(path, manifest, server, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, new_folder, place
 from unskew.methods.catalogue import MethodLike, check_names
 from unskew.methods.catalogue import method as method_of
-from unskew.options import untrusted
 from unskew.protocol.rules import Method
+from unskew.provenance import TRUST
 from unskew.records.recorder import Callback
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
@@ -212,10 +212,8 @@ def resume(
     """
     check_federation(federation)
     folder = place(folder)
-    with resumed(folder), ExitStack() as within:
-        stored = load_yaml(folder / "config.yaml")
-        if not trust_code:
-            within.enter_context(untrusted({k: v for k, v in stored.items() if k not in changes}, folder))
+    with resumed(folder):
+        stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
         values = moved(stored, changes)
         built = None if method is None else method_of(method)
         if built is not None:

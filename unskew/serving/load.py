@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.files import place
 from unskew.methods.catalogue import method as method_of
 from unskew.models.vector import ModelSpec
-from unskew.options import untrusted
+from unskew.provenance import TRUST
 from unskew.runs.inputs import Inputs, read_inputs
 from unskew.runs.model import ModelLike, initial_spec
 from unskew.runs.predictor import Predictor
@@ -108,15 +107,12 @@ def opened(
         raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
     if not (folder / FINAL).is_file():
         raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
-    stored, inputs = load_yaml(folder / "config.yaml"), read_inputs(folder)
-    with ExitStack() as within:
-        if not trust_code:
-            within.enter_context(untrusted(stored, folder))
-        config = experiment(stored)
-        method = method_of(config.method)
-        spec = initial_spec(config, empty_federation(inputs), model, method)
-        final = final_model(folder, spec)
-        v, b = final if client is None else model_of_client(folder, config, method, spec, final, client)
+    inputs = read_inputs(folder)
+    config = experiment(load_yaml(folder / "config.yaml", None if trust_code else TRUST))
+    method = method_of(config.method)
+    spec = initial_spec(config, empty_federation(inputs), model, method)
+    final = final_model(folder, spec)
+    v, b = final if client is None else model_of_client(folder, config, method, spec, final, client)
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
     return Opened(folder, config, inputs, spec, module)
 

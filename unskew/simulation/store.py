@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from unskew.files import writing
+from unskew.files import create, temporary, writing
 from unskew.protocol.messages import ClientState, Tensors, bytes_of
 from unskew.protocol.state_files import encode as encode
 from unskew.protocol.state_files import state_file
@@ -105,10 +105,11 @@ class ClientStore:
 
     def _spill(self, client: int) -> None:
         path = self._path(client)
-        fresh = path.with_suffix(".new")
+        fresh = temporary(path)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(encode(self._memory[client]))
+            with create(fresh) as file:
+                file.write(encode(self._memory[client]))
             os.replace(fresh, path)
         self._forget(client)
         self._disk.add(client)
