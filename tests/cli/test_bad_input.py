@@ -256,22 +256,29 @@ def test_other_commands_refuse(capsys, args, words):
         ("rouds: 3", "no option 'rouds'. Did you mean 'rounds'"),
         ("network: {dorp: 0.1}", "Did you mean 'network.drop'"),
         ("network: {drop: {x: 1}}", "network.drop="),
-        ("rounds: [1", "not a YAML file"),
-        ("a: b: c", "not a YAML file"),
+        ("rounds: [1", "my.yaml is not a valid YAML file"),
+        ("a: b: c", "my.yaml is not a valid YAML file"),
         ("- rounds", "must hold a mapping"),
         ("rounds", "must hold a mapping"),
         ("5: 3", "no option '5'"),
         ("rounds: many", "rounds='many'"),
-        ("rounds: 1\nlr: 0.1\nrounds: 2", "my.yaml gives 'rounds' twice; keep one of the two"),
-        ("network: {drop: 0.1, drop: 0.2}", "gives 'drop' twice"),
+        ("rounds: 1\nlr: 0.1\nrounds: 2", "line 3: the key 'rounds' is there twice; keep one of the two"),
+        ("network: {drop: 0.1, drop: 0.2}", "the key 'drop' is there twice"),
         ("clients: yes", "clients=True"),
         ("local_steps: 1\nlocal_epochs: 1", "both given"),
-        ("label: 2020-13-45", "not a YAML file"),
-        ("data: !!python/object/apply:os.system ['true']", "not a YAML file"),
+        ("label: 2020-13-45", "my.yaml is not a valid YAML file"),
+        ("data: !!python/object/apply:os.system ['true']", "my.yaml is not a valid YAML file"),
         ("model_options: 5", "model_options=5"),
         ("method: [fedavg]", "method="),
-        ("a: &a [*a]", "no option 'a'"),
-        ("\x00", "not a YAML file"),
+        ("model_options: &a {x: *a}", "the alias *a is not supported"),
+        ("model_options: &a\n  <<: *a", "line 2: the alias *a is not supported"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "line 2: the alias *a is not supported"),
+        ("network:\n  <<: {drop: 0.1}", "line 2: the merge key << is not supported"),
+        ("drop_last: !!bool maybe", "the tag !!bool is not supported"),
+        ("data: digits\nlabel: !!timestamp x", "line 2: the tag !!timestamp is not supported"),
+        ("rounds: 12:30:45", "12:30:45 would be a number to base 60"),
+        ("clip: 1:30.5", "would be a number to base 60"),
+        ("\x00", "my.yaml is not a valid YAML file"),
     ],
 )
 def test_configuration_file_is_refused(capsys, text, words):
@@ -283,7 +290,7 @@ def test_configuration_file_is_refused(capsys, text, words):
 
 def test_configuration_that_is_not_text(capsys):
     Path("my.yaml").write_bytes(b"\xff\xfe\x00\x81rounds")
-    assert "not a YAML file" in refused(capsys, "run", "my.yaml", files=["my.yaml"])
+    assert "my.yaml is not a valid YAML file" in refused(capsys, "run", "my.yaml", files=["my.yaml"])
 
 
 def test_numbers_as_yaml_writes_them(capsys):

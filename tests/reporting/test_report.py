@@ -282,7 +282,7 @@ def run(compared, tmp_path):
         ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is damaged; remove it"),
         ("clients.jsonl", '{"client": 0, "samples": 1, "holds": {"x": 1}}\n', CheckpointError, "remove it"),
         ("about.json", '{"classes": [1]}', CheckpointError, "about.json is damaged"),
-        ("config.yaml", "a: [", ConfigError, "not a YAML file"),
+        ("config.yaml", "a: [", ConfigError, "not a valid YAML file"),
         ("summary.json", None, ConfigError, "is not finished; go on with: unskew resume"),
         ("config.yaml", None, ConfigError, "holds no finished run"),
     ],
