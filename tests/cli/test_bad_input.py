@@ -317,11 +317,6 @@ def test_the_processor_may_be_called_as_pytorch_calls_it():
     assert experiment({"device": "cpu:0"}).device == "cpu"
 
 
-def test_a_mapping_may_be_merged_into_another(capsys):
-    Path("my.yaml").write_text("network: &one {drop: 0.1}\nmodel: {<<: *one, drop: 0.2}\n")
-    assert "a mapping names the model" in refused(capsys, "run", "my.yaml", files=["my.yaml"])
-
-
 def test_empty_folder_may_be_the_run_folder(capsys):
     Path("there").mkdir()
     assert call(capsys, *RUN, "--out", "there").code == 0

@@ -33,7 +33,7 @@ def named(name: Any) -> Any:
     prefix, colon, path = name.partition(":")
     if colon and prefix in PREFIXES:
         return derived(f"{prefix}:{absolute(path)}", name)
-    return derived(absolute(name), name) if name.lower().endswith(TABLES) else name
+    return derived(str(absolute(name)), name) if name.lower().endswith(TABLES) else name
 
 
 def anchored(config: Experiment) -> Experiment:

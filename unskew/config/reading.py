@@ -77,7 +77,7 @@ class Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Reject aliases and tags: a few bytes of aliases mean gigabytes, and a tag names a type to construct."""
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             raise _wrong(f"the alias *{event.anchor} is not supported; write the value out", event)
         tag = getattr(event, "tag", None)
