@@ -10,8 +10,8 @@ import yaml
 from support.running import call
 
 import unskew
-from unskew.errors import ConfigError
 from unskew.config.reading import experiment, load_yaml
+from unskew.errors import ConfigError
 from unskew.methods.catalogue import method
 from unskew.options import imported
 from unskew.provenance import FromFile
