@@ -54,6 +54,7 @@ def reproduce(
     from unskew.reproduction.earlier import notes
     from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
+    from unskew.reproduction.settings import settings_note
     from unskew.reproduction.study import load_study, study_names
     from unskew.reproduction.sweep import Sweep
     from unskew.runs.side_by_side import read_parallel
@@ -108,6 +109,7 @@ def reproduce(
                 console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
             outcomes = list(sweep.carry_out(which, at_once))
     entries = report.entries(table, outcomes)
+    settings = settings_note(table, scale, (cell for cell, _ in outcomes))
     folders = list(dict.fromkeys(folder for folder in map(sweep.folder, (cell for cell, _ in outcomes)) if folder))
     if folders and not show:
         name = f"{preset.replace('/', '-')}-{scale}.html"
@@ -115,9 +117,9 @@ def reproduce(
     if plot is not None and outcomes:
         (draw_curves(table, outcomes, plot) if table.curves else draw_points(table, entries, plot))
     if as_json:
-        print_json({"preset": preset, "scale": scale, "entries": report.as_json(entries)})
+        print_json({"preset": preset, "scale": scale, "settings": settings, "entries": report.as_json(entries)})
         return
-    _print(console, table, scale, report.lines(table, entries), bool(outcomes))
+    _print(console, table, scale, settings, report.lines(table, entries), bool(outcomes))
     for note in notes(cell for cell, _ in outcomes):
         console.print(note, soft_wrap=True, markup=False)
 
@@ -161,15 +163,16 @@ def _study(
         plain = [
             {"part": part, "seed": s, **o["summary"]} for part, by_seed in outcomes.items() for s, o in by_seed.items()
         ]
-        print_json({"preset": name, "scale": scale, "entries": plain})
+        print_json({"preset": name, "scale": scale, "settings": runs.note(), "entries": plain})
         return
-    _print(console, preset, scale, runs.study.lines(outcomes), bool(outcomes))
+    _print(console, preset, scale, runs.note(), runs.study.lines(outcomes), bool(outcomes))
 
 
 def _print(
     console: Console,
     preset: Preset | StudyPreset,
     scale: str,
+    settings: str,
     tables: list[Line],
     done: bool,
 ) -> None:
@@ -179,6 +182,8 @@ def _print(
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
     if preset.text:
         console.print(preset.text.strip())
+    if settings:
+        console.print(settings, style="yellow", soft_wrap=True, highlight=False)
     for title, header, lines in tables:
         table = Fitting(*header, title=title, title_justify="left")
         for line in lines:

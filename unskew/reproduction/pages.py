@@ -17,6 +17,7 @@ from unskew.reproduction.earlier import notes
 from unskew.reproduction.outcomes import outcome_files, place_of, run_identity
 from unskew.reproduction.preset import load_preset, names
 from unskew.reproduction.report import entries, lines, markdown
+from unskew.reproduction.settings import settings_note
 from unskew.reproduction.study import Line, StudyRuns, load_study, study_names
 from unskew.reproduction.sweep import Sweep
 
@@ -56,10 +57,11 @@ class Pages:
         if name in study_names():
             study = StudyRuns(load_study(name), scale, self.runs)
             by_part = study.found(self.seeds)  # may turn to the study of other data
-            return _as_text(study.study.lines(by_part))
+            return _as_text(study.study.lines(by_part), study.note())
         preset = load_preset(name)
         found = list(self._sweep(name, scale).found(self.seeds))
-        return _as_text(lines(preset, entries(preset, found), whole=True), notes(cell for cell, _ in found))
+        note = settings_note(preset, scale, (cell for cell, _ in found))
+        return _as_text(lines(preset, entries(preset, found), whole=True), note, notes(cell for cell, _ in found))
 
     def _sweep(self, name: str, scale: str) -> Sweep:
         return Sweep(load_preset(name), scale, Path("runs"), self.runs, {})
@@ -88,9 +90,10 @@ class Pages:
 
     def index(self) -> str:
         """Every table and figure with the files of its outcomes, paper by paper."""
-        shown: dict[str, tuple[str, Path]] = {}
+        shown: dict[str, dict[str, Path | None]] = {}
         for path in self.paths:
-            shown |= {block[2]: (block[3], path) for block in BLOCK.finditer(path.read_text(encoding="utf-8"))}
+            for block in BLOCK.finditer(path.read_text(encoding="utf-8")):
+                shown.setdefault(block[2], {})[block[3]] = path
         text = [
             "# Outcomes of the papers' tables and figures",
             "",
@@ -100,22 +103,16 @@ class Pages:
         ]
         papers, listed = dict[str, list[str]](), set[Path]()
         for name in [*names(), *study_names()]:
-            scale, page = shown.get(name, ("cpu", None))
-            rows = self._rows_of_study(name, scale) if name in study_names() else self._rows(name, scale)
-            if not rows:
-                continue
             preset = load_study(name) if name in study_names() else load_preset(name)
-            where = "" if page is None else f", shown in [{page.stem}](../docs/results/{page.name})"
-            section = papers.setdefault(preset.reference, [])
-            section += [
-                "",
-                f"### {preset.where}: {preset.title}",
-                "",
-                f"`{name}`, scale `{scale}`{where}",
-                "",
-                _links(rows),
-            ]
-            listed.update(path for by_seed in rows.values() for path in by_seed.values())
+            for scale, page in shown.get(name, {"cpu": None}).items():
+                rows, note = self._rows_of_study(name, scale) if name in study_names() else self._rows(name, scale)
+                if not rows:
+                    continue
+                where = "" if page is None else f", shown in [{page.stem}](../docs/results/{page.name})"
+                section = papers.setdefault(preset.reference, [])
+                section += ["", f"### {preset.where}: {preset.title}", "", f"`{name}`, scale `{scale}`{where}", ""]
+                section += [*([note, ""] if note else []), _links(rows)]
+                listed.update(path for by_seed in rows.values() for path in by_seed.values())
         for reference, section in papers.items():
             text += ["", f"## {reference}", *section]
         rest = sorted(set(self.outcomes) - listed)
@@ -123,18 +120,22 @@ class Pages:
             text += ["", "## In no table", "", *(f"- [{path}](runs/{path.as_posix()})" for path in rest)]
         return "\n".join(text) + "\n"
 
-    def _rows(self, name: str, scale: str) -> Rows:
+    def _rows(self, name: str, scale: str) -> tuple[Rows, str]:
+        """Return a table's files and the note on its settings."""
         rows: Rows = {}
-        for cell, outcome in self._sweep(name, scale).found(self.seeds):
+        found = list(self._sweep(name, scale).found(self.seeds))
+        for cell, outcome in found:
             seed = cell.config.seed
             rows.setdefault((cell.column, cell.row), {})[seed] = place_of(outcome["run"])
             if cell.parent is not None and (place := place_of(run_identity(cell.parent))) in self.outcomes:
                 rows.setdefault((cell.column, f"{cell.row}: common rounds"), {})[seed] = place
-        return rows
+        return rows, settings_note(load_preset(name), scale, (cell for cell, _ in found))
 
-    def _rows_of_study(self, name: str, scale: str) -> Rows:
-        by_part = StudyRuns(load_study(name), scale, self.runs).found(self.seeds)
-        return {("", part): {s: place_of(o["run"]) for s, o in by_seed.items()} for part, by_seed in by_part.items()}
+    def _rows_of_study(self, name: str, scale: str) -> tuple[Rows, str]:
+        study = StudyRuns(load_study(name), scale, self.runs)
+        by_part = study.found(self.seeds)
+        files = {("", part): {s: place_of(o["run"]) for s, o in by_seed.items()} for part, by_seed in by_part.items()}
+        return files, study.note()
 
 
 def _links(rows: Rows) -> str:
@@ -145,11 +146,11 @@ def _links(rows: Rows) -> str:
     return markdown(["column", "row", "seeds"], body)
 
 
-def _as_text(tables: list[Line], notes: Sequence[str] = ()) -> str:
-    """Tables as markdown, and what marks in them mean."""
+def _as_text(tables: list[Line], settings: str, notes: Sequence[str] = ()) -> str:
+    """Return tables as markdown, after a note on their settings and before what marks in them mean."""
     if not tables:
         return "*No run of this table has been made yet.*\n"
-    text = []
+    text = [f"*{settings}*", ""] if settings else []
     for title, header, body in tables:
         text += [f"**{title}**", "", markdown(header, body), ""]
     for note in notes:

@@ -9,11 +9,13 @@ from typing import Any
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
 from unskew.comparison.target import saving
+from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
 from unskew.records.recorder import reaching
 from unskew.reproduction.earlier import unmarked
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
+from unskew.reproduction.settings import comparable, published_settings, same_model
 
 VALUES: dict[str, tuple[str, float, int]] = {
     "accuracy": ("accuracy after the last round, %", 100, 2),
@@ -120,7 +122,8 @@ class Entry:
     Attributes:
         value, row, column: Where it stands.
         seeds: Which seeds; ``mean`` and ``std`` over them.
-        published: The paper's number; ``difference``: ours minus it.
+        published: The paper's number, if it has the same data (and target); ``difference``: ours minus it, if it has the same
+            model, too.
         paired: Mean and standard deviation of the differences per seed to the table's first row, and of how many seeds; not
             every seed of both rows need have the number.
         interval: 95 % interval of the mean of these differences, by Student's t; None of fewer than two seeds.
@@ -156,7 +159,9 @@ def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
 def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[Entry]:
     """The numbers of a table from its runs."""
     by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    configs, published = dict[tuple[str, str], Experiment](), published_settings(preset)
     for cell, outcome in outcomes:
+        configs[cell.column, cell.row] = cell.config
         by.setdefault((cell.column, cell.row), {})[cell.config.seed] = {
             **outcome["summary"],
             **_over_rounds(outcome["curve"]),  # the summary has the last round's
@@ -178,6 +183,9 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                 continue
             mean, std = mean_std(list(mine.values()))
             paper = preset.published.get(value, {}).get(column, {}).get(unmarked(row))
+            config, theirs = configs[column, row], published.get((unmarked(row), column))
+            if not comparable(value, config, theirs):
+                paper = None
             apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))] if row != first else []
             table.append(
                 Entry(
@@ -188,7 +196,7 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                     mean,
                     std,
                     paper,
-                    None if paper is None else mean - paper,
+                    mean - paper if paper is not None and same_model(config, theirs) else None,
                     (*mean_std(apart), len(apart)) if apart else None,
                     interval95(apart),
                 )
@@ -215,6 +223,8 @@ def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple
             header = ["", "ours", "seeds", f"minus {first}, per seed", "95 % of it", "paper", "ours minus paper"]
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
             paper = preset.published.get(value, {}).get(column, {}) if whole and column is not None else {}
+            if any(e.published is None and unmarked(e.row) in paper for e in some):
+                paper = {}  # the paper's numbers are of other data
             absent = [row for row in preset.rows if row in paper and row not in {unmarked(e.row) for e in some}]
             rows += [[row, "not run", "", "", "", f"{paper[row]:.{digits}f}", ""] for row in absent]
             # A column that says nothing is left out.

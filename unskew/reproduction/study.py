@@ -19,6 +19,7 @@ from unskew.options import build, own_object
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
+from unskew.reproduction.settings import stated
 from unskew.runs.crew import Work
 from unskew.runs.side_by_side import beside, check_parallel, on_cluster, side_by_side
 
@@ -136,7 +137,7 @@ class StudyRuns:
     ):
         if scale not in SCALES:
             raise ConfigError(unknown("scale", scale, SCALES))
-        self.preset, self.results, self.data_path = preset, results, data_path
+        self.preset, self.results, self.data_path, self.scale_name = preset, results, data_path, scale
         self.scale = preset.scales.get(scale, StudyScale())
         self.seeds = self.scale.seeds or preset.seeds
         self.settings = {**preset.settings, **self.scale.settings}
@@ -145,6 +146,12 @@ class StudyRuns:
         for part in parts or ():
             if part not in self.study.parts():
                 raise ConfigError(f"{preset.name} has no row {part!r}; it has: {'; '.join(self.study.parts())}.")
+
+    def note(self) -> str:
+        """Return a sentence with the settings that are not the paper's; empty if there are none."""
+        paper = make_study(self.preset.study, self.preset.settings)
+        pairs = {name: [(getattr(self.study, name), getattr(paper, name))] for name in self.settings}
+        return stated(self.scale_name, {name: both for name, both in pairs.items() if both[0][0] != both[0][1]})
 
     def parts(self) -> list[str]:
         """The parts that are asked for."""

@@ -1,0 +1,56 @@
+"""Differences between the settings of a table's runs and those of the paper, which every table states."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.reproduction.earlier import unmarked
+from unskew.reproduction.preset import Cell, Preset, cells
+
+STATED = ("data", "model", "clients", "rounds", "target")
+"""Settings that a table states if they are not the paper's."""
+
+
+def published_settings(preset: Preset) -> dict[tuple[str, str], Experiment]:
+    """Return the paper's experiment of each row and column, as ``{(row, column): experiment}``."""
+    paper = cells(preset.model_copy(update={"scales": {}}), "paper", 0, {})
+    return {(cell.row, cell.column): cell.config for cell in paper}
+
+
+def settings_note(preset: Preset, scale: str, table: Iterable[Cell]) -> str:
+    """Return a sentence with the settings of a table's runs that are not the paper's; empty if there are none."""
+    paper, pairs = published_settings(preset), dict[str, dict[tuple[Any, Any], None]]()
+    for cell in table:
+        theirs = paper.get((unmarked(cell.row), cell.column))
+        for name in STATED if theirs is not None else ():
+            pair = getattr(cell.config, name), getattr(theirs, name)
+            if pair[0] != pair[1]:
+                pairs.setdefault(name, {})[pair] = None
+    return stated(scale, {name: pairs[name] for name in STATED if name in pairs})
+
+
+def stated(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
+    """Return a sentence that states settings, each with ours and the paper's values; empty without settings.
+
+    >>> stated("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]})
+    'Scale cpu is not the paper\\'s setting: data digits (paper: cifar100); target 0.8, 0.9 (paper: 0.3, 0.4).'
+    """
+    texts = []
+    for name, both in pairs.items():
+        ours, theirs = (", ".join(dict.fromkeys(str(pair[side]) for pair in both)) for side in (0, 1))
+        texts.append(f"{name} {ours} (paper: {theirs})")
+    return f"Scale {scale} is not the paper's setting: {'; '.join(texts)}." if texts else ""
+
+
+def comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
+    """Return whether a number of the paper belongs next to ours: it has the same data, and for traffic the same target."""
+    if theirs is None or ours.data != theirs.data:
+        return False
+    return not value.endswith("to_target") and value != "saving" or ours.target == theirs.target
+
+
+def same_model(ours: Experiment, theirs: Experiment | None) -> bool:
+    """Return whether the difference between our number and the paper's says anything: both have the same model."""
+    return theirs is not None and (ours.model, ours.model_options) == (theirs.model, theirs.model_options)
