@@ -23,6 +23,13 @@ def test_the_index_leads_to_every_outcome():
     assert links == {path.relative_to(ROOT / "results").as_posix() for path in files}
 
 
+def test_the_index_lists_every_scale_of_a_table_that_a_page_shows():
+    index = (ROOT / "results" / "INDEX.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        for name, scale in re.findall(r"<!-- table: (\S+) (\w+) -->\n\n", page.read_text(encoding="utf-8")):
+            assert f"`{name}`, scale `{scale}`, shown in [{page.stem}]" in index
+
+
 def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):
     pages, runs = tmp_path / "docs" / "results", tmp_path / "results" / "runs"
     pages.mkdir(parents=True)
@@ -36,6 +43,7 @@ def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypat
     one = (pages / "one.md").read_text(encoding="utf-8")
     assert one.startswith("Words.")
     assert "| iid, E = 1, noise 0 |" in one
+    assert "data digits (paper: mnist)" in one
     assert "old" not in one
     assert "No run of this table" in (pages / "none.md").read_text(encoding="utf-8")
     index = (tmp_path / "results" / "INDEX.md").read_text(encoding="utf-8")

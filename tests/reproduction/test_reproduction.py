@@ -21,6 +21,7 @@ from unskew.protocol.proposed import Proposed
 from unskew.reproduction import report, sweep
 from unskew.reproduction.outcomes import kept, key_of, run_identity
 from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
+from unskew.reproduction.settings import settings_note
 from unskew.reproduction.study import study_names
 from unskew.runs.run import run_experiment
 
@@ -322,9 +323,10 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     preset = load_preset("fedcog/table-1")
     accuracies = {"FedAvg": [0.50, 0.60, 0.70], "FedCOG": [0.52, 0.61, 0.73]}
     outcomes = [
-        (Cell(row, "NIID-1", experiment({"seed": seed})), {"summary": {"accuracy": value}, "curve": {}})
-        for row, values in accuracies.items()
-        for seed, value in enumerate(values)
+        (cell.of_seed(seed), {"summary": {"accuracy": value}, "curve": {}})
+        for cell in cells(preset, "paper", 0, {})
+        for seed, value in enumerate(accuracies.get(cell.row, ()))
+        if cell.column == "NIID-1"
     ]
     avg, cog = report.entries(preset, outcomes)
     assert (avg.mean, avg.std, avg.paired) == (pytest.approx(60), pytest.approx(10), None)
@@ -404,13 +406,72 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     assert (folder / "summary.json").is_file()
     assert page == Path("runs/reproduce/fedcog-table-1-smoke.html")
     assert "goes on with digits instead" in outcome.out
-    assert "64.36" in outcome.out
+    assert "Scale smoke is not the paper's setting: data digits (paper: cifar10); " in outcome.out
+    assert "64.36" not in outcome.out, "the paper's number is of other data"
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
     monkeypatch.setattr("unskew.comparison.one_run.federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     assert len(reported) == 1, "nothing was run, so there is nothing new to report on"
-    (entry,) = json.loads(shown.out[shown.out.index("{") :])["entries"]
-    assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], 64.36)
+    found = json.loads(shown.out[shown.out.index("{") :])
+    (entry,) = found["entries"]
+    assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], None)
+    assert "model logistic (paper: cnn)" in found["settings"] or "data digits" in found["settings"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "notes", "published", "difference"),
+    [
+        (
+            "fedssyn/table-a1",
+            "cpu",
+            ("data digits (paper: cifar100)", "model mlp", "target 0.8, 0.9 (paper: 0.3, 0.4)"),
+            0,
+            0,
+        ),
+        ("feddle/table-4-vit", "cpu", ("model cnn (paper: vit-b16)",), 1, 0),
+        ("fedcog/table-1", "cpu", ("rounds 33 (paper: 70)",), 1, 1),
+        ("fedcog/table-1", "paper", (), 1, 1),
+    ],
+)
+def test_a_table_states_what_is_not_the_papers_and_shows_only_numbers_of_the_same_data(
+    name, scale, notes, published, difference
+):
+    preset = load_preset(name)
+    some = [c for c in cells(preset, scale, 0, {}) if c.row in list(preset.rows)[:2]]
+    some = [c for c in some if c.column in list(preset.columns)[:2]]
+    outcomes = [(c, {"summary": dict.fromkeys(preset.values, 1), "curve": {"round": [], "bytes": []}}) for c in some]
+    note = settings_note(preset, scale, some)
+    assert all(text in note for text in notes)
+    assert bool(note) == bool(notes)
+    if name == "fedssyn/table-a1":
+        outcomes = [(c, {**o, "summary": {**o["summary"], "target": c.config.target}}) for c, o in outcomes]
+    table = [e for e in report.entries(preset, outcomes) if e.value == preset.values[0] and e.against is None]
+    assert len(table) == len(some)
+    theirs = preset.published[preset.values[0]]
+    known = [e for e in table if e.row in theirs[e.column]]
+    assert known
+    assert all((e.published is not None) == published and (e.difference is not None) == difference for e in known)
+    header = {title for _, header, _ in report.lines(preset, table, whole=True) for title in header}
+    assert ("paper" in header, "ours minus paper" in header) == (published, difference)
+
+
+def test_rows_are_paired_with_the_row_without_images():
+    preset = load_preset("fedssyn/table-1")
+    rounds = {"SCAFFOLD": [5, 8, 11], "SCAFFOLD + Fedssyn": [3, 3, 3], "FedAvg": [9, 9, None]}
+    outcomes = [
+        (cell.of_seed(seed), {"summary": {"rounds_to_target": found, "target": 0.8}, "curve": {}})
+        for cell in cells(preset, "cpu", 0, {})
+        for seed, found in enumerate(rounds.get(cell.row, ()))
+        if cell.column == "N=10, C=1, α=0.01"
+    ]
+    table = [e for e in report.entries(preset, outcomes) if e.value == "rounds_to_target"]
+    (pair,) = [e for e in table if e.against is not None]
+    low, high = -5 - 4.302652729696142 * 3 / 3**0.5, -5 + 4.302652729696142 * 3 / 3**0.5  # Student's t, two degrees
+    assert (pair.row, pair.against, pair.mean, pair.std) == ("SCAFFOLD + Fedssyn", "SCAFFOLD", -5, 3)
+    assert pair.interval == pytest.approx((low, high))
+    *_, (title, _, body) = report.lines(preset, table)
+    assert title.endswith("differences")
+    assert body == [["SCAFFOLD + Fedssyn − SCAFFOLD", "0, 1, 2", "-5.0 ± 3.0", "-12.5 to +2.5"]]
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
         entries: Its numbers.
         path: Image file to write.
     """
+    entries = [e for e in entries if e.against is None]
     values = list(dict.fromkeys(e.value for e in entries))
     figure, axes = new_figure(6 * max(1, len(values)), 4, max(1, len(values)), 1)
     columns = list(dict.fromkeys(e.column for e in entries))

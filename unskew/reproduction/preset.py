@@ -57,6 +57,8 @@ class Preset(BaseModel):
     seeds: int = 3
     rows: dict[str, Options]
     columns: dict[str, Options]
+    pairs: dict[str, str] = Field(default_factory=dict)
+    """Rows whose differences per seed from another row are a table of their own."""
     common: dict[str, Options] = Field(default_factory=dict)
     published: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
     scales: dict[str, Scale] = Field(default_factory=dict)

@@ -127,6 +127,7 @@ class Entry:
         paired: Mean and standard deviation of the differences per seed to the table's first row, and of how many seeds; not
             every seed of both rows need have the number.
         interval: 95 % interval of the mean of these differences, by Student's t; None of fewer than two seeds.
+        against: For an entry that is the difference of two rows: the row that is subtracted.
     """
 
     value: str
@@ -139,6 +140,7 @@ class Entry:
     difference: float | None = None
     paired: tuple[float, float, int] | None = None
     interval: tuple[float, float] | None = None
+    against: str | None = None
 
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
@@ -201,6 +203,15 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                     interval95(apart),
                 )
             )
+        for (column, row), base_row in ((at, preset.pairs.get(unmarked(at[1]))) for at in by if value != "saving"):
+            mine, base = numbers((column, row)), numbers((column, base_row or ""))
+            apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))]
+            if apart:
+                mean, std = mean_std(apart)
+                seeds, difference = sorted(set(mine) & set(base)), (mean, std, len(apart))
+                table.append(
+                    Entry(value, row, column, seeds, mean, std, None, None, difference, interval95(apart), base_row)
+                )
     return table
 
 
@@ -215,6 +226,7 @@ def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple
     tables = []
     first = next(iter(preset.rows))
     single = len(preset.rows) == 1
+    pairs, table = [e for e in table if e.against is not None], [e for e in table if e.against is None]
     for value in dict.fromkeys(e.value for e in table):
         label, _, digits = shown(value)
         columns = dict.fromkeys(e.column for e in table if e.value == value)
@@ -231,6 +243,12 @@ def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple
             keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
             title = label if column is None else f"{column}: {label}"
             tables.append((title, [header[i] for i in keep], [[row[i] for i in keep] for row in rows]))
+            differences = [
+                _line(f"{e.row} − {e.against}", e, digits) for e in pairs if (e.value, e.column) == (value, column)
+            ]
+            if differences:
+                rows = [[line[0], *line[2:5]] for line in differences]
+                tables.append((f"{title}, differences", ["", "seeds", "per seed", "95 % of it"], rows))
     return tables
 
 

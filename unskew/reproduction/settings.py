@@ -34,8 +34,8 @@ def settings_note(preset: Preset, scale: str, table: Iterable[Cell]) -> str:
 def stated(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
     """Return a sentence that states settings, each with ours and the paper's values; empty without settings.
 
-    >>> stated("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]})
-    'Scale cpu is not the paper\\'s setting: data digits (paper: cifar100); target 0.8, 0.9 (paper: 0.3, 0.4).'
+    >>> print(stated("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]}))
+    Scale cpu is not the paper's setting: data digits (paper: cifar100); target 0.8, 0.9 (paper: 0.3, 0.4).
     """
     texts = []
     for name, both in pairs.items():
@@ -48,7 +48,7 @@ def comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
     """Return whether a number of the paper belongs next to ours: it has the same data, and for traffic the same target."""
     if theirs is None or ours.data != theirs.data:
         return False
-    return not value.endswith("to_target") and value != "saving" or ours.target == theirs.target
+    return (not value.endswith("to_target") and value != "saving") or ours.target == theirs.target
 
 
 def same_model(ours: Experiment, theirs: Experiment | None) -> bool:
