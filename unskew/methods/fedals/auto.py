@@ -7,8 +7,8 @@ total distance at a given traffic,
 
     minimise sum_l r_l p_l   so that   sum_l size_l / p_l <= budget * d,
 
-is at ``p_l = c sqrt(size_l / r_l)``: seldom for large layers that drift slowly. ``c`` is the smallest that keeps the budget,
-with periods rounded up to whole numbers between 1 and ``longest``.
+is at ``p_l = c sqrt(size_l / r_l)``: seldom for large layers that drift slowly. Periods are whole numbers between 1 and
+``longest``; ``best_periods`` finds the best ones, or improves this optimum where there are too many combinations.
 
 Rounds come in epochs of ``longest``. In an epoch ``r_l`` is measured whenever layer ``l`` is averaged, as its consensus
 distance ``sum_k p_k ||theta_k^l - mean^l||^2`` divided by the rounds since it was averaged before; at its end all layers are
@@ -152,30 +152,79 @@ def by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
     return torch.stack([torch.stack([values[s].sum() for s in group.slices]).sum() for group in layer_groups(spec)])
 
 
+EXHAUSTIVE = 100_000
+"""Combinations of periods up to which all are compared."""
+
+
 def best_periods(sizes: Tensor, rates: Tensor, budget: float, longest: int) -> Tensor:
-    """Whole periods ``[G]`` of least total distance whose traffic per epoch is within the budget.
+    """Return whole periods ``[G]`` of least total distance whose traffic per epoch is within the budget.
+
+    The result is exact if there are at most ``EXHAUSTIVE`` combinations. Otherwise the rounded continuous optimum is improved
+    until no change of one or two periods reduces the distance.
+
+    Args:
+        sizes: Parameters of each layer group, ``[G]``.
+        rates: Growth of the consensus distance of each group per round, ``[G]``.
+        budget: Largest traffic per round, as a share of all parameters.
+        longest: Rounds of an epoch, and the longest period.
 
     >>> best_periods(torch.tensor([90.0, 10.0]), torch.tensor([1.0, 1.0]), 1.0, 50).tolist()
     [1.0, 1.0]
     >>> best_periods(torch.tensor([90.0, 10.0]), torch.tensor([1.0, 1.0]), 0.25, 50).tolist()
     [5.0, 2.0]
     """
-    shape = (sizes / rates.clamp_min(1e-300)).sqrt()
+    averages = torch.arange(1, longest + 1, dtype=torch.float64)
+    choices = torch.ceil(longest / averages).unique()  # of the periods with as many averages, only the shortest
+    distance = rates.double().cpu()[:, None] * choices
+    traffic = sizes.double().cpu()[:, None] * torch.ceil(longest / choices) / longest
+    limit = budget * float(sizes.sum()) * (1 + 1e-12)
+    if len(choices) ** len(sizes) <= EXHAUSTIVE:
+        found = _exhaustive(distance, traffic, limit)
+    else:
+        found = _improved(_rounded(sizes.double().cpu(), choices, traffic, limit, rates), distance, traffic, limit)
+    return choices[found].to(sizes)
+
+
+def _exhaustive(distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
+    """Return the best choice of each group, ``[G]``, by comparing all; of equal distances the one with least traffic."""
+    groups = range(len(distance))
+    every = torch.cartesian_prod(*(torch.arange(distance.shape[1]) for _ in groups)).reshape(-1, len(distance))
+    far, sent = (torch.stack([table[g, every[:, g]] for g in groups]).sum(0) for table in (distance, traffic))
+    far = torch.where(sent <= limit, far, torch.inf)
+    least = far <= far.min() * (1 + 1e-12)
+    return every[torch.where(least, sent, torch.inf).argmin()]
+
+
+def _rounded(sizes: Tensor, choices: Tensor, traffic: Tensor, limit: float, rates: Tensor) -> Tensor:
+    """Return the continuous optimum ``c sqrt(size / rate)`` rounded up to choices, for the least ``c`` within the limit."""
+    shape = (sizes / rates.double().cpu().clamp_min(1e-300)).sqrt()
     shape = shape / shape.min()
 
-    def periods(c: float) -> Tensor:
-        return torch.ceil(c * shape - 1e-9).clamp(1, longest)
+    def chosen(c: float) -> Tensor:
+        return torch.searchsorted(choices, c * shape - 1e-9).clamp_max(len(choices) - 1)
 
-    def fits(c: float) -> bool:
-        averages = torch.ceil(longest / periods(c)) / longest
-        return float((sizes * averages).sum()) <= budget * float(sizes.sum()) * (1 + 1e-12)
-
-    low, high = 0.0, 1.0
-    while not fits(high) and high < 2 * longest:
-        high *= 2
-    if fits(low):
-        return periods(low)
+    low, high = 0.0, 2.0 * float(choices[-1])
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return periods(high)
+        fits = float(traffic.gather(1, chosen(middle)[:, None]).sum()) <= limit
+        low, high = (low, middle) if fits else (middle, high)
+    return chosen(high)
+
+
+def _improved(found: Tensor, distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
+    """Change one or two choices at a time as long as that reduces the distance within the limit."""
+    groups, options = distance.shape
+    group = torch.arange(groups).repeat_interleave(options)
+    same = group[:, None] == group
+    while True:
+        now = found[:, None]
+        nearer = (distance - distance.gather(1, now)).flatten()
+        more = (traffic - traffic.gather(1, now)).flatten()
+        slack = limit - float(traffic.gather(1, now).sum())
+        change = torch.where(same | (more[:, None] + more > slack), torch.inf, nearer[:, None] + nearer)
+        best = int(change.argmin())
+        if not float(change.flatten()[best]) < -1e-12 * float(distance.gather(1, now).sum()):
+            return found
+        found = found.clone()
+        for move in divmod(best, groups * options):
+            found[move // options] = move % options
