@@ -1,5 +1,8 @@
 """A deployed run gives the simulator's numbers, bit for bit, with every method."""
 
+from collections import Counter
+from itertools import pairwise
+
 import pytest
 import torch
 from support.federations import QUICK as KNOWN
@@ -21,6 +24,8 @@ SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center"}
 
 
 def compare(tmp_path, place=None, **options):
+    if "fedals" in str(options.get("method")):  # over sites it is evaluated when the whole model is known
+        options["eval_every"] = options.get("rounds", TINY["rounds"])
     values = {**TINY, **options}
     simulated = unskew.run(out=tmp_path / "simulated", **values)
     result, place = deployed(tmp_path, place, **options)
@@ -97,3 +102,32 @@ def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_p
 def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
     options = {"server": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
     compare(tmp_path, method=QUICK.get(name, name), **options)
+
+
+def test_fedals_sends_over_sites_what_it_counts(tmp_path):
+    """The whole model leaves a site in the last round only, as the result is the mean of the whole models."""
+    options = {"method": "fedals", "model": "mlp", "rounds": 4, "eval_clients": 0}
+    result, place = deployed(tmp_path, **options)
+    updates = [frame for _, frame in place.link.received if frame.kind == "update"]
+    sent, reported = Counter(), Counter()
+    for frame in updates:
+        for name, blob in frame.arrays.items():
+            (reported if name.startswith("report/") else sent)[frame.config["round"]] += len(blob.data)
+    counted = [row["bytes_up"] for row in result.history]
+    assert [sent[t] for t in range(4)] == [b - a for a, b in pairwise([0, *counted])]
+    size = len(result.vector) * 4
+    assert dict(reported) == {3: 3 * size}
+    assert result.summary["report_bytes_up"] == 3 * size
+    assert sum(sent.values()) < 4 * 3 * size / 5
+    assert [row["accuracy"] is None for row in result.history] == [True, True, True, False]
+    simulated = unskew.run(**{**TINY, **options})
+    assert torch.equal(result.vector, simulated.vector)
+    assert result.history[-1]["accuracy"] == simulated.history[-1]["accuracy"]
+
+
+def test_fedals_is_evaluated_in_rounds_in_which_the_whole_model_is_averaged(tmp_path):
+    options = {"method": "fedals:alpha=2", "model": "mlp", "rounds": 4, "eval_clients": 0}
+    result, place = deployed(tmp_path, **options)
+    simulated = unskew.run(**{**TINY, **options})
+    assert [row["accuracy"] for row in result.history[1::2]] == [row["accuracy"] for row in simulated.history[1::2]]
+    assert not [name for _, frame in place.link.received for name in frame.arrays if name.startswith("report/")]

@@ -10,6 +10,7 @@ from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.config.reading import experiment
+from unskew.deployment import conversation
 from unskew.deployment import sites as sites_module
 from unskew.deployment.plan import Deployment
 from unskew.deployment.run import resume, run
@@ -24,6 +25,7 @@ SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(conversation, "PAUSE", 0.01)
 
 
 def with_patience(**patience):
@@ -218,7 +220,7 @@ def test_who_is_waited_for_is_told(tmp_path, monkeypatch):
     place.link.spoil = slow
     result, _ = deployed(tmp_path, place, told=told, **SCAFFOLD)
     assert [row["updates"] for row in result.history] == [3, 3, 3, 3]
-    assert any("waiting for site-2 (client 2)" in text for text in told.warnings)
+    assert any("Waiting for site-2 (client 2), connected" in text for text in told.warnings)
     assert len(late) == 1
 
 
@@ -300,7 +302,7 @@ def test_two_sites_that_say_they_are_the_same_client_are_refused(tmp_path):
 def test_sites_that_do_not_come_are_named(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.sites = place.sites[:2]
-    with pytest.raises(EngineError, match="2 of 3 sites are there; missing are the clients 2"):
+    with pytest.raises(EngineError, match=r"2 of 3 sites are there\. Connected: .* Missing are the clients 2"):
         deployed(tmp_path, place, Deployment(gathering=0.05))
 
 

@@ -211,6 +211,7 @@ def written_and_used(tmp_path, capsys):
             "unskew-site.service",
             "flower-supernode.service",
             "flower-superlink.service",
+            "nginx.conf",
         ),
     }
     assert load_site(folder / "site" / "site.yaml").client == 0

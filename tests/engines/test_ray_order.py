@@ -3,7 +3,10 @@
 import io
 import random
 import shutil
+import socket
 import sys
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,7 @@ from support.federations import blobs
 
 import unskew
 from unskew.cli.tables import summary_table
-from unskew.engines import on_ray, ray_worker
+from unskew.engines import on_ray, ray_cluster, ray_worker
 from unskew.engines.ray_cluster import check_guarded
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.protocol.state_files import with_state
@@ -161,14 +164,58 @@ def test_a_store_without_room_is_told(played, monkeypatch):
         train("ray", clients=4)
 
 
-def test_a_public_address_needs_a_token(monkeypatch):
+def test_a_cluster_without_a_token_is_for_loopback_only():
+    for own in ("127.0.0.1", "127.0.0.2", "::1"):
+        check_guarded(own)
+    for other in ("10.0.0.1", "fd00::1", "8.8.8.8", "no such host"):
+        with pytest.raises(EngineError, match=r"requires no token.*RAY_AUTH_MODE=token"):
+            check_guarded(other)
+
+
+@pytest.mark.parametrize(
+    ("head", "anybody", "wrong"), [("10.0.0.1", True, True), ("10.0.0.1", False, False), ("127.0.0.2", True, False)]
+)
+def test_a_run_leaves_a_cluster_without_a_token(head, anybody, wrong, monkeypatch):
+    """What cannot be seen here is a cluster at another address; everything else is what happens to a run."""
+    left = []
+    fake = SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda **options: None,
+        shutdown=lambda: left.append(True),
+        exceptions=SimpleNamespace(RayError=KeyError),
+        get_runtime_context=lambda: SimpleNamespace(gcs_address=f"{head}:6379"),
+        util=SimpleNamespace(register_serializer=lambda *which, **how: None),
+    )
+    monkeypatch.setattr(ray_cluster, "load_ray", lambda: fake)
+    monkeypatch.setattr(ray_cluster, "admits_anybody", lambda address: anybody)
+    monkeypatch.setattr(ray_cluster, "check_reachable", lambda address: None)
+    for address in ("auto", f"{head}:6379"):
+        with pytest.raises(EngineError, match="requires no token") if wrong else nullcontext():
+            ray_cluster.connect(address, None)
+    assert len(left) == 2 * wrong
+
+
+def test_a_local_cluster_whose_token_was_turned_off_is_rejected(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    for private in ("10.0.0.1", "127.0.0.2", "fd00::1", "no such host"):
-        check_guarded(private)
-    with pytest.raises(EngineError, match=r"public address.*RAY_AUTH_MODE=token"):
-        check_guarded("8.8.8.8")
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    check_guarded("8.8.8.8")
+    monkeypatch.setattr(ray_cluster, "load_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(ray_cluster, "own_address", lambda: "10.0.0.1")
+    with pytest.raises(EngineError, match=r"10\.0\.0\.1 requires no token"):
+        ray_cluster.connect("local", None)
+
+
+def test_the_user_is_warned_when_the_head_dies():
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        head.listen()
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        ended, said = threading.Event(), []
+        threading.Timer(0.1, ended.set).start()
+        ray_cluster.watch_head(address, said.append, ended, 0.01)
+        assert said == []
+    ray_cluster.watch_head(address, said.append, threading.Event(), 0.01)
+    assert len(said) == 1
+    assert f"{address} no longer answers" in said[0]
+    assert "unskew resume" in said[0]
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3])

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli import operate
 from unskew.cli.options import (
     AsJson,
     ConfigFile,
@@ -30,6 +31,10 @@ deploy = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+for command in (operate.status, operate.sites, operate.log, operate.stop, operate.exclude, operate.register):
+    deploy.command()(command)
 
 
 @deploy.command()

@@ -8,7 +8,7 @@ from typing import Any
 
 from unskew.deployment import sites as waiting
 from unskew.deployment.conversation import Conversation
-from unskew.deployment.engine import FlowerEngine
+from unskew.deployment.engine import FlowerEngine, norms_of
 from unskew.deployment.messages import cast_frame
 from unskew.deployment.thin.frames import Frame
 from unskew.protocol.messages import Broadcast, Update
@@ -21,6 +21,7 @@ class AsynchronousEngine(FlowerEngine):
         super().__init__(*arguments)
         self.flying: dict[int, Broadcast] = {}
         self.talk = Conversation(self.sites, "", self._take)
+        self.norms: dict[int, dict[str, float]] = {}  # of each client's last update
 
     @property
     def in_flight(self) -> set[int]:
@@ -41,10 +42,19 @@ class AsynchronousEngine(FlowerEngine):
         began = heard = time.monotonic()
         done, told = 0, False
         while self.talk.requests:
+            for client in self.talk.requests.keys() & sites.barred:
+                self.talk.drop(client)
+                self.flying.pop(client)
+                self.server.lost(client)
+            sites.pending = {*self.talk.requests}
+            sites.check_stopped()
             answers = self.talk.step()
             for client, update in answers:
-                self.flying.pop(client)
-                if update is None:
+                cast = self.flying.pop(client)
+                if update is not None:
+                    self.norms[client] = norms_of(update)
+                if update is None or self.too_large(self.norms, [client], [cast]):
+                    self.norms.pop(client, None)
                     self.server.lost(client)
                 else:
                     done += 1

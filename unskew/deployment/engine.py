@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from unskew.deployment.arrays import Nonsense, plainly
+from unskew.deployment.audit import digest_of
 from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
 from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import as_images
@@ -16,12 +19,40 @@ from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup
 from unskew.errors import EngineError
-from unskew.protocol.messages import Broadcast, Update, bytes_of
+from unskew.protocol.messages import Broadcast, Update, bytes_of, flat
 from unskew.simulation.server import Server
 from unskew.simulation.store import ClientStore
 
 HELD = 256 << 20
 """Bytes of updates that wait in memory for those that are added up before them."""
+
+
+FACTOR = 30.0
+"""An update is left out if a tensor's norm exceeds this many times the median of the other sites' norms."""
+
+
+def norms_of(update: Update) -> dict[str, float]:
+    """Return the Euclidean norms of an update's tensors by name, of those that are finite."""
+    tensors = {"delta": update.delta, **flat("upload", update.upload)}
+    norms = {name: float(torch.linalg.vector_norm(t.double())) for name, t in tensors.items()}
+    return {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+
+
+def limits(norms: Mapping[int, float], floor: float) -> dict[int, float]:
+    """Return the clients whose norm is far above those of the others, each with the limit that it exceeds.
+
+    The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are needed:
+    a single one could push out an honest client by sending zeros.
+
+    >>> limits({0: 1.0, 1: 2.0, 2: 100.0}, floor=5.0)
+    {2: 45.0}
+    """
+    found = {}
+    for client, norm in norms.items():
+        others = [other for k, other in norms.items() if k != client]
+        if norm > floor and len(others) > 1 and norm > FACTOR * median(others):
+            found[client] = max(floor, FACTOR * median(others))
+    return found
 
 
 class Arrived:
@@ -92,17 +123,44 @@ class FlowerEngine:
         by_client = {cast.client: cast for cast in casts}
         requests = {k: cast_frame(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
         round = str(casts[0].round + 1) if casts else ""
-        found, left = Arrived(self.setup.device, self.folder), list(casts)
-        for update in self.sites.ask(requests, round, lambda client, frame: self.taken(by_client[client], frame)):
-            found.put(update[1])
-            while left and left[0].client in found:  # added up in the order of casts, whoever was first
-                yield found.take(left.pop(0).client)
-        for cast in left:
-            if cast.client in found:
-                yield found.take(cast.client)
-            else:
+        found = Arrived(self.setup.device, self.folder)
+        norms = {}
+        for client, update in self.sites.ask(
+            requests, round, lambda client, frame: self.taken(by_client[client], frame)
+        ):
+            norms[client] = norms_of(update)
+            found.put(update)
+        too_large = self.too_large(norms, norms, casts)
+        for cast in casts:  # added up in the order of casts, whoever was first
+            update = found.take(cast.client) if cast.client in found else None
+            if update is None or cast.client in too_large:
                 self.server.lost(cast.client)
+            else:
+                yield update
         found.close()
+
+    def too_large(
+        self, norms: Mapping[int, Mapping[str, float]], clients: Iterable[int], casts: Sequence[Broadcast]
+    ) -> set[int]:
+        """Return the clients whose update is far larger than the others', and count that as a fault of each.
+
+        Args:
+            norms: Norms of the updates' tensors, by client.
+            clients: The clients to look at.
+            casts: What was sent out; up to the norm of the model no update is too large.
+        """
+        floor = float(torch.linalg.vector_norm(casts[0].v)) if casts else 0.0
+        found: set[int] = set()
+        for name in sorted({name for one in norms.values() for name in one}):
+            exceeded = limits({k: one[name] for k, one in norms.items() if name in one}, floor)
+            for client in sorted(exceeded.keys() & {*clients} - found):
+                found.add(client)
+                self.sites.fault(
+                    client,
+                    f"its update is left out, because {name} has the norm {norms[client][name]:.3g}, above the limit "
+                    f"{exceeded[client]:.3g} ({FACTOR:g} times the median of the other sites, or the norm of the model)",
+                )
+        return found
 
     def taken(self, cast: Broadcast, frame: Frame) -> Update | None:
         """The update that answers ``cast``; None if the site has lost what it goes on from.
@@ -114,6 +172,7 @@ class FlowerEngine:
             return None
         update = update_in(frame, cast, self.terms, self._examples(cast.client))
         self._check_alike(update)
+        self.sites.log("update accepted", cast.client, digest=digest_of(frame.arrays))
         return update
 
     @property

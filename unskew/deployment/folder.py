@@ -78,6 +78,8 @@ def init(folder: Path, config: Experiment) -> list[Path]:
     for unit in UNITS:
         place = "superlink" if "superlink" in unit else "site"
         put(folder / place / unit, template(unit))
+    nginx = (files("unskew.deployment") / "templates" / "nginx.conf").read_text(encoding="utf-8")  # its $ are nginx's
+    put(folder / "superlink" / "nginx.conf", nginx)
     put(folder / "compose.yaml", template("compose.yaml"))
     put(folder / "Dockerfile", template("Dockerfile", version=VERSION))
     return [folder / name for name in ("README.md", "site/ADMINISTRATOR.md", "experiment.yaml", "site/site.yaml")]

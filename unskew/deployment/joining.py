@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 
 import unskew
 from unskew.deployment.arrays import Nonsense, plainly
+from unskew.deployment.conversation import FAILURES, pause
 from unskew.deployment.link import LinkLost
 from unskew.deployment.messages import number, text, whole
 from unskew.deployment.preparing import MOST
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 POLL = 0.2
 """Seconds between two looks at who has come."""
+REPORT = 30.0
+"""Seconds between two reports on who is missing."""
 SKEW = 300.0
 """Seconds by which a site's clock may differ before that is said."""
 AGAIN = 30.0
@@ -50,6 +53,8 @@ class Door:
         check: Validates what a site reports of its data; raises ``Nonsense`` or ``ConfigError``.
         exact: Whether sites with other versions or CPU instructions are rejected, instead of reported.
         rejected: By node: why its site was not admitted.
+        report: Prints who is waited for.
+        failures: By node: why the last message to it failed.
     """
 
     sites: Sites
@@ -57,19 +62,26 @@ class Door:
     seconds: float
     check: Callable[[int, Frame], Any] = lambda client, frame: None
     exact: bool = False
+    report: Callable[[str], None] = print
     rejected: dict[int, str] = field(default_factory=dict)
-    _again: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
     _known: set[int] = field(default_factory=set)
     _asked: dict[str, int] = field(default_factory=dict)
+    _tries: dict[int, int] = field(default_factory=dict)
+    _again: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> dict[int, Frame]:
         """Return what each site reports that was admitted since the last call; other sites are reported and asked again."""
         sites = self.sites
-        for node in [node for node, when in self._again.items() if time.monotonic() > when]:
-            del self._again[node]
-            self._known.discard(node)
         try:
-            for node in sites.connected() - self._known:
+            here = sites.connected()
+            for node in self._again.keys() - here:  # when it comes back it is asked at once
+                del self._again[node]
+                self._tries.pop(node, None)
+                self._known.discard(node)
+            for node in here - self._known:
+                if time.monotonic() < self._again.get(node, 0.0):
+                    continue
                 self._known.add(node)
                 self._asked[sites.push(node, Frame("hello"), "hello", self.seconds)] = node
             answers = sites.link.pull(list(self._asked)) if self._asked else []
@@ -82,7 +94,7 @@ class Door:
         for identity, frame in answers:
             node = self._asked.pop(identity)
             if frame.kind == "failed":
-                self._known.discard(node)  # it went before it could answer
+                self._failed(node, plainly(frame.config.get("reason")))
                 continue
             try:
                 client = self._greeted(frame)
@@ -90,11 +102,45 @@ class Door:
                 reason = str(error) if isinstance(error, ConfigError) else f"A site's report is not valid: {error}."
                 if self.rejected.get(node) != reason:
                     sites.tell(f"A site is not admitted. {reason}")
+                    sites.log("rejected", node=str(node), reason=reason)
                 self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN
+                self._known.discard(node)
                 continue
             self.rejected.pop(node, None)
             sites.nodes[client], sites.names[client], found[client] = node, str(frame.config["name"]), frame
+            self.failures.pop(node, None)
+            contact = sites.contact(client)
+            contact.connected, contact.since = True, time.time()
+            contact.seen, contact.error = contact.since, ""
+            contact.version = plainly(frame.config.get("unskew", ""))[:40]
+            contact.key = plainly(frame.config.get("key", ""))[:80]
+            sites.log("joined", client, version=contact.version)
         return found
+
+    def _failed(self, node: int, reason: str) -> None:
+        """Ask a node again after a pause, a limited number of times until it connects anew."""
+        tries = self._tries[node] = self._tries.get(node, 0) + 1
+        self._again[node] = time.monotonic() + pause(tries)
+        again = f"It is asked again after {pause(tries):g} s"
+        if tries > FAILURES:
+            again = "It is not asked again until its SuperNode reconnects"
+        else:
+            self._known.discard(node)
+        if self.failures.get(node) != reason or tries > FAILURES:
+            self.report(f"A SuperNode is connected, but its site does not answer: {reason.rstrip('.')}. {again}.")
+        self.failures[node] = reason
+
+    def missing(self, found: Collection[int]) -> str:
+        """Return who is connected and who is missing, and why, in sentences."""
+        names = ", ".join(self.sites.name(k) for k in sorted(found)) or "none"
+        absent = ", ".join([str(k) for k in range(self.clients) if k not in found][:20])
+        silent = self.sites.connected(REPORT) - {self.sites.nodes[k] for k in found}
+        texts = [f"Connected: {names}. Missing are the clients {absent}."]
+        if silent - self.rejected.keys():
+            texts.append(f"{len(silent - self.rejected.keys())} SuperNodes are connected, but their sites have not answered.")
+        for what, reasons in (("Last failure", self.failures), ("Not admitted", self.rejected)):
+            texts += [f"{what}: {reason}" for reason in sorted({reasons[node] for node in silent & reasons.keys()})[:3]]
+        return " ".join(text.rstrip(".") + "." for text in texts)
 
     def _greeted(self, frame: Frame) -> int:
         """Return the number of the client that a site reports to be.
@@ -148,7 +194,7 @@ def gather(door: Door, quorum: int) -> dict[int, Frame]:
         EngineError: They do not come.
         ConfigError: None of them can take part.
     """
-    end = time.monotonic() + door.seconds
+    began = reported = time.monotonic()
     found: dict[int, Frame] = {}
     while True:
         found |= door.step()
@@ -156,12 +202,14 @@ def gather(door: Door, quorum: int) -> dict[int, Frame]:
             return dict(sorted(found.items()))
         if len(door.rejected) >= door.clients:
             raise ConfigError(next(iter(door.rejected.values())))
-        if time.monotonic() > end:
-            missing = [str(k) for k in range(door.clients) if k not in found]
-            rejected = "".join(f" Not admitted: {reason}" for reason in [*door.rejected.values()][:5])
+        door.sites.check_stopped()
+        now = time.monotonic()
+        if now > began + door.seconds:
             raise EngineError(
-                f"After {door.seconds:g} s {len(found)} of {quorum} sites are there; missing are the clients "
-                f"{', '.join(missing[:20])}. flwr supernode list shows who is connected; unskew deploy check tells at a "
-                f"site what is wrong.{rejected}"
+                f"After {door.seconds:g} s {len(found)} of {quorum} sites are there. {door.missing(found)} unskew deploy "
+                "check tells at a site what is wrong."
             )
+        if now > reported + REPORT:
+            reported = now
+            door.report(f"{len(found)} of {quorum} sites after {now - began:.0f} s. {door.missing(found)}")
         time.sleep(POLL)

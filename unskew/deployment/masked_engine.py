@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.arrays import DTYPES, NAMES, Nonsense, length_of, placed
+from unskew.deployment.arrays import DTYPES, NAMES, Nonsense, blobs, length_of, placed
+from unskew.deployment.audit import digest_of
 from unskew.deployment.engine import FlowerEngine
 from unskew.deployment.fixed_point import Part
 from unskew.deployment.masks import LEAST, parsed
@@ -45,6 +46,8 @@ class MaskedEngine(FlowerEngine):
         if found.clients:
             self._tell_error(found.error / weight, len(found.clients))
             delta, b, report, upload, figures = self._means(casts, found, weight)
+            names = [self.sites.name(k) for k in found.clients]
+            self.sites.log("sum opened", sites=names, digest=digest_of(blobs("sum", found.tensors)))
         first = True
         for cast in casts:
             if cast.client in found.clients:

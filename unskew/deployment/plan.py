@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from unskew.config.experiment import Experiment
@@ -35,6 +36,7 @@ class Deployment:
         megabytes: Largest message.
         norm: Largest norm of a tensor that is taken.
         exact: Whether sites with other versions or CPU instructions than the server's are rejected.
+        excluded: Clients that the operator has excluded (``unskew deploy exclude``).
     """
 
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -49,6 +51,7 @@ class Deployment:
     megabytes: float = 2048.0
     norm: float = 1e6
     exact: bool = False
+    excluded: tuple[int, ...] = ()
 
     def place(self, config: Experiment) -> Given:
         """Where its SuperLink and its sites are.
@@ -97,6 +100,10 @@ class Deployment:
         """Keep it in a run folder."""
         write_atomic(folder / FILE, json.dumps(asdict(self), indent=2).encode())
 
+    def write_excluded(self, folder: Path, clients: Iterable[int]) -> None:
+        """Store the excluded clients, so that a resumed run excludes them, too."""
+        replace(self, excluded=tuple(sorted(clients))).write(folder)
+
     @staticmethod
     def read(folder: Path) -> Deployment:
         """Inverse of ``write``.
@@ -106,7 +113,8 @@ class Deployment:
         """
         try:
             values = json.loads((folder / FILE).read_bytes())
-            one = Deployment(**{**values, "patience": Patience(**values["patience"])})
+            changed = {"patience": Patience(**values["patience"]), "excluded": tuple(map(int, values["excluded"]))}
+            one = Deployment(**{**values, **changed})
             one.check()
             return one
         except (OSError, ValueError, TypeError, KeyError) as error:

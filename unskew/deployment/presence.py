@@ -56,6 +56,7 @@ class Present:
         """
         heard = time.monotonic()
         while True:
+            self.sites.check_stopped(between_rounds=True)
             self._welcome()
             self.count = len(self.there())
             if self.count >= self.quorum:
@@ -64,7 +65,9 @@ class Present:
                 raise EngineError(f"So many sites are excluded that {self.quorum} can never be there (--quorum).")
             if time.monotonic() - heard > waiting.SILENCE:
                 heard = time.monotonic()
-                self.sites.tell(f"{self.count} of at least {self.quorum} sites are there; waiting for more.")
+                self.sites.tell(
+                    f"{self.count} of at least {self.quorum} sites are there. {self.door.missing(self.there())}"
+                )
             time.sleep(waiting.POLL)
 
     def _welcome(self) -> None:

@@ -57,6 +57,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment},
                 start_new_session=True,
+                umask=0o077,  # databases, logs and sockets are their owner's alone
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
 from unskew.config.reading import experiment, load_yaml
 from unskew.data.load import divided
+from unskew.deployment.audit import AuditLog
 from unskew.deployment.beginning import agree, budget_of, checked, facts_check, first_words
+from unskew.deployment.control import Control
 from unskew.deployment.joining import Door, gather
 from unskew.deployment.messages import Terms
 from unskew.deployment.places import Given
@@ -56,7 +60,7 @@ def run(
         EngineError: The SuperLink or sites are missing.
     """
     deployment.check()
-    with new_folder(out, False, partial(worth_keeping, out)):
+    with owner_only(), new_folder(out, False, partial(worth_keeping, out)):
         deployment.write(out)
         return _carried_out(config, deployment, out, False, callbacks, tell, place)
 
@@ -74,11 +78,21 @@ def resume(
     Raises:
         CheckpointError: There is nothing to resume.
     """
-    with resumed(folder):
+    with owner_only(), resumed(folder):
         stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
         config = experiment(moved(stored, changes))
         check_unfinished(folder, config.rounds)
         return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
+
+
+@contextmanager
+def owner_only() -> Iterator[None]:
+    """Context manager within which this process makes files and folders that only their owner can read."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def _carried_out(
@@ -111,12 +125,17 @@ def _carried_out(
     config = config.model_copy(update={"checkpoint_every": 1})
     about = first_words(config, reference)
     place = deployment.place(config) if place is None else place
+    folder.chmod(0o700)  # figures of single sites are in it
+    within = ExitStack()
     try:
-        tell(f"Waiting for {total} sites.")
+        tell(f"Waiting for {total} sites; unskew deploy status {folder} shows who is there.")
         link = place.open(int(deployment.megabytes * 1e6), deployment.gathering)
         reopen = partial(place.reopen, deployment.gathering)
         sites = Sites(link, reopen, deployment.run, about, deployment.patience, partial(warn, callbacks))
-        door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact)
+        sites.total, sites.barred = total, {*deployment.excluded}
+        sites.audit = within.enter_context(closing(AuditLog(folder)))
+        within.enter_context(closing(Control(folder, sites, partial(deployment.write_excluded, folder))))
+        door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact, tell)
         frames = gather(door, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree(config, deployment, method, drawn, reference, spec, frames, sites, total)
         terms = Terms(method, spec, config.buffers, deployment.norm, int(deployment.megabytes * 1e6))
@@ -135,6 +154,7 @@ def _carried_out(
         why = place.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error
     finally:
+        within.close()
         place.close()
     place.forget()
     return result

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
+from unskew.deployment.arrays import blobs
 from unskew.deployment.asynchronous import AsynchronousEngine
+from unskew.deployment.audit import digest_of
 from unskew.deployment.engine import FlowerEngine
 from unskew.deployment.masked_engine import MaskedEngine
 from unskew.deployment.messages import Terms
@@ -69,6 +71,7 @@ class DeployedSession(Session):
     budget: dict[str, int]
     network: SitesNetwork
     primitives: Primitives | None = None
+    complete = True  # whether the whole model is averaged in this round
 
     def connect(self, sites: Sites, terms: Terms, budget: dict[str, int], asynchronous: bool = False) -> None:
         """Take the sites that train."""
@@ -76,7 +79,12 @@ class DeployedSession(Session):
         network = SitesNetwork(0.0, self.config.seed, self.network.delays, self.network.store, self.network.device)
         network.sites, network.asynchronous = sites, asynchronous
         self.network = network
-        sites.tell = self.recorder.warn
+
+        def warn(text: str) -> None:
+            sites.last_warning = text
+            self.recorder.warn(text)
+
+        sites.tell = warn
 
     def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
         """The sites."""
@@ -88,6 +96,46 @@ class DeployedSession(Session):
             self.server.lost(client)  # what was on its way when the last sitting ended
         self.network.engine = engine
         return engine, Choice("flower", 0)
+
+    def _reports(self, t: int) -> bool:
+        """Return whether sites send their whole model in round ``t``: in the last one, if the result needs it."""
+        _, up = self.server.exchange.slices(self.server.rules, t, 0, None)
+        self.complete = up is None or sum(piece.stop - piece.start for piece in up) == self.spec.size
+        return t + 1 == self.config.rounds and not self.complete
+
+    def _evaluates(self, t: int) -> bool:
+        """Whether the model is evaluated after round ``t``: not while parts of what is evaluated stay at the sites."""
+        last = t + 1 == self.config.rounds
+        return last or (super()._evaluates(t) and (not self.server.wants_models or self.complete))
+
+    def _begin(self, start: int) -> None:
+        """See ``Session``; the audit log has the start of each sitting."""
+        super()._begin(start)
+        self.server.evaluates = self._reports
+        if start < self.config.rounds:
+            self.server.mean = None  # that of a run that was made longer is out of date
+        self.sites.round = start
+        self.sites.log("resumed" if start else "started")
+        self.sites.round = start + 1
+
+    def _finished(self, t: int, figures: dict[str, Any]) -> bool:
+        """See ``Session``; the audit log has the round's model, and the run ends here if the operator has asked for it."""
+        sites, server = self.sites, self.server
+        for client in server.left_out:
+            sites.log("left out", client, reason="not finite")
+        model = digest_of(blobs("model", {"v": server.v, "b": server.b}))
+        sites.log("round finished", updates=figures.get("updates"), digest=model)
+        if last := super()._finished(t, figures):
+            sites.log("finished")
+            return last
+        sites.check_stopped(between_rounds=True)
+        sites.round = t + 2
+        return last
+
+    def _save(self, done: int) -> None:
+        if done != self._saved:
+            super()._save(done)
+            self.sites.log("checkpoint", rounds=done)
 
     def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What the final model, and the clients' own, are worth: each site measures on what it holds out."""
@@ -116,7 +164,7 @@ class DeployedSession(Session):
             "clients_evaluated": len(scores.accuracies),
             "clients_evaluated_on": scores.measured_on,
         }
-        return figures, of_clients(federation, scores, own)
+        return figures, of_clients(federation, scores, own, self.server.last)
 
     @staticmethod
     def _scores(found: dict[int, dict[str, float]], which: str) -> ClientScores:

@@ -35,6 +35,11 @@ from unskew.engines.machine import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.workspace import Prepared, Workspace
 
+HEADER_SECONDS = 10.0
+"""Seconds within which a connection must have sent the header of its message."""
+IDLE_SECONDS = 60.0
+"""Seconds without a byte after which a connection is closed while a message is read or written."""
+
 
 class TooLong(UnskewError):
     """A training took longer than the site allows."""
@@ -216,17 +221,18 @@ class Site:
                 while True:
                     connection, _ = listener.accept()
                     with connection:
-                        connection.settimeout(600.0)
+                        connection.settimeout(IDLE_SECONDS)
                         self._serve_one(connection)
         finally:
             path.unlink(missing_ok=True)
 
     def _serve_one(self, connection: socket.socket) -> None:
         try:
-            asked = receive(connection, int(self.config.limits.megabytes * 1e6))
+            asked = receive(connection, int(self.config.limits.megabytes * 1e6), HEADER_SECONDS)
         except FrameError as error:
             answer = Frame("refused", {"reason": str(error)})
-        except OSError:
+        except OSError as error:
+            self.log(f"A connection was closed because it sent no whole message in time ({error}).")
             return
         else:
             answer = self.answer(asked)

@@ -99,7 +99,7 @@ class SiteConfig(Section):
     """Certificate of the CA that signed the SuperLink's."""
     key: str = "node.key"
     """The site's node key."""
-    socket: str = "site.sock"
+    socket: str = "run/site.sock"
     """Unix socket between the SuperNode and the site's process."""
     state: str = "state"
     """Folder of what stays at the site between rounds."""

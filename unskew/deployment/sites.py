@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +10,12 @@ from typing import Any, Literal
 
 from unskew.deployment.agreement import PROTOCOL
 from unskew.deployment.arrays import Nonsense, plainly
+from unskew.deployment.audit import AuditLog, timestamp
 from unskew.deployment.conversation import Conversation
 from unskew.deployment.link import Link
 from unskew.deployment.thin.frames import Frame
-from unskew.errors import EngineError
+from unskew.errors import ConfigError, EngineError
+from unskew.simulation.loop import Interrupted
 
 POLL = 0.2
 NODES = 0.5
@@ -41,6 +44,31 @@ class Patience:
 
 
 @dataclass
+class Contact:
+    """Contact with the site of one client. Times are in seconds since 1970.
+
+    Attributes:
+        version: Version of unskew at the site; ``key``: fingerprint of its node key, as the site reports it.
+        connected: Whether its SuperNode is connected; ``since``: since when it is, or is not.
+        seen: Time of its last answer; ``answered``: number of rounds in which it trained.
+        error: Why the last message to it failed.
+    """
+
+    version: str = ""
+    key: str = ""
+    connected: bool = False
+    since: float = field(default_factory=time.time)
+    seen: float | None = None
+    answered: int = 0
+    error: str = ""
+
+    def describe(self) -> str:
+        """Return the state of the connection and the last failure, as part of a sentence."""
+        state = "connected" if self.connected else f"not connected for {time.time() - self.since:.0f} s"
+        return f"{state}; last failure: {self.error}" if self.error else state
+
+
+@dataclass
 class Sites:
     """Sends messages to sites and gathers the answers, each for its run, round, client and attempt.
 
@@ -51,6 +79,11 @@ class Sites:
         about: What every message says: the experiment's digest and what the data are.
         patience: How long it waits.
         tell: Tells the user something.
+        contacts: Contact with the site of each client.
+        audit: The audit log, if the run keeps one.
+        total: Number of clients; ``round``: current round, from 1 (0: before the first); ``phase``: what sites are asked for.
+        barred: Clients that the operator has excluded.
+        pending: Clients whose answer is awaited.
     """
 
     link: Link
@@ -63,6 +96,15 @@ class Sites:
     names: dict[int, str] = field(default_factory=dict)
     faults: dict[int, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: {"late": 0, "refused": 0, "resent": 0})
+    contacts: dict[int, Contact] = field(default_factory=dict)
+    audit: AuditLog | None = None
+    total: int = 0
+    round: int = 0
+    phase: str = "gathering"
+    barred: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
+    last_warning: str = ""
+    stopping: Literal["", "after this round", "now"] = ""
     _sent: dict[str, int] = field(default_factory=dict)
     _attempts: int = 0
     _connected: set[int] = field(default_factory=set)
@@ -74,8 +116,8 @@ class Sites:
 
     @property
     def excluded(self) -> list[int]:
-        """Clients whose messages could not be used too often."""
-        return [client for client, count in self.faults.items() if count >= self.patience.faults]
+        """Clients that the operator has excluded, or whose messages could not be used too often."""
+        return sorted(self.barred | {k for k, count in self.faults.items() if count >= self.patience.faults})
 
     def fault(self, client: int, reason: str) -> None:
         """Count a message of a site that cannot be used; too many exclude it."""
@@ -84,11 +126,92 @@ class Sites:
         count, most = self.faults[client], self.patience.faults
         what = "it is excluded from the run" if count == most else f"{count} of {most}, then it is excluded"
         self.tell(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
+        self.log("rejected", client, reason=reason)
+        if count == most:
+            self.log("excluded", client, reason=f"{most} messages that could not be used")
 
-    def connected(self) -> set[int]:
-        """The nodes that Flower sees, looked up twice a second."""
-        if time.monotonic() - self._looked > NODES:
+    def log(self, event: str, client: int | None = None, **fields: Any) -> None:
+        """Append an event to the audit log, with the client's site and key."""
+        if self.audit is not None:
+            contact = self.contacts.get(-1 if client is None else client, Contact())
+            site = None if client is None else self.names.get(client)
+            self.audit.add(event, self.round, client=client, site=site, key=contact.key, **fields)
+
+    def contact(self, client: int) -> Contact:
+        """Return the contact with a client's site."""
+        return self.contacts.setdefault(client, Contact())
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``unskew deploy status`` and ``sites`` show, as JSON values."""
+        excluded, missing = self.excluded, [k for k in range(self.total) if not self.contact(k).connected]
+        sites = [
+            {
+                "client": k,
+                "site": self.names.get(k, ""),
+                **vars(self.contact(k)),
+                "faults": self.faults.get(k, 0),
+                "excluded": k in excluded,
+                "awaited": k in self.pending,
+            }
+            for k in range(self.total)
+        ]
+        return {
+            "run": self.run,
+            "round": self.round,
+            "phase": self.phase,
+            "stopping": self.stopping,
+            "missing": missing,
+            "last_warning": self.last_warning,
+            "time": timestamp(),
+            "sites": sites,
+        }
+
+    def stop(self, now: bool) -> None:
+        """End the run after the current round, or at once; called by another thread."""
+        self.stopping = "now" if now else "after this round"
+        self.log("stop requested", reason=self.stopping)
+
+    def exclude(self, which: str, save: Callable[[set[int]], None]) -> str:
+        """Exclude a site by its name or client number; called by another thread.
+
+        Args:
+            which: The site.
+            save: Stores the excluded clients.
+
+        Raises:
+            ConfigError: If there is no such site, or too few would remain.
+        """
+        found = [k for k in range(self.total) if which in (self.names.get(k), str(k))]
+        if len(found) != 1:
+            raise ConfigError(f"{which!r} names {len(found)} sites of this run; unskew deploy sites lists them.")
+        least = max(1, self.patience.least)
+        if self.total - len({*self.excluded, found[0]}) < least:
+            raise ConfigError(
+                f"A round needs {least} sites, so {self.name(found[0])} cannot be excluded; stop the run."
+            )
+        self.barred.add(found[0])
+        save(self.barred)
+        self.log("excluded", found[0], reason="by the operator")
+        return self.name(found[0])
+
+    def check_stopped(self, between_rounds: bool = False) -> None:
+        """Interrupt the run if the operator has asked for it and nothing of a round would be lost.
+
+        Raises:
+            Interrupted: If so, or if it is to end now.
+        """
+        if self.stopping == "now" or (self.stopping and (between_rounds or not self.round)):
+            self.log("stopped")
+            raise Interrupted(signal.SIGTERM)
+
+    def connected(self, seconds: float | None = None) -> set[int]:
+        """The nodes that Flower sees, looked up when the last look was ``seconds`` ago, by default twice a second."""
+        if time.monotonic() - self._looked > (NODES if seconds is None else seconds):
             self._connected, self._looked = set(self.link.nodes()), time.monotonic()
+            for client, node in self.nodes.items():
+                contact = self.contact(client)
+                if contact.connected != (node in self._connected):
+                    contact.connected, contact.since = not contact.connected, time.time()
         return self._connected
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
@@ -106,6 +229,7 @@ class Sites:
         take: Callable[[int, Frame], Any],
         strict: bool = False,
         least: int = 1,
+        without: str = "the round continues without it",
     ) -> Iterator[tuple[int, Any]]:
         """Send each client its message, and give what ``take`` makes of the answers, as they come.
 
@@ -115,6 +239,7 @@ class Sites:
             take: Checks an answer.
             strict: Whether all must answer, without a deadline.
             least: Answers that are needed, if that is more than the patience says.
+            without: What a missing answer means, for the message about it.
 
         Raises:
             EngineError: Too few have answered, and the run is to stop then.
@@ -125,6 +250,7 @@ class Sites:
         end = None if deadline is None else time.monotonic() + deadline
         wanted = {k: frame for k, frame in requests.items() if k not in self.excluded}
         talk = Conversation(self, round, take, deadline or 86400.0, wanted)
+        self.phase = next((frame.kind for frame in wanted.values()), self.phase)
         done, told, heard = 0, False, time.monotonic()
         while talk.requests:
             answers = talk.step()
@@ -132,6 +258,10 @@ class Sites:
                 if made is not None:
                     done += 1
                     yield client, made
+            for client in talk.requests.keys() & self.barred:
+                talk.drop(client)
+            self.pending = {*talk.requests}
+            self.check_stopped()
             left = sorted(talk.requests)
             if end is not None and left and time.monotonic() > end:
                 if done >= least or patience.short == "go":
@@ -149,7 +279,8 @@ class Sites:
         if talk.requests:
             self.counts["late"] += len(talk.requests)
             names = ", ".join(self.name(client) for client in sorted(talk.requests)[:10])
-            self.tell(f"Round {round}: no update from {names} within {deadline:g} s; the round goes on without.")
+            self.tell(f"Round {round}: no answer from {names} within {deadline:g} s; {without}.")
+        self.pending = set()
 
     def check_short(self, round: str, done: int, least: int) -> None:
         """Stop the run if that is what is to be done with too few updates.
@@ -165,8 +296,8 @@ class Sites:
 
     def tell_silence(self, round: str, clients: list[int]) -> None:
         """Say who is waited for."""
-        names = ", ".join(self.name(client) for client in clients[:10])
-        self.tell(f"Round {round}: nothing for {SILENCE:g} s; waiting for {names}. --deadline limits that.")
+        names = "; ".join(f"{self.name(client)}, {self.contact(client).describe()}" for client in clients[:10])
+        self.tell(f"Round {round}: no answer for {SILENCE:g} s. Waiting for {names}. --deadline limits the waiting.")
 
     def attempt(self, identity: str) -> int:
         """Which attempt a message was."""

@@ -126,7 +126,11 @@ class Summation:
             return take(client, frame)
 
         frames = {k: Frame(kind, {**config, "session": self.session}) for k, config in configs.items()}
-        return self._enough(dict(self.sites.ask(frames, f"{self.round} {kind}", expected, least=self.least)))
+        what = {"unmask": "its update is in the sum, which the other sites open"}.get(
+            kind, "the sum continues without it"
+        )
+        found = self.sites.ask(frames, f"{self.round} {kind}", expected, least=self.least, without=what)
+        return self._enough(dict(found))
 
     def _enough(self, found: dict[int, Any]) -> dict[int, Any]:
         if len(found) < self.least:

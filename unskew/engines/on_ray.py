@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +25,7 @@ from unskew.engines.base import Setup, uncounted
 from unskew.engines.group import parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.laid_out import packed
-from unskew.engines.ray_cluster import OnCluster, connect, load_ray, nodes_of
+from unskew.engines.ray_cluster import OnCluster, connect, head_of, load_ray, nodes_of, watch_head
 from unskew.engines.ray_messages import apart, copied
 from unskew.engines.ray_worker import Described, InFiles, check_versions, train_part, versions
 from unskew.errors import EngineError
@@ -79,7 +80,9 @@ class RayEngine:
         self.setup, self.where, self.ray, self.together = setup, where or OnCluster(), load_ray(), together
         ray = self.ray
         connect(self.where.address, workers)
-        self.most = workers
+        self.most, self.ended = workers, Event()
+        if self.where.address != "local":
+            Thread(target=watch_head, args=(head_of(ray), setup.tell, self.ended), daemon=True).start()
         self.places()
         self.task = ray.remote(train_part).options(
             num_cpus=self.where.cpus_per_worker,
@@ -271,4 +274,5 @@ class RayEngine:
 
     def close(self) -> None:
         """Forget the run. The cluster goes on: it is not ours, or serves the next run of this process."""
+        self.ended.set()
         self.everything = None

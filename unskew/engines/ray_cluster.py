@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,6 +20,8 @@ from unskew.engines.ray_messages import as_array, as_tensor
 from unskew.errors import ConfigError, EngineError
 
 TOKEN = Path.home() / ".ray" / "auth_token"
+PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).check_alive([], timeout=10)"
+"""Program that succeeds if a cluster answers it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,8 @@ def connect(address: str, workers: int | None) -> None:
             options["_node_ip_address"] = host  # nodes of one machine, each with its address
         if address not in ("local", "auto"):
             check_reachable(address)
-        if address != "auto":
-            check_guarded(own_address() if address == "local" else host.strip("[]"))
+        if address == "local" and os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+            check_guarded(own_address())  # otherwise Ray makes a token
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
@@ -78,6 +84,12 @@ def connect(address: str, workers: int | None) -> None:
                 f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or take "
                 "ray.address=local."
             ) from error
+        if address != "local" and admits_anybody(head_of(ray)):
+            try:
+                check_guarded(head_of(ray).rpartition(":")[0].strip("[]"))
+            except EngineError:
+                ray.shutdown()
+                raise
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
 
 
@@ -102,22 +114,63 @@ def check_reachable(address: str) -> None:
         ) from error
 
 
+def admits_anybody(address: str) -> bool:
+    """Return whether a cluster answers a process that shows no token. Takes a process and about a second."""
+    hidden = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"RAY_AUTH_MODE": "disabled"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, address], env=environment, capture_output=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
 def check_guarded(host: str) -> None:
-    """Refuse a cluster at a public address that asks for no token: whoever reaches its ports could run programs there.
+    """Reject the head of a cluster without a token, except on loopback: whoever reaches its ports can run programs there.
 
     Raises:
-        EngineError: It is one.
+        EngineError: If ``host`` is not an address of this machine to itself.
     """
-    if os.environ.get("RAY_AUTH_MODE") == "token":
-        return
     try:
-        public = any(ip_address(found[4][0]).is_global for found in socket.getaddrinfo(host, None))
+        loopback = all(ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
-        return
-    if public:
+        loopback = False
+    if not loopback:
         raise EngineError(
-            f"{host} is a public address, and Ray executes what is sent to its ports: bind the head to a private one "
-            "(ray start --head --node-ip-address=...), or let it ask for a token (RAY_AUTH_MODE=token on all nodes and here)."
+            f"The Ray cluster at {host} requires no token, so whoever reaches its ports can run programs on it. Create one "
+            "(ray get-auth-token --generate), copy ~/.ray/auth_token to all machines, and set RAY_AUTH_MODE=token before "
+            "ray start on each of them and here."
+        )
+
+
+def head_of(ray: Any) -> str:
+    """Return host and port of the head of the cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def watch_head(address: str, warn: Callable[[str], None], ended: Event, seconds: float = 5.0) -> None:
+    """Warn once if the head stops listening: Ray then ends this process about a minute later, without a reason.
+
+    Args:
+        address: Host and port of the head.
+        warn: Shows the warning.
+        ended: Set when the run has ended.
+        seconds: Time between two looks.
+    """
+    host, _, port = address.rpartition(":")
+    failures = 0
+    while failures < 3 and not ended.wait(seconds):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+            failures = 0
+        except OSError:
+            failures += 1
+    if failures == 3:
+        warn(
+            f"The head of the Ray cluster at {address} no longer answers. Ray ends this process within a minute; continue "
+            "the run with unskew resume, on another cluster (--set ray.address=...) or on this machine (--engine processes)."
         )
 
 

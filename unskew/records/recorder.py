@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,15 @@ def warn(callbacks: Sequence[Callback], text: str) -> None:
         listener.warn(text)
     if not listeners:
         warnings.warn(text, stacklevel=3)
+
+
+def warning_text(line: str) -> str:
+    """Return a line of ``warnings.txt`` without its time and round.
+
+    >>> warning_text("2026-01-31T12:00:00Z after round 3: The rate is high.")
+    'The rate is high.'
+    """
+    return re.sub(r"^\S+Z after round \d+: ", "", line)
 
 
 class Recorder:
@@ -112,7 +122,9 @@ class Recorder:
     def warn(self, text: str) -> None:
         """Tell the user, and keep what was told in ``warnings.txt``."""
         if self._path is not None:
-            append(self._path.with_name("warnings.txt"), " ".join(text.split()) + "\n")
+            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            line = f"{when} after round {len(self.history)}: {' '.join(text.split())}\n"
+            append(self._path.with_name("warnings.txt"), line)
         warn(self.callbacks, text)
 
     def sync(self) -> None:

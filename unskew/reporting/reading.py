@@ -13,6 +13,7 @@ from unskew.comparison.compare import averaged, is_figure
 from unskew.config.reading import load_yaml
 from unskew.data.reading.telling import tell
 from unskew.errors import CheckpointError, ConfigError
+from unskew.records.recorder import warning_text
 from unskew.records.result import read_history
 from unskew.tasks.score import SCORES, score_of
 
@@ -127,7 +128,7 @@ def read_run(folder: Path) -> RunFiles:
         history,
         read_clients(folder / "clients.jsonl"),
         about,
-        list(dict.fromkeys(filter(None, warnings))),
+        list(dict.fromkeys(filter(None, map(warning_text, warnings)))),
     )
 
 

@@ -296,4 +296,4 @@ class Session:
             "clients_evaluated": len(scores.accuracies),
             "clients_evaluated_on": scores.measured_on,
         }
-        return figures, of_clients(federation, scores, own)
+        return figures, of_clients(federation, scores, own, self.server.last)

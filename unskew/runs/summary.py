@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -118,13 +119,18 @@ def names_of_classes(federation: Federation) -> tuple[str, ...]:
     return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
 
 
-def of_clients(federation: Federation, scores: ClientScores, personal: ClientScores | None) -> list[dict[str, Any]]:
+def of_clients(
+    federation: Federation, scores: ClientScores, personal: ClientScores | None, took_part: Iterable[int] = ()
+) -> list[dict[str, Any]]:
     """What ``clients.jsonl`` holds: a line for each client; of clients that are loaded one by one, for those evaluated.
+
+    Of more than ``MOST_CLIENTS`` clients, those are listed that took part or were evaluated.
 
     Args:
         federation: The data before the method changed them.
         scores: What the final model is worth to those that were evaluated.
         personal: What their own models are, where they have any.
+        took_part: Clients whose updates were taken in.
     """
     scored = federation.objective.scored
     figures = {
@@ -141,7 +147,9 @@ def of_clients(federation: Federation, scores: ClientScores, personal: ClientSco
         holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
     if isinstance(clients, ArrayClients):
         held_out = clients.offsets[1:] - clients.splits
-        sizes = dict(enumerate(zip(federation.sizes.tolist(), held_out.tolist(), strict=True)))
+        few = len(clients) <= MOST_CLIENTS
+        listed = range(len(clients)) if few else sorted({*took_part, *figures})
+        sizes = {k: (int(federation.sizes[k]), int(held_out[k])) for k in listed}
     else:
         sizes = {k: (clients[k].examples, len(clients[k].y_test)) for k in figures}
     return [

@@ -14,6 +14,7 @@ import yaml
 from unskew.config.reading import load_yaml
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.records.recorder import warning_text
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import Opened
 from unskew.serving.portable import outputs_of, shape_of
@@ -256,5 +257,6 @@ def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | N
     )
     path = found.folder / "warnings.txt"
     if path.is_file():
-        texts += [f"Told during training: {plain(line)}" for line in path.read_text(encoding="utf-8").splitlines()[:10]]
+        lines = path.read_text(encoding="utf-8").splitlines()[:10]
+        texts += [f"Warning during training: {plain(warning_text(line))}" for line in lines]
     return texts

@@ -30,6 +30,9 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
     """
     end = time.monotonic() + patience
     while True:
+        if not os.path.exists(path):  # the server learns it now and asks again, with growing pauses
+            reason = f"There is no socket at {path}: start unskew deploy site, or correct the path in --node-config."
+            return Frame("failed", {"reason": reason})
         try:
             mode = os.stat(path).st_mode
             if not stat.S_ISSOCK(mode) or mode & 0o077:

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import struct
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,20 +96,29 @@ def send(to: socket.socket, frame: Frame) -> None:
         to.sendall(blob.data)
 
 
-def receive(of: socket.socket, largest: int = LARGEST) -> Frame:
+def receive(of: socket.socket, largest: int = LARGEST, header_seconds: float | None = None) -> Frame:
     """Read one message of at most ``largest`` bytes.
+
+    Args:
+        of: The connection.
+        largest: Maximum size of the arrays in bytes.
+        header_seconds: Seconds within which the header must arrive; None waits without a limit.
 
     Raises:
         Closed: There is none, because the other side has closed.
+        TimeoutError: The header did not arrive in time.
         FrameError: It is none.
     """
-    head = _exactly(of, len(MAGIC) + 8)
+    pause, end = of.gettimeout(), None if header_seconds is None else time.monotonic() + header_seconds
+    head = _exactly(of, len(MAGIC) + 8, end)
     if not head.startswith(MAGIC):
         raise FrameError("What came through the socket is no message of unskew.")
     (length,) = struct.unpack("<Q", head[len(MAGIC) :])
     if length > HEADER:
         raise FrameError(f"A header of {length} bytes is too long.")
-    return decode(bytes(_exactly(of, length)), lambda size: bytes(_exactly(of, size)), largest)
+    header = bytes(_exactly(of, length, end))
+    of.settimeout(pause)
+    return decode(header, lambda size: bytes(_exactly(of, size)), largest)
 
 
 def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
@@ -138,11 +148,13 @@ def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
     return Frame(kind, config, {name: float(value) for name, value in figures.items()}, arrays)
 
 
-def _exactly(of: socket.socket, size: int) -> bytearray:
-    """So many bytes."""
+def _exactly(of: socket.socket, size: int, end: float | None = None) -> bytearray:
+    """Read exactly ``size`` bytes, until the time ``end`` of ``time.monotonic`` if it is given."""
     buffer = bytearray(size)
     view, done = memoryview(buffer), 0
     while done < size:
+        if end is not None:
+            of.settimeout(max(1e-3, end - time.monotonic()))
         count = of.recv_into(view[done:])
         if not count:
             raise Closed("The connection was closed.")

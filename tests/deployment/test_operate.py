@@ -1,0 +1,234 @@
+"""What an operator sees and does while a deployed run is running: waiting, status, log, stop, exclude."""
+
+import json
+import stat
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from support.running import call
+from support.sites import TINY, LoopPlace, Told, deployed
+from test_faults import SCAFFOLD, trained, with_patience
+
+import unskew
+from unskew.config.reading import experiment
+from unskew.deployment import conversation, joining
+from unskew.deployment import sites as sites_module
+from unskew.deployment.audit import AuditLog, read_events
+from unskew.deployment.plan import Deployment
+from unskew.deployment.run import resume, run
+from unskew.deployment.thin.frames import Frame
+from unskew.errors import CheckpointError, EngineError
+from unskew.simulation.loop import Interrupted
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(sites_module, "NODES", 0.0)
+    monkeypatch.setattr(joining, "POLL", 0.01)
+    monkeypatch.setattr(conversation, "PAUSE", 0.005)
+
+
+def failing(client, answers=None):
+    """Flower fails to deliver hello to one site, a number of times or always."""
+    left = [answers]
+
+    def spoil(k, asked, answer):
+        if k != client or asked.kind != "hello" or left[0] == 0:
+            return answer
+        left[0] = None if left[0] is None else left[0] - 1
+        return Frame("failed", {"reason": "Flower's error 5: token expired"})
+
+    return spoil
+
+
+def test_waiting_reports_who_is_connected_who_is_missing_and_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "REPORT", 0.05)
+    said, place = [], LoopPlace(tmp_path, TINY)
+    place.link.away = {2}
+    place.link.spoil = failing(1)
+    with pytest.raises(EngineError) as stopped:
+        run(experiment(TINY), Deployment(gathering=0.5), tmp_path / "run", [Told()], said.append, place)
+    text = str(stopped.value)
+    assert "1 of 3 sites are there. Connected: site-0 (client 0). Missing are the clients 1, 2." in text
+    assert "1 SuperNodes are connected, but their sites have not answered. Last failure: Flower's error 5: token expired." in text
+    assert any(line.startswith("1 of 3 sites after") and "token expired" in line for line in said)
+    assert any("its site does not answer: Flower's error 5: token expired. It is asked again" in line for line in said)
+
+
+def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_ever(tmp_path):
+    place, times = LoopPlace(tmp_path, TINY), []
+    spoil = failing(1)
+
+    def noted(client, asked, answer):
+        if client == 1:
+            times.append(time.monotonic())
+        return spoil(client, asked, answer)
+
+    place.link.spoil = noted
+    with pytest.raises(EngineError, match="2 of 3 sites"):
+        run(experiment(TINY), Deployment(gathering=6.0), tmp_path / "run", [Told()], [].append, place)
+    assert len(times) == conversation.FAILURES + 1
+    waits = [b - a for a, b in pairwise(times)]
+    assert all(wait >= 0.005 * 2**n for n, wait in enumerate(waits))
+    assert conversation.pause(1000) == conversation.LONGEST
+
+
+def test_a_site_that_answers_after_failures_takes_part(tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    place.link.spoil = failing(1, 3)
+    result, _ = deployed(tmp_path, place)
+    assert [row["updates"] for row in result.history] == [3, 3]
+
+
+class During:
+    """A callback that runs something after some round, in the run's own thread."""
+
+    def __init__(self, action, after=1):
+        self.action, self.after = action, after
+
+    def start(self, config, rounds_done):
+        pass
+
+    def round(self, row):
+        if row["round"] == self.after:
+            self.action()
+
+    def end(self, summary):
+        pass
+
+    def warn(self, text):
+        pass
+
+
+def test_status_and_sites_of_a_running_run(tmp_path, capsys):
+    place, found = LoopPlace(tmp_path, {**TINY, **SCAFFOLD}), {}
+    place.link.spoil = lambda k, asked, answer: (
+        Frame("refused", {"reason": "no disk"}) if trained(asked) and k == 2 else answer
+    )
+
+    def look():
+        found["socket"] = stat.S_IMODE((tmp_path / "run" / "control.sock").stat().st_mode)
+        found["json"] = call(capsys, "deploy", "status", tmp_path / "run", "--json").json()
+        found["text"] = call(capsys, "deploy", "status", tmp_path / "run").out
+        found["table"] = call(capsys, "deploy", "sites", tmp_path / "run").out
+        place.link.away = {0}
+
+    def look_again():
+        found["away"] = call(capsys, "deploy", "status", tmp_path / "run").out
+        place.link.away = set()
+
+    run(experiment({**TINY, **SCAFFOLD}), with_patience(deadline=0.5, short="go"), tmp_path / "run",
+        [During(look), During(look_again, 2)], [].append, place)  # fmt: skip
+    assert found["socket"] == 0o600
+    assert (found["json"]["round"], found["json"]["phase"], found["json"]["missing"]) == (1, "train", [])
+    rows = {row["site"]: row for row in found["json"]["sites"]}
+    assert [rows[f"site-{k}"]["answered"] for k in range(3)] == [1, 1, 1]
+    assert [rows[f"site-{k}"]["faults"] for k in range(3)] == [0, 0, 1]
+    assert rows["site-0"]["version"] == unskew.__version__
+    assert "connected     site-0 (client 0), site-1 (client 1), site-2 (client 2)" in found["text"]
+    assert "no disk" in found["text"]
+    assert unskew.__version__ in found["table"]
+    assert "missing       site-0 (client 0), since" in found["away"]
+    after = call(capsys, "deploy", "status", tmp_path / "run")
+    assert after.code == 2
+    assert "No deployed run is working in" in after.err
+    assert not (tmp_path / "run" / "control.sock").exists()
+
+
+def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
+    values = {**TINY, **SCAFFOLD}
+    place = LoopPlace(tmp_path, values)
+
+    def stop():
+        assert "unskew resume" in call(capsys, "deploy", "stop", tmp_path / "run").out
+
+    with pytest.raises(Interrupted):
+        run(experiment(values), with_patience(), tmp_path / "run", [During(stop, 2)], [].append, place)
+    result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+    events = [event["event"] for event in read_events(tmp_path / "run" / "audit.jsonl", verify=True)[0]]
+    assert [name for name in events if name in ("started", "stopped", "resumed", "finished")] == [
+        *("started", "stopped", "resumed", "finished")
+    ]
+
+
+def test_a_round_that_waits_for_ever_can_be_given_up(tmp_path, capsys):
+    place = LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
+    place.link.spoil = lambda k, asked, answer: (
+        None if trained(asked) and k == 1 and asked.config["round"] == 1 else answer
+    )
+    threading.Timer(0.5, lambda: sites_module_stop(tmp_path)).start()
+    with pytest.raises(Interrupted):
+        run(experiment({**TINY, **SCAFFOLD}), with_patience(), tmp_path / "run", [Told()], [].append, place)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def sites_module_stop(tmp_path):
+    from unskew.deployment.control import ask
+
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count("\n") == 1:
+            ask(tmp_path / "run", "stop", now=True)
+            return
+        time.sleep(0.02)
+
+
+def test_an_excluded_site_is_asked_no_longer_also_after_a_resume(tmp_path, capsys):
+    values = {**TINY, **SCAFFOLD}
+    place = LoopPlace(tmp_path, values)
+
+    def exclude():
+        assert call(capsys, "deploy", "exclude", tmp_path / "run", "nobody").code == 2
+        assert "site-1 (client 1) is excluded." in call(capsys, "deploy", "exclude", tmp_path / "run", "site-1").out
+        call(capsys, "deploy", "stop", tmp_path / "run")
+
+    with pytest.raises(Interrupted):
+        run(experiment(values), with_patience(), tmp_path / "run", [During(exclude, 2)], [].append, place)
+    result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
+    assert [row["updates"] for row in result.history] == [3, 3, 2, 2]
+    assert not [f for k, f in place.link.sent if k == 1 and trained(f) and f.config["round"] > 1]
+
+
+def test_the_audit_log_has_every_event_and_shows_changes(tmp_path, capsys):
+    place = LoopPlace(tmp_path, TINY)
+    result, _ = deployed(tmp_path, place)
+    path = result.folder / "audit.jsonl"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(result.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((result.folder / "clients.jsonl").stat().st_mode) == 0o600
+    events, _ = read_events(path, verify=True)
+    names = [event["event"] for event in events]
+    a_round = [*(["update accepted"] * 3), "round finished", "checkpoint"]
+    assert names == ["joined"] * 3 + ["started", *a_round, *a_round, "finished"]
+    assert [event["site"] for event in events[4:7]] == ["site-0", "site-1", "site-2"]
+    assert [event["round"] for event in events] == [0] * 4 + [1] * 5 + [2] * 6
+    assert all(len(event["digest"]) == 64 for event in events if "accepted" in event["event"])
+    found = call(capsys, "deploy", "log", result.folder, "--verify")
+    assert found.code == 0
+    assert f"{len(events)} events, none altered" in found.out
+    assert "update accepted" in call(capsys, "deploy", "log", result.folder).out
+    lines = path.read_text().splitlines(keepends=True)
+    for altered in (lines[:4] + lines[5:], [*lines[:4], lines[4].replace("site-0", "site-9"), *lines[5:]], lines[1:]):
+        path.write_text("".join(altered))
+        assert "has been altered: line" in call(capsys, "deploy", "log", result.folder, "--verify").err
+
+
+def test_a_line_that_was_cut_off_does_not_break_the_chain(tmp_path):
+    log = AuditLog(tmp_path)
+    log.add("joined", 0, site="a")
+    log.close()
+    with (tmp_path / "audit.jsonl").open("ab") as file:
+        file.write(b'{"time": "2026')
+    log = AuditLog(tmp_path)
+    log.add("finished", 1)
+    log.close()
+    assert [e["event"] for e in read_events(tmp_path / "audit.jsonl", verify=True)[0]] == ["joined", "finished"]
+    (tmp_path / "audit.jsonl").write_text(json.dumps([1]))
+    with pytest.raises(CheckpointError, match="line 1"):
+        read_events(tmp_path / "audit.jsonl")

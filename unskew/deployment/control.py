@@ -1,0 +1,120 @@
+"""Operator's access to a running deployed run: a Unix socket in its folder for status, stop and exclude."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from unskew.deployment.sites import Sites
+from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.errors import ConfigError
+
+FILE = "control.sock"
+LARGEST = 1 << 20
+SECONDS = 10.0
+"""Seconds that either end waits for the other."""
+
+
+@contextmanager
+def address_in(folder: Path) -> Iterator[str]:
+    """Context manager that gives the socket's address, on Linux a short one: paths of sockets end at about 100 characters."""
+    if sys.platform != "linux":
+        yield str(folder / FILE)
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{handle}/{FILE}"
+    finally:
+        os.close(handle)
+
+
+class Control:
+    """Answers the operator's commands in a thread while the run goes through its rounds.
+
+    Args:
+        folder: The run folder.
+        sites: The sites of the run.
+        save_excluded: Stores the excluded clients, so that a resumed run excludes them, too.
+    """
+
+    def __init__(self, folder: Path, sites: Sites, save_excluded: Callable[[set[int]], None]):
+        self.folder, self.sites, self.save_excluded = folder, sites, save_excluded
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        (folder / FILE).unlink(missing_ok=True)  # of a process that was killed
+        try:
+            with address_in(folder) as address:
+                self._listener.bind(address)
+            (folder / FILE).chmod(0o600)
+            self._listener.listen(4)
+        except OSError as error:
+            sites.tell(f"unskew deploy status cannot reach this run: no socket at {folder / FILE} ({error.strerror}).")
+        else:
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering and remove the socket."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+        (self.folder / FILE).unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection, suppress(OSError, FrameError):
+                connection.settimeout(SECONDS)
+                send(connection, self.answer(receive(connection, LARGEST, SECONDS)))
+
+    def answer(self, asked: Frame) -> Frame:
+        """Carry out one command; one that cannot be carried out is answered by the reason."""
+        try:
+            if asked.kind == "status":
+                return Frame("status", {"json": json.dumps(self.sites.status())})
+            if asked.kind == "stop":
+                self.sites.stop(now=asked.config.get("now") is True)
+                return Frame("done")
+            if asked.kind == "exclude":
+                name = self.sites.exclude(str(asked.config.get("site")), self.save_excluded)
+                return Frame("done", {"name": name})
+            raise ConfigError(f"This run does not know the command {asked.kind[:40]!r}; use the same unskew for both.")
+        except ConfigError as error:
+            return Frame("failed", {"reason": str(error)})
+
+
+def ask(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
+    """Send a command to the deployed run that works in ``folder``.
+
+    Returns:
+        The configuration of its answer.
+
+    Raises:
+        ConfigError: If no run listens there, or it rejects the command.
+    """
+    path = folder / FILE
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{path} is not a socket of this user; only the user who started the run can reach it.")
+        with address_in(folder) as address, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(address)
+            send(connection, Frame(kind, config))
+            answer = receive(connection, LARGEST)
+    except (OSError, FrameError) as error:
+        raise ConfigError(
+            f"No deployed run is working in {folder} ({error}). Name the folder of a running unskew deploy run."
+        ) from error
+    if answer.kind == "failed":
+        raise ConfigError(str(answer.config.get("reason")))
+    return answer.config
