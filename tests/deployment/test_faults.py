@@ -12,6 +12,7 @@ import unskew
 from unskew.config.reading import experiment
 from unskew.deployment import conversation
 from unskew.deployment import sites as sites_module
+from unskew.deployment.arrays import tensor_of
 from unskew.deployment.plan import Deployment
 from unskew.deployment.run import resume, run
 from unskew.deployment.sites import Patience
@@ -108,7 +109,7 @@ def test_a_site_with_an_invalid_report_is_not_admitted_and_the_run_continues_wit
     place.link.spoil = lambda client, asked, answer: (
         replace(answer, config={**answer.config, **said}) if client == 1 else answer
     )
-    with pytest.raises(EngineError, match="missing are the clients 1"):
+    with pytest.raises(EngineError, match="Missing are the clients 1"):
         deployed(tmp_path, place, replace(with_patience(), gathering=0.05), told)
     assert reason in " ".join(told.warnings)
     result, _ = deployed(tmp_path / "q", place, replace(with_patience(), quorum=2), told, rounds=1)
@@ -195,6 +196,34 @@ def test_numbers_that_are_not_finite_are_left_out_as_in_a_simulation(tmp_path):
     result, _ = deployed(tmp_path, place, eval_clients=0)
     assert [(row["updates"], row["skipped"]) for row in result.history] == [(2, 1), (2, 1)]
     assert "sites_refused" not in result.history[-1]
+
+
+def test_an_update_far_above_the_others_is_left_out_and_named(tmp_path):
+    """Its norm is far below ``--norm``."""
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
+
+    def grown(client, asked, answer):
+        if not trained(asked) or client != 1:
+            return answer
+        return with_delta(answer, 1e4 * tensor_of(answer.arrays["update/delta"]))
+
+    place.link.spoil = grown
+    result, _ = deployed(tmp_path, place, with_patience(faults=2), told, **SCAFFOLD)
+    assert [row["updates"] for row in result.history] == [2, 2, 2, 2]
+    assert float(result.vector.norm()) < 10
+    assert "site-1 (client 1): its update is left out, because delta has the norm" in told.warnings[0]
+    assert "30 times the median of the other sites" in told.warnings[0]
+    assert result.history[-1]["sites_excluded"] == 1
+
+
+def test_one_site_of_two_cannot_push_out_the_other_by_zeros(tmp_path):
+    options = {"clients": 2, "eval_clients": 0}
+    place = LoopPlace(tmp_path, {**TINY, **options})
+    place.link.spoil = lambda client, asked, answer: (
+        with_delta(answer, torch.zeros(650)) if trained(asked) and client == 0 else answer
+    )
+    result, _ = deployed(tmp_path, place, **options)
+    assert [row["updates"] for row in result.history] == [2, 2]
 
 
 def test_too_few_updates_stop_the_run_if_that_is_asked_for(tmp_path):

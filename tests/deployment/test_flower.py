@@ -49,6 +49,21 @@ def processes_of(tmp_path):
     return found
 
 
+@pytest.mark.slow
+def test_a_wrong_socket_is_reported_at_once(tmp_path):
+    code = "import sys, time; from unskew.deployment.thin.client import exchange; from unskew.deployment.thin.frames import "
+    code += (
+        "Frame; t = time.monotonic(); print(exchange(sys.argv[1], Frame('hello'))); assert time.monotonic() - t < 60"
+    )
+    done = subprocess.run(
+        [str(FLOWER / "python"), "-c", code, str(tmp_path / "run" / "site.sock")],
+        capture_output=True, text=True, env=environment(tmp_path), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "kind='failed'" in done.stdout
+    assert f"There is no socket at {tmp_path}/run/site.sock" in done.stdout
+
+
 def test_two_sites_over_tls_give_the_numbers_of_the_simulator(tmp_path):
     """SCAFFOLD keeps state at the sites; every process is ended, and no key is left in the run folder."""
     values = {**TINY, "clients": 2, "method": "fedprox+scaffold", "eval_clients": 0}

@@ -17,6 +17,7 @@ from support.sites import TINY, LoopPlace
 
 from unskew.config.reading import experiment
 from unskew.data.load import federation_of
+from unskew.deployment import site as site_module
 from unskew.deployment.arrays import slices_in, written
 from unskew.deployment.folder import init, make_certificates, make_node_key, put_tools
 from unskew.deployment.site import Site
@@ -95,6 +96,37 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
     assert "nobody knows what" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
     with pytest.raises(ConfigError, match="Another process of this site answers"):
         LoopPlace(tmp_path, TINY).sites[0].serve()
+
+
+def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path, monkeypatch):
+    """Neither one that sends a few bytes and waits, nor one that sends single bytes for ever."""
+    monkeypatch.setattr(site_module, "HEADER_SECONDS", 0.3)
+    site = LoopPlace(tmp_path, TINY).sites[0]
+    path = site.config.path("socket", site.folder)
+    threading.Thread(target=site.serve, daemon=True).start()
+    while not path.exists():
+        pass
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow:
+        silent.connect(str(path))
+        silent.sendall(b"unsk")
+        slow.connect(str(path))
+        ended = threading.Event()
+
+        def drip():
+            while not ended.wait(0.05):
+                try:
+                    slow.sendall(b"u")
+                except OSError:
+                    return
+
+        threading.Thread(target=drip, daemon=True).start()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.settimeout(60)
+            other.connect(str(path))
+            send(other, Frame("shell"))
+            assert "nobody knows what" in receive(other).config["reason"]
+        ended.set()
+        assert silent.recv(1) == b""
 
 
 @pytest.mark.parametrize(

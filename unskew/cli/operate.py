@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.options import AsJson, console_for, print_json
-from unskew.errors import ConfigError
 from unskew.files import place
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", parser=place, metavar="RUN")]
@@ -32,23 +31,23 @@ def _age(seconds: float | None) -> str:
     return "never" if seconds is None else f"{max(0.0, time.time() - seconds):.0f} s ago"
 
 
-def _name(site: dict[str, Any]) -> str:
-    return f"{site['site']} (client {site['client']})" if site["site"] else f"client {site['client']}"
-
-
 def status(folder: RunFolder, as_json: AsJson = False) -> None:
     """Show the round of a running deployed run, who is connected, who is missing since when, and the last warning."""
     found = _status(folder)
     if as_json:
         print_json(found)
         return
+    names = {one["client"]: f"{one['site']} (client {one['client']})".strip() for one in found["sites"]}
+    lists = {
+        what: ", ".join(names[one["client"]] for one in found["sites"] if one[what])
+        for what in ("connected", "awaited")
+    }
     _line(f"round         {found['round']}, {found['phase']}" + (found["stopping"] and f", stops {found['stopping']}"))
-    _line("connected     " + (", ".join(_name(one) for one in found["sites"] if one["connected"]) or "none"))
-    for one in found["sites"]:
-        if not one["connected"]:
-            reason = f"; last failure: {one['error']}" if one["error"] else ""
-            _line(f"missing       {_name(one)}, since {_age(one['since'])}{reason}")
-    _line("awaited       " + (", ".join(_name(one) for one in found["sites"] if one["awaited"]) or "none"))
+    _line(f"connected     {lists['connected'] or 'none'}")
+    for one in [one for one in found["sites"] if not one["connected"]]:
+        reason = f"; last failure: {one['error']}" if one["error"] else ""
+        _line(f"missing       {names[one['client']]}, since {_age(one['since'])}{reason}")
+    _line(f"awaited       {lists['awaited'] or 'none'}")
     _line(f"last warning  {found['last_warning'] or 'none'}")
 
 
@@ -73,27 +72,22 @@ def log(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check that no event was changed, removed or added.")
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Print the audit log of a deployed run, or check its chain of digests."""
     from unskew.deployment.audit import FILE, read_events
     from unskew.deployment.control import FILE as SOCKET
 
-    shown = 0
-    while True:
-        running = (folder / SOCKET).exists()
+    shown, running = 0, True
+    while running:
+        running = follow and not verify and (folder / SOCKET).exists()
         events, last = read_events(folder / FILE, verify)
-        if as_json and not follow:
-            print_json(events)
-        for event in [] if verify or (as_json and not follow) else events[shown:]:
+        for event in [] if verify else events[shown:]:
             head = f"{event.pop('time', '')}  round {event.pop('round', '')}  {event.pop('event', '')}"
-            event.pop("previous", None)
-            _line("  ".join([head, *(f"{name}={value}" for name, value in event.items())]))
+            _line("  ".join([head, *(f"{name}={value}" for name, value in event.items() if name != "previous")]))
         shown = len(events)
-        if not (follow and running):
-            break
-        time.sleep(1.0)
-    if verify and not as_json:
+        if running:
+            time.sleep(1.0)
+    if verify:
         _line(
             f"{shown} events, none altered. Lines cut off at the end show only in this digest of the last one: {last}"
         )
@@ -118,18 +112,15 @@ def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or
 
 
 def register(
-    keys: Annotated[list[Path], typer.Argument(help="Public keys of the sites, node.pub.", metavar="KEY.pub...")],
+    keys: Annotated[list[Path], typer.Argument(help="Public keys of all sites.", metavar="KEY.pub...", exists=True)],
     superlink: Annotated[str, typer.Option("--superlink", help="Host and port of the SuperLink.")],
     folder: Annotated[
         Path, typer.Option("--folder", parser=place, metavar="PATH", help="The deployment's folder.")
-    ] = Path("."),
+    ] = Path(),
 ) -> None:
     """Wait until the SuperLink listens, then register all sites with it, in one call of Flower."""
     from unskew.deployment.places import STARTING, Given
 
-    missing = [str(key) for key in keys if not key.is_file()]
-    if missing:
-        raise ConfigError(f"There is no public key {missing[0]}; node-key.sh makes node.pub at the site.")
     there = Given(folder.absolute(), superlink).superlink
     there.configure()
     there.wait(STARTING)

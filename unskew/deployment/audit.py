@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from datetime import UTC, datetime
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,6 @@ from unskew.files import writing
 FILE = "audit.jsonl"
 FIRST = "0" * 64
 """Value of ``previous`` in the first line."""
-
-
-def timestamp(seconds: float | None = None) -> str:
-    """Return a time (by default now) as text in UTC, to the second."""
-    when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def digest_of(arrays: dict[str, Blob]) -> str:
@@ -43,21 +37,19 @@ class AuditLog:
 
     def __init__(self, folder: Path):
         self.path, self._lock, self._last = folder / FILE, threading.Lock(), FIRST
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with writing(self.path):
-            self._file = os.open(self.path, flags, 0o600)
-            lines = self.path.read_bytes().splitlines(keepends=True)
-            if lines and not lines[-1].endswith(b"\n"):
-                os.ftruncate(self._file, sum(map(len, lines[:-1])))
-                del lines[-1]
-        if lines:
-            self._last = hashlib.sha256(lines[-1].rstrip(b"\n")).hexdigest()
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            whole = self.path.read_bytes().rpartition(b"\n")[0]
+            os.ftruncate(self._file, len(whole) + 1 if whole else 0)
+        if whole:
+            self._last = hashlib.sha256(whole.splitlines()[-1]).hexdigest()
 
     def add(self, event: str, round: int, **fields: Any) -> None:
         """Append one event; fields that are empty or None are left out."""
         known = {name: value for name, value in fields.items() if value not in (None, "")}
         with self._lock, writing(self.path):
-            entry = {"time": timestamp(), "round": round, "event": event, **known, "previous": self._last}
+            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            entry = {"time": when, "round": round, "event": event, **known, "previous": self._last}
             line = json.dumps(entry).encode()
             os.write(self._file, line + b"\n")
             self._last = hashlib.sha256(line).hexdigest()
@@ -68,11 +60,7 @@ class AuditLog:
 
 
 def read_events(path: Path, verify: bool = False) -> tuple[list[dict[str, Any]], str]:
-    """Read an audit log.
-
-    Args:
-        path: The file.
-        verify: Check that each line carries the SHA-256 of the previous one.
+    """Read an audit log; with ``verify`` check that each line carries the SHA-256 of the previous one.
 
     Returns:
         The events, and the SHA-256 of the last line.
@@ -85,9 +73,7 @@ def read_events(path: Path, verify: bool = False) -> tuple[list[dict[str, Any]],
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             event = json.loads(line)
             if not isinstance(event, dict) or (verify and event.get("previous") != previous):
-                raise CheckpointError(
-                    f"{path} has been altered: line {number} does not continue the line before it. Compare it with a copy."
-                )
+                raise CheckpointError(f"{path} has been altered: line {number} does not continue the line before it.")
             previous = hashlib.sha256(line).hexdigest()
             events.append(event)
     except (OSError, ValueError, RecursionError) as error:

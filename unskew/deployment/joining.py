@@ -137,7 +137,9 @@ class Door:
         silent = self.sites.connected(REPORT) - {self.sites.nodes[k] for k in found}
         texts = [f"Connected: {names}. Missing are the clients {absent}."]
         if silent - self.rejected.keys():
-            texts.append(f"{len(silent - self.rejected.keys())} SuperNodes are connected, but their sites have not answered.")
+            texts.append(
+                f"{len(silent - self.rejected.keys())} SuperNodes are connected, but their sites have not answered."
+            )
         for what, reasons in (("Last failure", self.failures), ("Not admitted", self.rejected)):
             texts += [f"{what}: {reason}" for reason in sorted({reasons[node] for node in silent & reasons.keys()})[:3]]
         return " ".join(text.rstrip(".") + "." for text in texts)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from unskew.deployment.agreement import PROTOCOL
 from unskew.deployment.arrays import Nonsense, plainly
-from unskew.deployment.audit import AuditLog, timestamp
+from unskew.deployment.audit import AuditLog
 from unskew.deployment.conversation import Conversation
 from unskew.deployment.link import Link
 from unskew.deployment.thin.frames import Frame
@@ -143,28 +143,12 @@ class Sites:
 
     def status(self) -> dict[str, Any]:
         """Return what ``unskew deploy status`` and ``sites`` show, as JSON values."""
-        excluded, missing = self.excluded, [k for k in range(self.total) if not self.contact(k).connected]
-        sites = [
-            {
-                "client": k,
-                "site": self.names.get(k, ""),
-                **vars(self.contact(k)),
-                "faults": self.faults.get(k, 0),
-                "excluded": k in excluded,
-                "awaited": k in self.pending,
-            }
-            for k in range(self.total)
-        ]
-        return {
-            "run": self.run,
-            "round": self.round,
-            "phase": self.phase,
-            "stopping": self.stopping,
-            "missing": missing,
-            "last_warning": self.last_warning,
-            "time": timestamp(),
-            "sites": sites,
-        }
+        excluded, sites = self.excluded, []
+        for k in range(self.total):
+            counts = {"faults": self.faults.get(k, 0), "excluded": k in excluded, "awaited": k in self.pending}
+            sites.append({"client": k, "site": self.names.get(k, ""), **vars(self.contact(k)), **counts})
+        known = ("run", "round", "phase", "stopping", "last_warning")
+        return {**{name: getattr(self, name) for name in known}, "sites": sites}
 
     def stop(self, now: bool) -> None:
         """End the run after the current round, or at once; called by another thread."""
