@@ -18,6 +18,7 @@ from unskew.deployment import conversation, joining
 from unskew.deployment import sites as sites_module
 from unskew.deployment.audit import AuditLog, read_events
 from unskew.deployment.plan import Deployment
+from unskew.deployment.processes import Child
 from unskew.deployment.run import resume, run
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import CheckpointError, EngineError
@@ -108,6 +109,8 @@ class During:
 
 
 def test_status_and_sites_of_a_running_run(tmp_path, capsys):
+    (tmp_path / "sites" / "0").mkdir(parents=True)
+    (tmp_path / "sites" / "0" / "node.pub").write_text("ecdsa-sha2-nistp384 AAAA")
     place, found = LoopPlace(tmp_path, {**TINY, **SCAFFOLD}), {}
     place.link.spoil = lambda k, asked, answer: (
         Frame("refused", {"reason": "no disk"}) if trained(asked) and k == 2 else answer
@@ -133,6 +136,8 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     assert [rows[f"site-{k}"]["answered"] for k in range(3)] == [1, 1, 1]
     assert [rows[f"site-{k}"]["faults"] for k in range(3)] == [0, 0, 1]
     assert rows["site-0"]["version"] == unskew.__version__
+    assert rows["site-0"]["key"].startswith("SHA256:")
+    assert rows["site-1"]["key"] == ""
     assert "connected     site-0 (client 0), site-1 (client 1), site-2 (client 2)" in found["text"]
     assert "no disk" in found["text"]
     assert unskew.__version__ in found["table"]
@@ -221,6 +226,14 @@ def test_the_audit_log_has_every_event_and_shows_changes(tmp_path, capsys):
     for altered in (lines[:4] + lines[5:], [*lines[:4], lines[4].replace("site-0", "site-9"), *lines[5:]], lines[1:]):
         path.write_text("".join(altered))
         assert "has been altered: line" in call(capsys, "deploy", "log", result.folder, "--verify").err
+
+
+def test_files_of_processes_that_unskew_starts_are_their_owners_alone(tmp_path):
+    """Such as Flower's database, which holds updates while they wait."""
+    child = Child("it", ["touch", str(tmp_path / "superlink.db")], tmp_path / "log")
+    child.start()
+    child.process.wait()
+    assert stat.S_IMODE((tmp_path / "superlink.db").stat().st_mode) == 0o600
 
 
 def test_a_line_that_was_cut_off_does_not_break_the_chain(tmp_path):

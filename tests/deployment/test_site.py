@@ -2,9 +2,11 @@
 
 import http.server
 import os
+import re
 import socket
 import ssl
 import stat
+import subprocess
 import tempfile
 import threading
 from pathlib import Path
@@ -252,6 +254,15 @@ def written_and_used(tmp_path, capsys):
     make_node_key(folder, folder / "site")
     for key in ("ca/ca.key", "superlink/server.key", "site/node.key"):
         assert stat.S_IMODE((folder / key).stat().st_mode) == 0o600
+    public = folder / "site" / "node.pub"
+    shown = subprocess.run(["ssh-keygen", "-lf", str(public)], capture_output=True, text=True, check=True).stdout
+    assert site_module.fingerprint(public) == shown.split()[1]
+    assert site_module.fingerprint(folder / "none.pub") == ""
+    proxy = (folder / "superlink" / "nginx.conf").read_text()
+    assert re.findall(r"location (\S+) ", proxy) == ["/v1/fleet/", "/"]
+    assert "location / { return 403; }" in proxy
+    for file in ("superlink/flower-superlink.service", "compose.yaml"):
+        assert "--host 127.0.0.1 --port 8001" in (folder / file).read_text()
     assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 2
     with pytest.raises(ConfigError, match="already there"):
         init(folder, experiment(TINY))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support import ray_nodes
 from support.federations import SmallBatchNorm, blobs
 from support.ray_nodes import STORE, TOKEN, Node, cluster
 from test_engines import EARLY, METHODS, SUMS
 
 import unskew
+from unskew.engines import ray_cluster
 from unskew.errors import ConfigError, EngineError
 from unskew.records.recorder import Callback
 
@@ -88,11 +90,26 @@ def test_a_worker_that_asks_for_more_than_there_is_is_refused(nodes):
         unskew.run(model="logistic", rounds=1, engine="ray", ray={"address": nodes[0], "cpus_per_worker": 64})
 
 
+def test_a_cluster_that_admits_anybody_is_noticed(nodes, monkeypatch):
+    """The nodes of this file show that others are not; whoever has a token is admitted to an open cluster, too."""
+    assert not ray_cluster.admits_anybody(nodes[0])
+    monkeypatch.setattr(ray_nodes, "TOKEN", {"RAY_AUTH_MODE": "disabled"})
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        head = Node("127.0.0.8", None, 1, folder)
+        try:
+            assert ray_cluster.admits_anybody(f"127.0.0.8:{head.port()}")
+        finally:
+            head.kill()
+
+
 def test_the_example_of_a_cluster_fits_rays_schema():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     examples = Path(__file__).parents[2] / "examples" / "cluster"
     validate_config(prepare_config(yaml.safe_load((examples / "launcher.yaml").read_text())))
+    launcher = yaml.safe_load((examples / "launcher.yaml").read_text())
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert all("RAY_AUTH_MODE=token" in line for line in launcher[commands] if "ray start" in line)
     kubernetes = yaml.safe_load((examples / "kuberay.yaml").read_text())
     assert (kubernetes["apiVersion"], kubernetes["kind"]) == ("ray.io/v1", "RayCluster")
     assert kubernetes["spec"]["authOptions"]["mode"] == "token"

@@ -19,6 +19,7 @@ from unskew.data.partition.make import make_partition
 from unskew.errors import DataError
 from unskew.plots.curves import clients_by_class
 from unskew.plots.figure import literal
+from unskew.runs import summary
 from unskew.simulation.trouble import left_out
 
 NAMES = ("North [x]", "St. Mary's", "$5", "East")
@@ -144,6 +145,18 @@ def test_every_client_has_a_line_whose_means_are_those_of_the_summary(tmp_path, 
         assert min(values) == result.summary[f"{whose}_accuracy_worst"]
         assert rows[int(np.argmin(values))]["name"] == result.summary[f"{whose}_accuracy_worst_name"]
     assert all(0 < row["loss"] < 10 for row in rows)
+
+
+def test_of_many_clients_those_are_listed_that_took_part_or_were_evaluated(monkeypatch):
+    monkeypatch.setattr(summary, "MOST_CLIENTS", 3)
+    options = {"rounds": 1, "participation": 0.25}
+    everyone = {row["client"]: row for row in train(hospitals(), **options).clients}
+    assert len(everyone) == 4
+    (cohort,) = (row["client"] for row in train(hospitals(), **options, eval_clients=0).clients)
+    rows = train(hospitals(), **options, eval_clients=1).clients
+    (evaluated,) = (row["client"] for row in rows if "accuracy" in row)
+    assert [row["client"] for row in rows] == sorted({cohort, evaluated})
+    assert all(row["samples"] == everyone[row["client"]]["samples"] for row in rows)
 
 
 def test_only_those_evaluated_have_figures_and_only_named_ones_names(tmp_path):

@@ -113,7 +113,7 @@ def ask(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
             answer = receive(connection, LARGEST)
     except (OSError, FrameError) as error:
         raise ConfigError(
-            f"No deployed run is working in {folder} ({error}). Name the folder of a running unskew deploy run."
+            f"No deployed run is working in {folder}, or it is still starting ({error}). Name the folder of a running one."
         ) from error
     if answer.kind == "failed":
         raise ConfigError(str(answer.config.get("reason")))

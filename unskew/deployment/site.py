@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -57,6 +59,7 @@ class Site:
         self.folder = path.parent.absolute()
         self.config: SiteConfig = load_site(path)
         self.experiments = experiments_of(self.config, self.folder)
+        self.key = fingerprint(self.config.path("key", self.folder).with_suffix(".pub"))
         self.masks = Masks(primitives)
         self._work: tuple[tuple[str, str], Work] | None = None
         self._holdings: dict[str, Holding] = {}
@@ -109,7 +112,7 @@ class Site:
         if asked.kind == "hello":
             ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             answer = work.facts(work.data)
-            return Frame(answer.kind, {**answer.config, **about_us()}, {}, answer.arrays)
+            return Frame(answer.kind, {**answer.config, **about_us(), "key": self.key}, {}, answer.arrays)
         if asked.kind == "train":
             return work.answered(asked, state, received, self.masks, ledger)
         if asked.kind in PHASES:
@@ -150,7 +153,7 @@ class Site:
             raise Nonsense("what the data are is not settled yet")
         sums, values = own_sums(holding)
         config = held(self.config, len(holding.train), len(holding.held))
-        return Frame("facts", {**config, **about_us(), "values": values}, {}, sums)
+        return Frame("facts", {**config, **about_us(), "key": self.key, "values": values}, {}, sums)
 
     def agreed(self, digest: str) -> Experiment:
         """The experiment that a message belongs to.
@@ -240,6 +243,15 @@ class Site:
             self.log(f"refused: {answer.config['reason']}")
         with contextlib.suppress(OSError):
             send(connection, answer)
+
+
+def fingerprint(public_key: Path) -> str:
+    """Return the fingerprint of a public key as ``ssh-keygen -l`` prints it, empty if the file is missing."""
+    try:
+        key = base64.b64decode(public_key.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    return f"SHA256:{base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip('=')}"
 
 
 def about_us() -> dict[str, Any]:
