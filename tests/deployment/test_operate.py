@@ -17,6 +17,7 @@ from unskew.config.reading import experiment
 from unskew.deployment import conversation, joining
 from unskew.deployment import sites as sites_module
 from unskew.deployment.audit import AuditLog, read_events
+from unskew.deployment.flower import SuperLink
 from unskew.deployment.plan import Deployment
 from unskew.deployment.processes import Child
 from unskew.deployment.run import resume, run
@@ -249,3 +250,34 @@ def test_a_line_that_was_cut_off_does_not_break_the_chain(tmp_path):
     (tmp_path / "audit.jsonl").write_text(json.dumps([1]))
     with pytest.raises(CheckpointError, match="line 1"):
         read_events(tmp_path / "audit.jsonl")
+
+
+def test_the_log_of_a_running_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
+    log = AuditLog(tmp_path)
+    log.add("started", 0)
+    (tmp_path / "control.sock").touch()
+
+    def later(seconds):
+        log.add("finished", 1, digest="ab")
+        (tmp_path / "control.sock").unlink()
+
+    monkeypatch.setattr("unskew.cli.operate.time.sleep", later)
+    lines = call(capsys, "deploy", "log", tmp_path, "--follow").out.splitlines()
+    log.close()
+    assert [line.split("  ")[1:] for line in lines] == [["round 0", "started"], ["round 1", "finished", "digest=ab"]]
+
+
+def test_all_sites_are_registered_in_one_call_after_the_superlink_listens(tmp_path, capsys, monkeypatch):
+    done = []
+    monkeypatch.setattr(SuperLink, "wait", lambda self, seconds: done.append(("wait", self.address)))
+    monkeypatch.setattr(SuperLink, "control", lambda self, *commands: done.append(commands))
+    keys = [tmp_path / name for name in ("b.pub", "a.pub")]
+    options = ("--superlink", "localhost:8001", "--folder", tmp_path)
+    assert call(capsys, "deploy", "register", *keys, *options).code == 2
+    assert done == []
+    for key in keys:
+        key.touch()
+    assert call(capsys, "deploy", "register", *keys, *options).code == 0
+    registered = tuple(["supernode", "register", str(key), "unskew"] for key in keys)
+    assert done == [("wait", "localhost:8001"), registered]
+    assert 'address = "localhost:8001"' in (tmp_path / "home" / "config.toml").read_text()
