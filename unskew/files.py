@@ -346,6 +346,7 @@ def new_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> I
         try:
             yield
         except BaseException:
-            if fresh and not kept():
+            # Without the lock file, the folder was moved or removed, and another one may be in its place.
+            if fresh and not kept() and (folder / ".lock").exists():
                 unmake_folder(folder, added)
             raise

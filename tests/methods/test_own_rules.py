@@ -114,7 +114,10 @@ class Part(unskew.Sync):
             with_attributes(Server, metrics=lambda self, state: {"accuracy": 1.0}),
             r"metrics gives 'accuracy', which every",
         ),
-        (with_attributes(Server, metrics=lambda self, state: [1.0]), "must give a dictionary of figures, not list"),
+        (
+            with_attributes(Server, metrics=lambda self, state: [1.0]),
+            r"server.metrics must return a dictionary of figures.*\[1.0\]",
+        ),
         (with_attributes(sends=lambda self, ctx, carry, delta: delta[:3]), r"not torch.float64 \(3,\)"),
         (with_attributes(sends=lambda self, ctx, carry, delta: delta.float()), "not torch.float32"),
         (with_attributes(Part, pieces=(slice(0, 9), slice(5, 20))), "do not overlap"),

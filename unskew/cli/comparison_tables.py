@@ -13,7 +13,7 @@ from rich.text import Text
 
 from unskew.cli.wide import as_text, below
 from unskew.comparison.target import TargetCost
-from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
+from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, number, percent
 from unskew.tasks.score import SCORES, score_of
 
 WORDS = ("model", "over")
@@ -89,12 +89,14 @@ def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
     rounds = f"rounds to {percent(rows[0]['target'])}%"
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds)
-    table = ByMethod(title, (row["method"] for row in rows), *figures, *COST)
+    table = ByMethod(title, map(method_title, rows), *figures, *COST)
     for row in rows:
         losses = [number(row.get(name), spread(row, name)) for name in ("loss", "best_loss", "perplexity")]
         shares = [percent(row[name], spread(row, name)) for name in ("accuracy", "client_accuracy_mean")]
         traffic = [megabytes(row[name]) for name in ("bytes_up", "bytes_down")]
-        table.add_row(Spelling(row["method"]), *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}")
+        table.add_row(
+            Spelling(method_title(row)), *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}"
+        )
     return table
 
 
@@ -114,10 +116,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     figures = ("last round", "best round", "clients, mean", "worst client", rounds, *errors, *several)
     scored = score_of(rows[0])
     title = f"Test {SCORES[scored]} in %, {over_seeds(rows[0])}"
-    table = ByMethod(title, (row["method"] for row in rows), *figures, *COST)
+    table = ByMethod(title, map(method_title, rows), *figures, *COST)
     for row in rows:
         table.add_row(
-            Spelling(row["method"]),
+            Spelling(method_title(row)),
             *(
                 percent(row[name], spread(row, name))
                 for name in (scored, f"best_{scored}", f"client_{scored}_mean", f"client_{scored}_worst")
@@ -157,9 +159,9 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     if not asked:
         return None
     title = f"Test set in %, last round, {over_seeds(rows[0])}"
-    table = ByMethod(title, (row["method"] for row in rows), *asked.values())
+    table = ByMethod(title, map(method_title, rows), *asked.values())
     for row in rows:
-        table.add_row(Spelling(row["method"]), *(percent(row.get(name), spread(row, name)) for name in asked))
+        table.add_row(Spelling(method_title(row)), *(percent(row.get(name), spread(row, name)) for name in asked))
     return table
 
 
@@ -170,10 +172,12 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
         return None
     title = f"{SCORES[scored].capitalize()} in % on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
-    table = ByMethod(title, (row["method"] for row in rows), *figures)
+    table = ByMethod(title, map(method_title, rows), *figures)
     for row in rows:
         for label, whose in (("global", "client"), ("personal", "personal")):
             keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row[keys[0]] is not None:
-                table.add_row(Spelling(row["method"]), label, *(percent(row[key], spread(row, key)) for key in keys))
+                table.add_row(
+                    Spelling(method_title(row)), label, *(percent(row[key], spread(row, key)) for key in keys)
+                )
     return table

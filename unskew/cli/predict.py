@@ -43,6 +43,9 @@ def predict(
     """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    if out is not None and (out.resolve() == rows.resolve() or run.resolve() in out.resolve().parents):
+        what = "the input" if out.resolve() == rows.resolve() else "in the run folder, whose files belong to the run"
+        raise ConfigError(f"--out {out} is {what}; choose another file for the predictions.")
     from unskew.cli.progress import waiting
     from unskew.data.spec import names_in
     from unskew.serving.load import load
@@ -87,17 +90,35 @@ def predict(
     last = titles if numbers else titles[1:] if binary else [] if several else ["probability"]
     table = Table(header_style="bold")
     for title in ("row", *kept, *([] if numbers else ["label"]), *last):
-        table.add_column(Text(title))
+        table.add_column(Text(printable(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
         cells = [str(line[name]) for name in ("row", *kept)]
         if not numbers:
             cells.append((", ".join(line["label"]) if several else str(line["label"])) or "-")
         shown = [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[title]:.4g}" for title in last]
-        table.add_row(*map(Text, [*cells, *shown]))
+        table.add_row(*(Text(printable(cell)) for cell in [*cells, *shown]))
     console.print(table)
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All are in {out}." if out is not None else "--out FILE writes all of them, with every probability."
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    r"""Return a text for the terminal, with its control characters written out.
+
+    >>> printable("red" + chr(27) + "[0m")
+    'red\\x1b[0m'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def inert(value: object) -> object:
+    """Return a cell for a CSV file that a spreadsheet takes as text and not as a formula.
+
+    >>> inert("=1+1"), inert("red"), inert(-0.5)
+    ("'=1+1", 'red', -0.5)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def probability_names(label: str | None, names: list[str]) -> list[str]:
@@ -110,7 +131,10 @@ def probability_names(label: str | None, names: list[str]) -> list[str]:
 
 
 def as_text(lines: list[dict[str, Any]], kind: str) -> str:
-    """The predictions as JSON lines or CSV; in CSV several labels or columns are divided by |."""
+    """The predictions as JSON lines or CSV; in CSV several labels or columns are divided by |.
+
+    In CSV a text that begins like a formula (``=``, ``+``, ``-``, ``@``) gets an apostrophe before it.
+    """
     if kind == ".jsonl":
         return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     import csv
@@ -118,7 +142,7 @@ def as_text(lines: list[dict[str, Any]], kind: str) -> str:
 
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({name: inert(name) for name in lines[0]})
     for line in lines:
-        writer.writerow({k: "|".join(v) if isinstance(v, list) else v for k, v in line.items()})
+        writer.writerow({k: inert("|".join(v) if isinstance(v, list) else v) for k, v in line.items()})
     return text.getvalue()

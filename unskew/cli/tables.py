@@ -97,6 +97,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         lines.append(("left out", f"{summary['updates_skipped']} updates that were not finite"))
     if "retries" in summary:
         lines.append(("trained again", f"{summary['retries']:,} clients whose worker or node had died"))
+    if summary.get("diverged"):
+        lines.insert(0, ("diverged", "yes: the model is of no use; try a smaller learning rate"))
     for name, value in lines:
         table.add_row(name, value)
     return table

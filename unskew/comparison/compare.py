@@ -100,7 +100,13 @@ class Comparison:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             told = [f"The methods were trained for different numbers of rounds: {each}."]
         uneven = counted_unalike({name: summaries[0].get("weights") for name, summaries in self.summaries.items()})
-        return [*told, uneven] if self.unequal and uneven else told
+        if self.unequal and uneven:
+            told.append(uneven)
+        lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
+        if lost:
+            which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
+            told.append(f"Diverged, so the figures say nothing about the method: {which}. Try a smaller lr.")
+        return told
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -112,6 +118,7 @@ class Comparison:
             histories = self.histories[name]
             rounds = [first["round"] for history in histories if (first := reaching(history, self.target)) is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
+            row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             figures = [key for key in summaries[0] if is_figure(key)]
             for key in (*averaged(score_of(summaries[0])), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
@@ -194,7 +201,7 @@ def compare(
         raise ConfigError(f"Name each method only once: {twice} is there twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
     which = seed_list(seeds)
-    folder = None if out is None else place(out)
+    folder = None if out is None else place(out).absolute()
     if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
     experiment({**options, "target": target})  # checks them, also the target

@@ -184,7 +184,7 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     """Fields for a table, after a look at its columns."""
     table = joined(table_files(path)[0])
     n, columns = table.num_rows, list(table.column_names)
-    distinct = {c: len(table.column(c).unique()) for c in columns}
+    distinct = {c: _distinct(table.column(c)) for c in columns}
     if label is not None and label not in columns:
         raise ConfigError(unknown("column", label, columns))
     guessed = None if label else _label([c for c in columns if not table.column(c).null_count], distinct, n)
@@ -246,6 +246,16 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
 
 
+def _distinct(column: Any) -> int:
+    """Return the number of different values, or of all for a type such as a list, whose values are not compared."""
+    import pyarrow as pa
+
+    try:
+        return len(column.unique())
+    except pa.ArrowNotImplementedError:
+        return len(column)
+
+
 def _from_to(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
@@ -270,11 +280,11 @@ def _is_number(text: str) -> bool:
 
 
 def _is_infinite(column: Any) -> bool:
-    return bool(np.isinf(column.cast("float64").drop_null().to_numpy()).any())
+    return bool(np.isinf(column.cast("float64", safe=False).drop_null().to_numpy()).any())
 
 
 def _has_fractions(column: Any) -> bool:
-    values = column.cast("float64").drop_null().to_numpy()
+    values = column.cast("float64", safe=False).drop_null().to_numpy()
     return bool((values % 1 != 0).any())
 
 

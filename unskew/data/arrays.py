@@ -14,6 +14,7 @@ from torch import Tensor
 from unskew.data.checks import (
     as_targets,
     check_finite,
+    check_printable,
     given_inputs,
     laid_out,
     without_padding,
@@ -198,6 +199,10 @@ def checked_names(class_names: object, classes: int) -> tuple[str, ...]:
     """Class names, if there are any, one for each class at least."""
     wrong = DataError(f"class_names must be a list with a name for each class, not {shown(class_names)}.")
     names = tuple(items(class_names, wrong))
+    odd = next((name for name in names if not isinstance(name, str)), None)
+    if odd is not None:
+        raise DataError(f"A class name must be a text, not {shown(odd)}.")
+    check_printable(names, "class")
     if names and len(names) < classes:
         raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")
     twice = next((name for name, times in Counter(map(str, names)).items() if times > 1), None)

@@ -26,13 +26,26 @@ def as_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
         raise DataError("client_names must be a list of texts, one for each client.")
     if len(names) not in (0, clients):
         raise DataError(f"There are {len(names)} client_names for {clients} clients; give one for each, or none.")
-    odd = next((name for name in names if not name.strip() or not name.isprintable()), None)
-    if odd is not None:
-        raise DataError(f"The name {odd!r} of a client cannot be printed; client_names must be texts of one line.")
+    check_printable(names, "client")
     twice = next((name for name, times in Counter(names).items() if times > 1), None)
     if twice is not None:
         raise DataError(f"Two clients have the name {twice!r}; client_names must be distinct.")
     return tuple(names)
+
+
+def check_printable(names: Iterable[str], kind: str) -> None:
+    """Check that names can be shown in a terminal and in tables.
+
+    Args:
+        names: The names.
+        kind: What they name, for the error: ``client`` or ``class``.
+
+    Raises:
+        DataError: A name is empty, has several lines, or has control characters.
+    """
+    odd = next((name for name in names if not name.strip() or not name.isprintable()), None)
+    if odd is not None:
+        raise DataError(f"The name {odd!r} of a {kind} cannot be printed; {kind} names must be texts of one line.")
 
 
 def as_tensor(values: object, problem: str) -> Tensor:
@@ -193,8 +206,9 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
     """Refuse a data set in which there is nothing to tell apart.
 
     Raises:
-        DataError: It has a single class.
+        DataError: It has a single class, or the name of a class cannot be printed.
     """
+    check_printable((name for name in names if name), "class")
     if task == "classification" and len(names) < 2:
         raise DataError(
             f"All samples of {who} have the same label, {', '.join(names)}; a classifier needs two classes."

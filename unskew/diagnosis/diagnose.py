@@ -227,6 +227,16 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
         tensors = load(final.read_bytes())
     if not {*spec.names, *spec.buffer_names} <= set(tensors):
         raise CheckpointError(f"{final} holds another model.")
+    for name in (*spec.names, *spec.buffer_names):
+        if not tensors[name].is_floating_point():
+            raise CheckpointError(
+                f"{final} is damaged: {name} has the type {tensors[name].dtype}, not numbers with a fraction."
+            )
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise CheckpointError(
+                f"{name} in {final} has values that are not finite: the run diverged, or the file is damaged. Repeat the "
+                "run with a smaller learning rate."
+            )
     statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
     v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
     if len(v) != spec.size or sum(map(len, statistics)) != sum(spec.buffer_sizes):

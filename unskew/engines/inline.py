@@ -29,13 +29,12 @@ class InlineEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``."""
         if self.group is None:
-            return map(self.trainer.train, casts)
-        return self._train(casts, self.group)
-
-    def _train(self, casts: Sequence[Broadcast], group: GroupTrainer) -> Iterator[Update]:
+            for cast in casts:
+                yield self.trainer.train(cast)
+            return
         done: dict[int, Update] = {}
         for part in parts_of(casts, steps_of(self.setup, casts), self.together):
-            done.update(zip(part, group.train([casts[place] for place in part]), strict=True))
+            done.update(zip(part, self.group.train([casts[place] for place in part]), strict=True))
         yield from (done[place] for place in range(len(casts)))
 
     def close(self) -> None:

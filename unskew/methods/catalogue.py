@@ -91,8 +91,22 @@ def rule_class(name: str) -> type[Rule]:
         with on_behalf_of(name):
             cls = imported(":".join(name.rsplit(".", 1)), f"the method {str(name)!r}")
     if isinstance(cls, type) and issubclass(cls, Rule):
+        check_named(cls)
         return cls
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
+
+
+def check_named(cls: type[Rule]) -> None:
+    """Check that a class of rules has a name.
+
+    Raises:
+        ConfigError: It has none, as a base class.
+    """
+    if not hasattr(cls, "name"):
+        raise ConfigError(
+            f"{cls.__name__} needs a name: a method is a subclass of ClientRule, ServerRule, Sync or DataRule with "
+            "name, summary and paper."
+        )
 
 
 def slots_of(cls: type[Rule]) -> list[str]:
@@ -165,6 +179,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
+        check_named(type(spec))
         check_finite(spec, spec.name)
         return dataclasses.replace(spec.build(), spelling=spelled(spec))
     if isinstance(spec, type) or not isinstance(spec, Sequence):

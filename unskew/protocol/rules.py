@@ -25,6 +25,7 @@ from unskew.protocol.facts import FederationFacts, Holdings
 from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
 from unskew.protocol.proposed import Proposed
+from unskew.protocol.returns import check_hooks
 from unskew.protocol.spaces import Space
 from unskew.protocol.updates import Updates as Updates
 from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace
@@ -66,6 +67,10 @@ class Rule:
 
     needs: Collection[str] = ()
     """What it asks of the core; see ``unskew.protocol.needs``."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_hooks(cls, __name__)
 
     def build(self) -> Method:
         """The method made of this rule alone; a rule that fills several slots fills them all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -30,10 +31,10 @@ class Callback(Protocol):
         """The run begins or goes on after ``rounds_done`` rounds."""
 
     def round(self, row: Row) -> None:
-        """A round is finished; ``row`` is its line in ``metrics.jsonl``."""
+        """A round is finished; ``row`` is a copy of its line in ``metrics.jsonl``."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The run is finished."""
+        """The run is finished; ``summary`` is a copy."""
 
 
 def warn(callbacks: Sequence[Callback], text: str) -> None:
@@ -110,6 +111,7 @@ class Recorder:
         self._retries = None
         if self._path is not None:
             data = (json.dumps(row) + "\n").encode()
+            self.check_folder()
             with writing(self._path):
                 if self._file is None:
                     self._file = open_to_append(self._path)
@@ -117,7 +119,7 @@ class Recorder:
                     data = data[os.write(self._file, data) :]
         self.history.append(row)
         for callback in self.callbacks:
-            callback.round(row)
+            callback.round(copy.deepcopy(row))
 
     def warn(self, text: str) -> None:
         """Tell the user, and keep what was told in ``warnings.txt``."""
@@ -127,8 +129,27 @@ class Recorder:
             append(self._path.with_name("warnings.txt"), line)
         warn(self.callbacks, text)
 
+    def check_folder(self) -> None:
+        """Check that the run folder is still the one that the run began in.
+
+        Raises:
+            CheckpointError: It was removed, moved or replaced, or ``metrics.jsonl`` in it was.
+        """
+        if self._path is None:
+            return
+        try:
+            same = self._file is None or os.path.samestat(os.fstat(self._file), self._path.stat())
+        except FileNotFoundError:
+            same = False
+        if not same or not self._path.parent.is_dir():
+            raise CheckpointError(
+                f"The run folder {self._path.parent}, or a file in it, was removed, moved or replaced during the run, so the "
+                "run stopped. What was written before is where the folder is now; resume it there, or run it again."
+            )
+
     def sync(self) -> None:
         """Make sure that the lines so far survive a power cut; called before each checkpoint."""
+        self.check_folder()
         if self._file is not None and self._path is not None:
             with writing(self._path):
                 os.fsync(self._file)

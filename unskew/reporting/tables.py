@@ -12,7 +12,7 @@ from unskew.records.recorder import reaching
 from unskew.reporting.figures import gini
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import RunFiles, number
-from unskew.reporting.wording import F1, megabytes, metrics_in, percent
+from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, percent
 from unskew.reporting.wording import number as loss_text
 from unskew.tasks.score import SCORES, score_of
 
@@ -103,7 +103,7 @@ def comparison(part: Part) -> Table:
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
         reached = [] if part.language else [figure(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
         costs = [amount(row["bytes_up"]), amount(row["bytes_down"]), figure(row["seconds"])]
-        lines.append([Cell(row["method"]), figure(row["seeds"], 0), *cells, *reached, *costs])
+        lines.append([Cell(method_title(row)), figure(row["seeds"], 0), *cells, *reached, *costs])
     counted = [] if part.language else [f"rounds to {percent(part.target)} %"]
     titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
     what = "Test loss in nats per token" if part.language else f"Test {SCORES[scored]}"
@@ -267,7 +267,7 @@ def runs(part: Part) -> Table:
     pairs: list[tuple[Series, RunFiles]] = [(one, run) for one in part.series for run in one.runs]
     rows = [
         [
-            Cell(one.label),
+            Cell(method_title({"method": one.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
             Cell(str(run.folder)),
             figure(s["seed"], 0),
             share(s[part.scored]),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
@@ -28,14 +29,32 @@ def metrics_in(row: Iterable[str]) -> dict[str, str]:
     }
 
 
+LARGEST = 1e6
+"""A figure from here on, as of a run that diverged, is written with an exponent."""
+
+
+def method_title(row: Mapping[str, Any]) -> str:
+    """Return the method of a comparison's row as tables show it, with the number of its runs that diverged.
+
+    >>> method_title({"method": "fedavg", "seeds": 3, "diverged": 2})
+    'fedavg (2 of 3 diverged)'
+    """
+    count, seeds = row.get("diverged", 0), row["seeds"]
+    if not count:
+        return str(row["method"])
+    return f"{row['method']} ({'diverged' if seeds == 1 else f'{count} of {seeds} diverged'})"
+
+
 def percent(value: float | None, spread: float | None = None) -> str:
     """A share as per cent.
 
-    >>> percent(0.5, 0.012), percent(None)
-    ('50.0 ± 1.2', '-')
+    >>> percent(0.5, 0.012), percent(None), percent(-1e12)
+    ('50.0 ± 1.2', '-', '-1.0e+14')
     """
     if value is None:
         return "-"
+    if not abs(value) < LARGEST:
+        return f"{100 * value:.1e}"
     return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
 
 
@@ -58,5 +77,7 @@ def number(value: float | None, spread: float | None = None) -> str:
     """
     if value is None:
         return "-"
+    if not abs(value) < LARGEST:
+        return f"{value:.1e}"
     digits = 4 if abs(value) < 10 else 2
     return f"{value:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")

@@ -72,7 +72,15 @@ class Predictor:
             for part in torch.split(ready, BATCH):
                 tell("predicted", BATCH * len(parts), len(ready))
                 parts.append(said(self.module(self.normalise(part))))
-        return torch.cat(parts).double().numpy()
+        outputs = torch.cat(parts).double()
+        bad = torch.isfinite(outputs).logical_not().any(1).nonzero()
+        if len(bad):
+            raise DataError(
+                f"The outputs of the model are not finite for {len(bad)} of {len(outputs)} inputs, the first is number "
+                f"{int(bad[0])}: the run that trained it diverged, or these inputs are extreme. Train with a smaller "
+                "learning rate, or leave out those inputs."
+            )
+        return outputs.numpy()
 
     def predict(self, x: object) -> list[Any]:
         """The most probable class of each input by its name; with several labels a sample, the list of those above 0.5.

@@ -95,7 +95,7 @@ def run_experiment(
     A ``method`` that is given is the one that ``config`` names.
     """
     check_federation(federation)
-    folder = None if out is None else place(out)
+    folder = None if out is None else place(out).absolute()
     if resume:
         with resumed(folder):
             return _carried_out(config, federation, model, method, folder, True, callbacks, shared)
@@ -211,7 +211,7 @@ def resume(
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
     check_federation(federation)
-    folder = place(folder)
+    folder = place(folder).absolute()
     with resumed(folder):
         stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
         values = moved(stored, changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -146,6 +147,8 @@ class Session:
             foretold = self.method.sync is not None and self.warnings
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(trouble.stuck(self.network, len(rounds)))
+            if problem := trouble.diverged(self.recorder.history):
+                self.recorder.warn(problem)
             self.recorder.sync()
             client_scores, clients = self._client_scores(engine)
         except Interrupted as interruption:
@@ -158,11 +161,12 @@ class Session:
         client_scores |= self.stopping.summary()
         summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice)
         if self.folder is not None:
+            self.recorder.check_folder()
             write_finished(self.folder, config, self.evaluator.federation, self.server, clients, summary)
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
         for callback in self.callbacks:
-            callback.end(summary)
+            callback.end(copy.deepcopy(summary))
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         draw = partial(self.server.rule.draw, self.recorder.history)
         predictor = partial(Predictor, module, inputs_of(self.evaluator.federation, config), self.spec.dtype)

@@ -192,8 +192,6 @@ def own_figures(rule: ServerRule, state: Tensors) -> dict[str, Any]:
         ConfigError: They are called like figures of the core, which they would replace.
     """
     figures = rule.metrics(state)
-    if not isinstance(figures, dict):
-        raise ConfigError(f"{rule.name}.metrics must give a dictionary of figures, not {type(figures).__name__}.")
     taken = sorted(TAKEN & figures.keys())
     if taken:
         better = f"{rule.name}_{taken[0]}"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from unskew.engines.base import Engine
+from unskew.errors import EngineError
+from unskew.protocol.messages import Broadcast, Update
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
@@ -50,13 +52,30 @@ def train(
             gone = {k for k in cohort if network.drops(t, k)}
             for k in gone:
                 server.lost(k)
-            results = engine.train([cast for cast in casts if cast.client not in gone])
+            results = trained(engine, [cast for cast in casts if cast.client not in gone])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
             if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
                 return
             if stopped:
                 raise Interrupted(stopped[0])
+
+
+def trained(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
+    """Yield the update of each broadcast.
+
+    Raises:
+        EngineError: The training of a client raised ``StopIteration``, which would end the round without an error.
+    """
+    try:
+        yield from engine.train(broadcasts)
+    except (StopIteration, RuntimeError) as error:
+        if not isinstance(error.__cause__ or error, StopIteration):
+            raise
+        raise EngineError(
+            "The training of a client raised StopIteration: an iterator of a rule or a model has no more values. Create it "
+            "anew for each client, or call next(iterator, default)."
+        ) from error
 
 
 @contextmanager

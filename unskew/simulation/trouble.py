@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
@@ -24,6 +25,31 @@ def left_out(server: Server, done: int, client_names: Sequence[str] = ()) -> str
             "Later ones are only counted (updates_skipped); a smaller learning rate may help."
         )
     return None
+
+
+DIVERGED = 1000.0
+"""A test loss above this is that of a model that diverged, of any task: a loss at the start is below 20."""
+
+
+def has_diverged(row: Mapping[str, Any]) -> bool:
+    """Return whether a run diverged, from the figures of its last round or its summary.
+
+    Args:
+        row: With ``loss``, which is None if it is not finite.
+    """
+    return row["loss"] is None or row["loss"] > DIVERGED
+
+
+def diverged(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if the run with this history diverged."""
+    last = history[-1]
+    if not has_diverged(last):
+        return None
+    loss = "is not finite" if last["loss"] is None else f"is {last['loss']:.3g}"
+    return (
+        f"The run diverged: the test loss after round {last['round']} {loss}. Its model is of no use; repeat the run with a "
+        "smaller learning rate (lr), fewer local steps, or clip."
+    )
 
 
 def stuck(network: Network, rounds: int) -> str:

@@ -78,7 +78,7 @@ def tune(
     if "method" in options:
         raise ConfigError("Tuning takes methods=[...]; leave out method.")
     values = values_of(options, federation, model)
-    config, folder = experiment(values), None if out is None else place(out)
+    config, folder = experiment(values), None if out is None else place(out).absolute()
     fresh = fresh_seeds(seeds, config.seed)
     given = given_spaces(space or {}, names, values)
     plan = Plan(names, values, given, trials, pruning, folder, federation, unnamed(model))

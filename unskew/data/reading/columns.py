@@ -122,9 +122,10 @@ def beside_images(table: Any, label: tuple[str, ...], image: str, choice: Choice
 
 def check_named(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> None:
     """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label."""
+    there = set(table.column_names)
     for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
         for column in getattr(choice, field):
-            if column not in table.column_names and not (field == "categories" and choice.categories == AUTO):
+            if column not in there and not (field == "categories" and choice.categories == AUTO):
                 raise DataError(f"{name}, {field}: {unknown('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
         twice = next(column for column in choice.features if choice.features.count(column) > 1)

@@ -61,9 +61,9 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: st
     Raises:
         DataError: A column is missing, of another kind, or lacks values that must be there.
     """
-    out = np.empty((table.num_rows, len(encoders)), np.float32)
+    out, there = np.empty((table.num_rows, len(encoders)), np.float32), set(table.column_names)
     for j, one in enumerate(encoders):
-        if one.name not in table.column_names:
+        if one.name not in there:
             raise DataError(f"{where}: column {one.name!r} of the training rows is missing.")
         out[:, j] = read_column(table.column(one.name), one, f"{where}: column {one.name!r}", remedy)
     return out

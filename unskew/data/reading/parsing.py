@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def read_file(path: Path, form: CsvSpec = DETECTED) -> Any:
             f"{path} is not written in {form.encoding}: see the column {foreign[0]!r}. Leave out csv.encoding, or name "
             "another one."
         )
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, times in Counter(names).items() if times > 1)
     if twice:
         raise DataError(f"{path} has more than one column named {twice[0]!r}; rename them.")
     return table

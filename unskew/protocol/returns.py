@@ -1,0 +1,135 @@
+"""Check what the hooks of rules return, where it enters the core: a wrong value is reported with its rule and its hook."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskew.data.federation import ClientData
+from unskew.errors import ConfigError, shown
+from unskew.protocol.workspace import Contributions, Dealt, Prepared
+
+Check = Callable[[Any, tuple[Any, ...]], bool]
+
+
+def _tensors(value: Any, _: object = None) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in value.items())
+
+
+def _by_client(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, int) and _tensors(t) for k, t in value.items())
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float | None) or (isinstance(value, list | tuple) and all(map(_number, value)))
+
+
+def _figures(value: Any, _: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(k, str) and _number(v) for k, v in value.items())
+
+
+def _slices(value: Any, _: object = None) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(piece, slice) for piece in value)
+
+
+def _pair(value: Any, first: type, second: type) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], first) and isinstance(value[1], second)
+
+
+def _like(value: Any, model: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == model.shape
+
+
+def _moves(value: Any, arguments: tuple[Any, ...]) -> bool:
+    return value is None or (_like(value, arguments[0].v_global) and value.dtype == torch.bool)
+
+
+def _travels(value: Any, _: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(one is None or _slices(one) for one in value)
+
+
+def _contributed(value: Any, _: object) -> bool:
+    return isinstance(value, Contributions) and _by_client(value.sent) and isinstance(value.about, dict)
+
+
+def _dealt(value: Any, _: object) -> bool:
+    return isinstance(value, Dealt) and _by_client(value.shares) and _tensors(value.common)
+
+
+TENSORS = ("a dictionary of tensors by name", _tensors)
+FIGURES = ("a dictionary of figures, numbers or lists of them, by name", _figures)
+RETURNS: dict[str, tuple[str, Check]] = {
+    **dict.fromkeys(("server_init", "extras", "collect", "facts", "begin", "packed", "init", "step"), TENSORS),
+    "metrics": FIGURES,
+    "exchanged": FIGURES,
+    "adapt": ("a pair of a torch.nn.Module and the name of its head", lambda value, _: _pair(value, nn.Module, str)),
+    "moves": ("None or a boolean tensor with an entry for each parameter", _moves),
+    "samples": ("None or a pair of tensors", lambda value, _: value is None or _pair(value, Tensor, Tensor)),
+    "personal": ("None or a tensor", lambda value, _: value is None or isinstance(value, Tensor)),
+    "evaluated": ("a model like state['v']", lambda value, given: _like(value, given[0]["v"])),
+    "travels": ("a pair of tuples of slices, to download and to upload", _travels),
+    "own": ("a tuple of slices", _slices),
+    "contribute": ("unskew.protocol.workspace.Contributions with tensors by client", _contributed),
+    "deal": ("unskew.protocol.workspace.Dealt with tensors by client", _dealt),
+    "receive": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
+    "prepare": ("a Prepared", lambda value, _: isinstance(value, Prepared)),
+    "of_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "contribute")),
+    "refuses": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
+    "buffer": ("None or a whole number of updates from 1", lambda value, _: isinstance(value, int | None)),
+}
+"""For each hook: a description of what it returns, and its check, which gets the returned value and the arguments."""
+WRITES = ("end", "sends")
+"""Hooks that may write to ``ctx.state`` and ``ctx.upload``."""
+
+
+def checked(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the hook of a rule, so that a wrong return value raises an error.
+
+    Args:
+        hook: Name of the hook.
+        function: Its implementation.
+
+    Returns:
+        A function with the same arguments. It raises ``ConfigError`` if the value is not what the core expects.
+    """
+    described, valid = RETURNS.get(hook, ("", None))
+
+    @functools.wraps(function)
+    def call(rule: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            value = function(rule, *arguments, **named)
+        except StopIteration as error:
+            raise ConfigError(
+                f"{rule.name}.{hook} raised StopIteration: an iterator has no more values. Create it anew, or call "
+                "next(iterator, default)."
+            ) from error
+        if valid is not None and not valid(value, arguments):
+            raise ConfigError(f"{rule.name}.{hook} must return {described}, not {shown(value)[:200]}.")
+        if hook in WRITES:
+            for place in ("state", "upload"):
+                if not _tensors(getattr(arguments[0], place)):
+                    raise ConfigError(
+                        f"{rule.name}.{hook} must write tensors by name to ctx.{place}, and nothing else."
+                    )
+        return value
+
+    call.checks = hook  # type: ignore[attr-defined]
+    return call
+
+
+def check_hooks(cls: type, base: str) -> None:
+    """Wrap the hooks that a new class of rules implements, itself or by a mixin.
+
+    Args:
+        cls: The class, which is changed in place.
+        base: Module of the base classes, whose own implementations need no check.
+    """
+    for hook in (*RETURNS, *WRITES, "loss", "gradient"):
+        function = getattr(cls, hook, None)
+        if isinstance(function, FunctionType) and function.__module__ != base and not hasattr(function, "checks"):
+            setattr(cls, hook, checked(hook, function))
