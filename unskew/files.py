@@ -190,6 +190,8 @@ def place(path: str | Path) -> Path:
         raise ConfigError(f"A file or a folder is named by text or a Path, not by {shown(path)}.")
     if "\0" in str(path):
         raise ConfigError(f"{str(path)!r} names no file or folder: it holds the character 0.")
+    if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise ConfigError(f"{path} is an address; unskew reads and writes local files, so give a path on this machine.")
     if isinstance(path, str) and not path.strip():
         raise ConfigError(f"{path!r} names no file or folder; give a name, or leave the option out.")
     return Path(path)

@@ -34,7 +34,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"holdout": 10**400}, "holdout must be a share"),
         ({"normalise": 10**5000}, "an object of type int that cannot be written out"),
         ({"client_names": Path("x")}, "client_names must be a list of texts"),
-        ({"client_names": ["a\nb"]}, "cannot be printed; client_names must be texts of one line"),
+        ({"client_names": ["a\nb"]}, "cannot be printed; client names must be texts of one line"),
         ({"class_names": np.array(3)}, "class_names must be a list"),
         ({"class_names": ["a", "b", "a"]}, "Two classes have the name 'a'"),
         ({"classes": 0}, "classes must be at least 2"),

@@ -282,8 +282,9 @@ def main() -> None:
             traceback.print_exc()
         _refuse(f"unskew: {error}")
         sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+    except (MemoryError, RuntimeError, ImportError) as error:
+        scarce = any(words in str(error) for words in ("memory", "failed to map segment"))  # the latter of a library
+        if not isinstance(error, MemoryError) and not scarce:
             raise
         text = (
             f"unskew: there is not enough memory for this: {str(error).splitlines()[-1] if str(error) else 'none left'}"

@@ -15,6 +15,9 @@ from unskew.models.naming import HUB
 from unskew.models.together import stacked_form
 from unskew.models.vector import ModelSpec
 
+LARGEST = 1 << 24
+"""Side of an input and number of classes, from which on no model fits into memory."""
+
 
 def trained_together(spec: ModelSpec) -> str:
     """Whether several clients of a model are trained as one network on a CPU, as a sentence."""
@@ -46,6 +49,8 @@ def spec_of(model: str, shape: str | None, classes: int | None, sets: Sequence[s
         sides = tuple(int(side) for side in shape.split(","))
     except ValueError:
         raise ConfigError(f"--shape {shape!r} is not a shape such as 3,32,32.") from None
+    if not all(1 <= side <= LARGEST for side in sides) or not 1 <= (classes or 1) <= LARGEST:
+        raise ConfigError(f"--shape {shape} and --classes must be numbers from 1 to {LARGEST:,}.")
     task = "language" if texts and classes is None else "classification"
     count = classes or (1 if task == "language" else 10)
     module = resolve_model(config.model, sides, count, config.model_options, task)

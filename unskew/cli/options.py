@@ -214,14 +214,18 @@ def short_name(config: Experiment) -> str:
 
 @contextmanager
 def stoppable(folder: Path, again: str) -> Iterator[None]:
-    """Ctrl-C within ends the program with code 130, SIGTERM with 143; it says how to go on: with the command ``again``."""
+    """Context manager in which a signal ends the program with 128 and its number; it says how to resume: with ``again``."""
     ended: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
         ended.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    ending = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    handlers = {one: signal.getsignal(one) for one in ending}
+    before = {one: former for one, former in handlers.items() if former is not signal.SIG_IGN}  # as by nohup
+    for one in before:
+        signal.signal(one, end)
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -237,4 +241,5 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
         print(text, file=sys.stderr)
         raise typer.Exit(128 + number) from stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, former in before.items():
+            signal.signal(one, former)

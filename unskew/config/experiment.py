@@ -20,12 +20,12 @@ from unskew.data.spec import DataSpec, TextSpec, names_in, parse_split
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.naming import HUB, named_model
-from unskew.options import finite
+from unskew.options import LARGEST, finite
 from unskew.protocol.training import Training
 from unskew.provenance import Named, derived
 from unskew.tasks.metrics import METRICS
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from numbers import Integral, Real
 
@@ -50,7 +50,7 @@ def check_clients(clients: object) -> None:
     """
     if isinstance(clients, dict):
         raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
-    if not isinstance(clients, Iterable) or isinstance(clients, str | np.ndarray | Tensor):
+    if not isinstance(clients, Collection) or isinstance(clients, str | np.ndarray | Tensor):
         raise DataError(f"clients must be a list with one (x, y) per client, not {type(clients).__name__}.")
     if not clients:
         raise DataError("A federation needs at least one client; 'clients' is empty.")
@@ -146,10 +146,22 @@ def given_clients(
 
 def given_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
     """Inputs as they were given and as many labels; inputs in files are not read."""
+    shapes: list[tuple[int, ...]] = [getattr(values, "shape", ()) for values in (x, y)]
+    if all(shapes):  # before any value is looked at
+        check_lengths(shapes[0][0], shapes[1][0], who)
     inputs, targets = given_inputs(x, who, checked=not mapped), as_targets(y, who, task)
-    if len(inputs) != len(targets):
-        raise DataError(f"{who[0].upper()}{who[1:]} has {len(inputs)} inputs but {len(targets)} labels.")
+    check_lengths(len(inputs), len(targets), who)
     return inputs, targets
+
+
+def check_lengths(inputs: int, targets: int, who: str) -> None:
+    """Check that there is a label for every input.
+
+    Raises:
+        DataError: The numbers differ.
+    """
+    if inputs != targets:
+        raise DataError(f"{who[0].upper()}{who[1:]} has {inputs} inputs but {targets} labels.")
 
 
 def shuffled(n: int, seed: int, k: int) -> Tensor:

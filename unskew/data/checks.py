@@ -50,6 +50,9 @@ def check_printable(names: Iterable[str], kind: str) -> None:
 
 def as_tensor(values: object, problem: str) -> Tensor:
     """An array or a tensor as a tensor over the same memory, if it can be; ``problem`` begins the error if it is neither."""
+    kind = special_kind(values)
+    if kind is not None:
+        raise DataError(f"{problem}: they are {kind}; give an ordinary array or tensor with all values.")
     try:
         tensor = values if isinstance(values, Tensor) else from_numpy(values)
     except (TypeError, ValueError) as error:
@@ -57,6 +60,24 @@ def as_tensor(values: object, problem: str) -> Tensor:
     if tensor.is_complex():
         raise DataError(f"{problem}: they are complex; give real and imaginary parts, or magnitudes.")
     return tensor.detach().cpu()
+
+
+def special_kind(values: object) -> str | None:
+    """Return the name of a kind of array whose values cannot be read as they are; None for an ordinary one."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        return "masked in places"
+    if hasattr(values, "tocsr"):  # as of scipy, which need not be installed
+        return "sparse"
+    if not isinstance(values, Tensor):
+        return None
+    kinds = {
+        "nested": values.is_nested,
+        "sparse": values.layout != torch.strided,
+        "quantized": values.is_quantized,
+        "on the device meta, without values": values.is_meta,
+        "8-bit floating point": values.is_floating_point() and values.element_size() == 1,
+    }
+    return next((kind for kind, found in kinds.items() if found), None)
 
 
 def from_numpy(values: object) -> Tensor:

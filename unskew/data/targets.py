@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from unskew.data.statistics import MOMENTS, Moments, counted, moments, squares
+from unskew.errors import DataError
 from unskew.tasks.regression import Regression
 
 
@@ -24,7 +25,15 @@ def standardised(clients: Callable[[], Iterable[np.ndarray]], names: Sequence[st
 
 
 def scaled_by(found: Moments) -> Regression:
-    """The task of predicting numbers with these moments."""
+    """Return the task of predicting numbers with these moments.
+
+    Raises:
+        DataError: The numbers are too large for a finite standard deviation.
+    """
+    if not (np.isfinite(found.mean).all() and np.isfinite(found.std).all()):
+        raise DataError(
+            "The targets are too large: their mean or their standard deviation is not finite. Divide them by a power of ten."
+        )
     return Regression(mean=tuple(found.mean.tolist()), std=tuple(found.std.tolist()))
 
 

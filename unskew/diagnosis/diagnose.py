@@ -22,6 +22,7 @@ from unskew.diagnosis.report import Report
 from unskew.diagnosis.situation import Setting
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
 from unskew.engines.catalogue import pick_device
+from unskew.engines.machine import plain_torch
 from unskew.errors import CheckpointError, ConfigError, items, shown
 from unskew.files import place as named_place
 from unskew.measures.features import feature_skew
@@ -35,6 +36,7 @@ from unskew.runs.model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in, reading
 
 
+@plain_torch()
 def diagnose(
     federation: Federation | None = None,
     *,

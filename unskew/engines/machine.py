@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +26,35 @@ def keep_freed_memory() -> None:
         if mallopt is not None:
             mallopt(_MMAP_THRESHOLD, 32 << 20)
             mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+def watch_parent(ending: int = signal.SIGTERM) -> None:
+    """End this process when the process that started it ends, also if that one was killed.
+
+    Args:
+        ending: The signal that this process sends to itself.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), ending)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Context manager in which PyTorch computes gradients, in full precision, whatever modes the caller has set."""
+    with contextlib.ExitStack() as within:
+        within.enter_context(torch.inference_mode(False))
+        within.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                within.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 _share: int | None = None

@@ -28,7 +28,7 @@ from unskew.engines.base import Setup
 from unskew.engines.group import GroupTrainer, load_for_workers, parts_of, steps_of
 from unskew.engines.inputs import as_dict, from_dict
 from unskew.engines.local import LocalTrainer
-from unskew.engines.machine import cores, keep_freed_memory
+from unskew.engines.machine import cores, keep_freed_memory, watch_parent
 from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import EngineError, UnskewError
 from unskew.models.together import Together, form_of
@@ -51,8 +51,10 @@ def _work(
     inherited: Sequence[Connection],
 ) -> None:
     """The life of a worker: receive a broadcast, train, write the update to the outbox."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle: it finishes the round
+    # The parent handles signals: it finishes the round. If it ends in any other way, so does this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    watch_parent(signal.SIGKILL)
     for theirs in inherited:
         theirs.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
     torch.set_num_threads(1)
@@ -62,7 +64,7 @@ def _work(
     while True:
         try:
             message = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         if message is None:
             return

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from unskew.engines.laid_out import taken_up
-from unskew.engines.machine import keep_freed_memory, take_share
+from unskew.engines.machine import keep_freed_memory, take_share, watch_parent
 from unskew.errors import EngineError
 from unskew.records.recorder import Row
 from unskew.simulation import loop
@@ -64,7 +62,7 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
         os.setpgrp()  # a terminal's Ctrl-C is for the process that began us, which passes it on
     signal.signal(signal.SIGTERM, _end)
     loop.NOTICE = b""  # it says so itself
-    threading.Thread(target=_end_with_parent, args=(ending,), daemon=True).start()
+    watch_parent(ending)
     take_share(share)
     keep_freed_memory()
     given: list[Any] = []
@@ -90,13 +88,6 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _end_with_parent(ending: int) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), ending)
 
 
 def _sent(error: Exception) -> Exception:

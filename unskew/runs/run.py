@@ -18,6 +18,7 @@ from unskew.data.objective import trained_for
 from unskew.data.reading.files import TABLES
 from unskew.data.reading.telling import told
 from unskew.engines.catalogue import pick_device
+from unskew.engines.machine import plain_torch
 from unskew.errors import CheckpointError, ConfigError
 from unskew.files import locked, new_folder, place
 from unskew.methods.catalogue import MethodLike, check_names
@@ -127,6 +128,7 @@ def worth_keeping(folder: Path | None) -> bool:
     return (folder / SYNTHETIC).exists() or (metrics.is_file() and b"\n" in metrics.read_bytes())
 
 
+@plain_torch()
 def _carried_out(
     config: Experiment,
     federation: Federation | None,

@@ -176,6 +176,8 @@ class Session:
     def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
         """What trains the clients, and how it was chosen."""
         config = self.config
+        if self.folder is not None and not resume:  # before engine.json, so that a run killed in between can be resumed
+            write_atomic(self.folder / "config.yaml", config.to_yaml().encode())
         asked = Asked(config.engine, config.workers, config.together, config.ray.address)
         choice = choose(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
         cluster = config.ray.model_dump()

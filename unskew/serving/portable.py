@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from unskew.engines.batches import Normaliser
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, UnskewError
+from unskew.files import write_atomic
 from unskew.runs.inputs import Column, Inputs
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
@@ -164,14 +165,18 @@ Ask = Callable[[Tensor], Tensor]
 
 def _torch(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
     program = torch.export.export(portable, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-    torch.export.save(program, file, extra_files={"about.json": json.dumps(about)})
+    data = io.BytesIO()
+    torch.export.save(program, data, extra_files={"about.json": json.dumps(about)})
+    write_atomic(file, data.getvalue())
     kept: Any = torch.export.load(file).module()
     return lambda y: kept(y)
 
 
 def _torchscript(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
     jit: Any = torch.jit
-    jit.save(jit.trace(portable, x), file, _extra_files={"about.json": json.dumps(about)})
+    data = io.BytesIO()  # written to a file by torch, a full disk would end the process
+    jit.save(jit.trace(portable, x), data, _extra_files={"about.json": json.dumps(about)})
+    write_atomic(file, data.getvalue())
     kept = jit.load(file)
     return lambda y: kept(y)
 
@@ -191,7 +196,7 @@ def _onnx(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> A
     )
     model = program.model_proto
     onnx.helper.set_model_props(model, about)
-    onnx.save(model, file)
+    write_atomic(file, model.SerializeToString())
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     return lambda y: torch.from_numpy(session.run(None, {"inputs": y.numpy()})[0])
 
@@ -221,7 +226,7 @@ def _as_sentence(kind: str) -> Iterator[None]:
     """Within, what goes wrong becomes a sentence: a model of the user's may be written in a way that no graph can hold."""
     try:
         yield
-    except (ConfigError, MemoryError, OSError):
+    except (UnskewError, MemoryError, OSError):
         raise
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

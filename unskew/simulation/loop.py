@@ -18,11 +18,15 @@ from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 
+SIGNALS = tuple(
+    number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
+)
+"""Signals that end a run after its round; Windows has no SIGHUP."""
 NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed, or SIGTERM sent; the round in progress was finished and saved in ``folder``.
+    """Ctrl-C was pressed, or SIGTERM or SIGHUP sent; the round in progress was finished and saved in ``folder``.
 
     Attributes:
         folder: The run folder, or None.
@@ -80,12 +84,18 @@ def trained(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Within, the first Ctrl-C or SIGTERM waits for the end of the round and is in the list; the next one acts at once."""
+    """Context manager in which the first Ctrl-C, SIGTERM or SIGHUP waits for the end of the round; the next acts at once.
+
+    Yields:
+        A list, to which the number of the signal is added.
+    """
     stopped: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield stopped
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A signal that is ignored stays so: nohup ignores SIGHUP.
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: former for number, former in handlers.items() if former is not signal.SIG_IGN}
 
     def restore() -> None:
         for number, former in before.items():

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import ConfigError
+from unskew.errors import CheckpointError, ConfigError
 from unskew.files import make_folder, waiting_for
 from unskew.protocol.spaces import Choice, Space
 from unskew.seeding import derive
@@ -46,6 +46,25 @@ def make_storage(folder: Path | None) -> Any:
         return optuna.storages.InMemoryStorage()
     options = {"connect_args": {"timeout": LONG}}
     return optuna.storages.RDBStorage(f"sqlite:///{(folder / 'study.db').absolute()}", engine_kwargs=options)
+
+
+@contextmanager
+def database() -> Iterator[None]:
+    """Context manager that reports a database of trials that cannot be read or written.
+
+    Raises:
+        CheckpointError: The disk is full, or the file is damaged or locked.
+    """
+    import sqlalchemy
+
+    try:
+        yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna_library().exceptions.StorageInternalError) as error:
+        reason = str(getattr(error, "orig", None) or error.__cause__ or error).splitlines()[0]
+        raise CheckpointError(
+            f"The database of the trials, study.db, could not be used: {reason}. Make room on the disk or repair the folder; "
+            "then continue with --resume. Trials that are finished are kept."
+        ) from error
 
 
 class Pruned(Exception):

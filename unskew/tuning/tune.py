@@ -16,6 +16,7 @@ from unskew.comparison.compare import Comparison, compare, seed_list
 from unskew.config.paths import wherever
 from unskew.config.reading import experiment
 from unskew.data.federation import Federation
+from unskew.engines.machine import watch_parent
 from unskew.errors import ConfigError, UnskewError, items, shown
 from unskew.files import make_folder, occupied, place, unmake_folder, waiting_for, write_atomic
 from unskew.records.recorder import Callback
@@ -25,7 +26,7 @@ from unskew.runs.model import ModelLike
 from unskew.runs.side_by_side import MOST, check_parallel, on_cluster, places, side_by_side
 from unskew.tuning.found import Tuned, Tuning, found, write_found
 from unskew.tuning.options import given_spaces, parts_of, spelled
-from unskew.tuning.study import optuna_library
+from unskew.tuning.study import database, optuna_library
 from unskew.tuning.trials import Follow, Plan, finish_trials, make_trials, unfollowed
 
 MOST_TRIALS = 10_000
@@ -90,7 +91,7 @@ def tune(
             "Several processes share a folder and load the data and the model by their names: give out, and neither a "
             "federation nor a model that was made in Python, or leave out parallel."
         )
-    with _in(folder, resume):
+    with database(), _in(folder, resume):
         plan.check()
         if folder is not None:
             _remember(folder, plan, fresh)
@@ -229,13 +230,15 @@ def _helpers(plan: Plan, count: int) -> Iterator[None]:
 
 def _help(plan: Plan) -> None:
     """What another process does. What ends it is told by the one that goes on with its trial."""
-    with contextlib.suppress(KeyboardInterrupt, UnskewError, OSError):
+    watch_parent()
+    with contextlib.suppress(KeyboardInterrupt, UnskewError, OSError), database():
         make_trials(plan, plan.studies())
 
 
 def _trials_there(plan: Plan, callbacks: Sequence[Callback]) -> None:
     """What a task on a cluster does: trials, until there is none left that nobody else is at."""
-    make_trials(plan, plan.studies())
+    with database():
+        make_trials(plan, plan.studies())
 
 
 def _compared(

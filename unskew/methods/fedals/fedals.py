@@ -133,7 +133,8 @@ class FedALS(Sync):
         names = ", ".join(late[:3]) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
         return [
             f"The run has {run.rounds} rounds, so fedals never averages {names}: {max(periods)} rounds lie between two "
-            "averages. Take more rounds or a smaller alpha."
+            f"averages, so every client keeps these layers as they were. Set rounds to at least {max(periods)}, or "
+            f"{'the periods' if self.periods else 'fedals:alpha'} to at most {run.rounds}."
         ]
 
     def periods_of(self, spec: ModelSpec) -> list[int]:
