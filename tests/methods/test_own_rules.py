@@ -148,3 +148,105 @@ def test_a_hook_that_is_nearly_called_like_one_is_told():
     with pytest.warns(UserWarning, match="did you mean 'loss'") as warned:
         train(rule)
     assert len(warned) == 1
+
+
+class Deals(unskew.DataRule):
+    name, summary, paper = "deals", "for tests", "none"
+
+
+@pytest.mark.parametrize(
+    ("base", "hook", "value"),
+    [
+        *(
+            (Own, hook, value)
+            for hook in ("server_init", "extras", "collect", "facts", "begin")
+            for value in (None, [1])
+        ),
+        (Own, "server_init", {"a": 1}),
+        (Own, "begin", {1: torch.ones(2)}),
+        (Own, "adapt", None),
+        (Own, "adapt", torch.nn.Linear(2, 2)),
+        (Own, "moves", torch.ones(3, dtype=torch.bool)),
+        (Own, "moves", torch.ones(219)),
+        (Own, "personal", 1),
+        (Own, "refuses", True),
+        (Server, "step", None),
+        (Server, "init", 3),
+        (Server, "evaluated", torch.ones(3)),
+        (Server, "metrics", {"a": torch.ones(2)}),
+        (Server, "metrics", {1: 2.0}),
+        (Server, "buffer", "2"),
+        (Part, "travels", None),
+        (Part, "travels", (1, 2)),
+        (Part, "own", None),
+        (Part, "exchanged", 3),
+        (Deals, "contribute", None),
+        (Deals, "deal", {}),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_named_with_its_rule(base, hook, value):
+    def returning(self, *arguments, **named):
+        return value
+
+    given = {hook: returning, "pieces": (slice(0, 9),)}
+    if hook == "evaluated":
+        given["step"] = Server.step
+    rule = with_attributes(base, **given)
+    with pytest.raises(ConfigError, match=rf"{rule.name}\.{hook} must return"):
+        unskew.method([rule, "fedprox"]) if hook == "refuses" else train(rule, rounds=1)
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+@pytest.mark.parametrize("place", ["state", "upload"])
+def test_what_a_rule_writes_must_be_tensors(engine, place):
+    def end(self, ctx, carry, v):
+        getattr(ctx, place)["a"] = 5
+
+    with pytest.raises(ConfigError, match=rf"own\.end must write tensors by name to ctx\.{place}"):
+        train(with_attributes(end=end), engine, rounds=1)
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+@pytest.mark.parametrize("within", [False, True])
+def test_stop_iteration_never_ends_a_round_silently(engine, within):
+    """Of three clients the second one's iterator has no more values, in a hook or in the function that it returns."""
+    values = iter(range(1))
+
+    def loss(self, loss_fn, ctx, carry):
+        def own(v, batch):
+            next(values)
+            return loss_fn(v, batch)
+
+        return own if within else (next(values), loss_fn)[1]
+
+    with pytest.raises(unskew.errors.UnskewError, match="StopIteration"):
+        train(with_attributes(loss=loss), engine, rounds=1, together=1) if engine != "vectorized" else train(
+            with_attributes(loss=loss), engine, rounds=1
+        )
+
+
+@pytest.mark.parametrize("base", [unskew.ClientRule, unskew.ServerRule, unskew.Sync, unskew.DataRule])
+def test_a_base_class_is_no_method(base):
+    for rule in (base(), f"{base.__module__}.{base.__name__}"):
+        with pytest.raises(ConfigError, match=f"{base.__name__} needs a name"):
+            unskew.method(rule)
+
+
+class Meddles:
+    """A callback that changes what it gets."""
+
+    def start(self, config, rounds_done):
+        config.clear()
+
+    def round(self, row):
+        row["accuracy"] = 99
+        row.pop("loss")
+
+    def end(self, summary):
+        summary.clear()
+
+
+def test_a_callback_cannot_change_the_result():
+    plain, meddled = train("fedavg"), train("fedavg", callbacks=[Meddles(), Meddles()])
+    assert meddled.summary["best_accuracy"] == plain.summary["best_accuracy"] <= 1
+    assert [row["loss"] for row in meddled.history] == [row["loss"] for row in plain.history]

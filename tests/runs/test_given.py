@@ -183,3 +183,11 @@ def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
         unskew.compare(fed, methods=methods, rounds=2, resume=True, **{**options, "lr": 0.5})
     with pytest.raises(CheckpointError, match=r"is complete \(2 rounds\)"):
         unskew.compare(fed, methods=methods, rounds=1, resume=True, **options)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_the_modes_of_pytorch_around_a_run_change_nothing(fed, mode):
+    plain = unskew.run(fed, rounds=1, **BUDGET)
+    with mode():
+        inside = unskew.run(fed, rounds=1, **BUDGET)
+    assert torch.equal(plain.vector, inside.vector.clone())

@@ -34,6 +34,26 @@ RUN = (*RUN, "--partition", "iid", "--clients", "12")
 
 
 @dataclass(frozen=True)
+class Dreamer(unskew.ClientRule):
+    """Says where it is, and sleeps for longer than any test."""
+
+    folder: str
+    name, summary, paper = "dreamer", "-", "-"
+
+    def begin(self, ctx):
+        Path(self.folder, f"asleep-{os.getpid()}").touch()
+        time.sleep(600)
+        return {}
+
+
+def dreaming(folder):
+    """A run in a process of its own, which is killed."""
+    os.setsid()
+    fed = unskew.load_federation("digits", clients=2, partition="iid")
+    unskew.run(fed, method=[Dreamer(folder)], engine="processes", workers=2, model="logistic", rounds=1, local_steps=1)
+
+
+@dataclass(frozen=True)
 class Sleeper(unskew.ClientRule):
     """Stops its own process, as somebody from outside may."""
 
@@ -172,22 +192,100 @@ def test_ctrl_c_finishes_the_round_and_saves(tmp_path, straight, engine):
     assert_same_run(straight, run, without=(*TIMES, "engine"))
 
 
-@pytest.mark.parametrize("everyone", [True, False])
-def test_sigterm_is_ctrl_c_with_code_143(tmp_path, straight, everyone):
-    """To all processes of a job, as Slurm may send it, or to the first alone, as Kubernetes does."""
+@pytest.mark.parametrize(
+    ("number", "everyone"), [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGHUP, True)]
+)
+def test_sigterm_is_ctrl_c_with_code_143(tmp_path, straight, number, everyone):
+    """To all processes of a job, as Slurm may send it, or to the first alone, as Kubernetes does; SIGHUP is the same."""
     run, marker = tmp_path / "run", tmp_path / "marker"
     args = ["processes" if a == "inline" else a for a in RUN] + ["--set", "checkpoint_every=100"]
     process = Process(tmp_path, "run", *args, "--out", run, hook="wait", value=marker)
     assert process.wait_until(marker.exists), process.wait()
-    process.signal(signal.SIGTERM, everyone=everyone)
+    process.signal(number, everyone=everyone)
     outcome = process.wait()
-    assert outcome.code == 143
+    assert outcome.code == 128 + number
     assert f"Stopped; the run is saved. Go on with: unskew resume {run}" in outcome.err
     assert "Traceback" not in outcome.out + outcome.err
     assert not process.alive()
     if everyone:
         assert Process(tmp_path, "resume", run).wait().code == 0
         assert_same_run(straight, run, without=(*TIMES, "engine"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+def test_workers_in_the_middle_of_a_step_end_with_the_process_that_started_them(tmp_path, number):
+    process = Process(tmp_path, hook=dreaming, value=tmp_path)
+    assert process.wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2)
+    process.signal(number, everyone=number == signal.SIGQUIT)
+    process.process.join(60)
+    gone = time.monotonic() + 60
+    while process.alive() and time.monotonic() < gone:
+        time.sleep(0.01)
+    left = process.alive()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "workers outlive the process that started them"
+
+
+class Moves(Nothing):
+    """A callback that changes the place of the run folder, or of the process, after the first round."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def round(self, row):
+        if row["round"] == 1:
+            self.change()
+
+
+QUICK = {"data": "digits", "clients": 2, "partition": "iid", "model": "logistic", "local_steps": 1, "engine": "inline"}
+
+
+@pytest.mark.parametrize("change", ["removed", "moved", "replaced", "metrics.jsonl removed"])
+def test_a_run_stops_if_its_folder_is_gone(tmp_path, change):
+    run = tmp_path / "run"
+
+    def act():
+        if change == "metrics.jsonl removed":
+            (run / "metrics.jsonl").unlink()
+        elif change == "removed":
+            shutil.rmtree(run)
+        else:
+            run.rename(tmp_path / "elsewhere")
+            if change == "replaced":
+                run.mkdir()
+                (run / "mine.txt").write_text("kept")
+
+    with pytest.raises(CheckpointError, match="was removed, moved or replaced during the run"):
+        unskew.run(rounds=3, out=run, callbacks=[Moves(act)], **QUICK)
+    if change == "moved":
+        assert not run.exists()
+        assert len(unskew.resume(tmp_path / "elsewhere").history) == 3
+    if change == "replaced":
+        assert (run / "mine.txt").read_text() == "kept"
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_run_began(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = unskew.run(rounds=2, out="run", callbacks=[Moves(lambda: os.chdir(tmp_path / "other"))], **QUICK)
+    assert result.folder == tmp_path / "run"
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert not any((tmp_path / "other").iterdir())
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_start_that_is_killed_before_the_engine_is_chosen_can_be_resumed(tmp_path, monkeypatch):
+    """In the place of a kill: nothing of what would be undone is undone."""
+    monkeypatch.setattr("unskew.runs.session.make_engine", lambda *_: os._exit(9))
+    child = os.fork()
+    if not child:
+        unskew.run(rounds=2, out=tmp_path / "run", **QUICK)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    assert (tmp_path / "run" / "engine.json").exists()
+    assert len(unskew.resume(tmp_path / "run").history) == 2
 
 
 def test_a_worker_that_hangs_is_said(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from support.running import call
 
 import unskew
+from unskew.cli.predict import as_text
 from unskew.data.reading.telling import told
 from unskew.errors import CheckpointError, ConfigError, DataError
 
@@ -257,3 +258,82 @@ def test_numbers_and_several_labels_are_evaluated(tmp_path):
     (found,) = loaded.evaluate_file(tmp_path / "t.csv")
     wanted = f1_score(x > 0, loaded.predict_proba(x.astype("float32")) > 0.5, average="micro")
     assert found["o_f1"] == pytest.approx(wanted)
+
+
+@pytest.fixture(scope="module")
+def diverged(patients):
+    """The same run at a rate that no loss survives."""
+    folder = patients / "diverged"
+    options = {"label": "sick", "partition": "natural:ward", "features": ["age", "bmi"], "model": "mlp", "lr": 1e5}
+    with pytest.warns(UserWarning, match="The run diverged: the test loss after round 3"):
+        result = unskew.run(
+            data=f"table:{patients / 'p.csv'}", out=folder, **options, **{**TINY, "rounds": 3, "local_steps": 1}
+        )
+    assert result.summary["diverged"] is True
+    return folder
+
+
+def test_a_diverged_run_predicts_nothing(patients, diverged, capsys):
+    rows = str(patients / "p.csv")
+    for more in ((), ("--json",), ("--out", patients / "never.csv")):
+        outcome = call(capsys, "predict", diverged, rows, *more)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert "diverged" in outcome.err
+        assert "Traceback" not in outcome.err
+    assert not (patients / "never.csv").exists()
+    outcome = call(capsys, "report", diverged)
+    assert outcome.code == 0
+    assert "diverged" in (diverged / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.fill_(float("nan")), "values that are not finite"),
+        (lambda t: t.view(-1)[0].fill_(float("inf")) and t, "values that are not finite"),
+        (lambda t: t.view(torch.int32), "has the type torch.int32"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers_with_a_fraction(patients, tmp_path, capsys, change, words):
+    from safetensors.torch import load_file, save_file
+
+    run = tmp_path / "run"
+    shutil.copytree(patients / "run", run)
+    tensors = load_file(run / "model.safetensors")
+    name = next(iter(tensors))
+    save_file({**tensors, name: change(tensors[name].clone())}, run / "model.safetensors")
+    for command in (
+        ("predict", run, patients / "p.csv"),
+        ("export", run, "--format", "torchscript"),
+        ("diagnose", run),
+    ):
+        outcome = call(capsys, *command)
+        assert outcome.code == 2
+        assert words in outcome.err
+
+
+def test_predictions_overwrite_neither_their_input_nor_the_run(patients, capsys, tmp_path, monkeypatch):
+    shutil.copy(patients / "p.csv", tmp_path / "new.csv")
+    before = (tmp_path / "new.csv").read_bytes(), (patients / "run" / "metrics.jsonl").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    for out in ("new.csv", tmp_path / "." / "new.csv", patients / "run" / "metrics.jsonl"):
+        outcome = call(capsys, "predict", patients / "run", "new.csv", "--out", out)
+        assert outcome.code == 2
+        assert "choose another file" in outcome.err
+    assert before == ((tmp_path / "new.csv").read_bytes(), (patients / "run" / "metrics.jsonl").read_bytes())
+
+
+def test_names_of_classes_are_neither_commands_of_a_terminal_nor_formulas(patients, capsys, tmp_path):
+    run, rows = tmp_path / "run", patients / "p.csv"
+    shutil.copytree(patients / "run", run)
+    inputs = json.loads((run / "inputs.json").read_text())
+    inputs["class_names"] = ["red\x1b]0;PWNED\x07", "=cmd|'/C calc'!A1"]
+    (run / "inputs.json").write_text(json.dumps(inputs))
+    outcome = call(capsys, "predict", run, rows, "--out", tmp_path / "p.csv")
+    assert "PWNED" in outcome.out
+    assert "\x1b" not in outcome.out
+    with (tmp_path / "p.csv").open(newline="") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert "'=cmd|'/C calc'!A1" in cells
+    assert as_text([{"label": "-1", "row": "@x"}], ".csv") == "label,row\n-1,'@x\n"
+    assert not any(cell.startswith(("=", "@", "+")) for cell in cells)

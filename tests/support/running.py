@@ -167,6 +167,9 @@ def _child(args, log, hook, value):
     torch.set_num_threads(1)
     if hook != "small files":  # there the size of the picture matters
         Figure.savefig = blank
+    if callable(hook):
+        hook(value)
+        return
     HOOKS[hook](value)
     sys.argv = ["unskew", *args]
     cli.main()

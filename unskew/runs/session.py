@@ -147,7 +147,7 @@ class Session:
             foretold = self.method.sync is not None and self.warnings
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(trouble.stuck(self.network, len(rounds)))
-            if problem := trouble.diverged(self.recorder.history):
+            if problem := trouble.diverged(self.recorder.history[-1]):
                 self.recorder.warn(problem)
             self.recorder.sync()
             client_scores, clients = self._client_scores(engine)

@@ -12,7 +12,7 @@ from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder, finite, reaching
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
-from unskew.simulation.trouble import has_diverged
+from unskew.simulation.trouble import diverged
 from unskew.tasks.metrics import metric_names
 
 MEASURED = (
@@ -89,7 +89,7 @@ def summarise(
         # A client that takes part in every round spends this much in all.
         "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
     }
-    if has_diverged(final):
+    if diverged(final):
         summary["diverged"] = True
     if any("retries" in row for row in history):
         summary["retries"] = sum(row.get("retries", 0) for row in history)

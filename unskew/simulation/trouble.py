@@ -31,24 +31,22 @@ DIVERGED = 1000.0
 """A test loss above this is that of a model that diverged, of any task: a loss at the start is below 20."""
 
 
-def has_diverged(row: Mapping[str, Any]) -> bool:
-    """Return whether a run diverged, from the figures of its last round or its summary.
+def diverged(row: Mapping[str, Any]) -> str | None:
+    """Return a warning if a run diverged, as the line of its last round shows.
 
     Args:
-        row: With ``loss``, which is None if it is not finite.
+        row: The line, as in ``metrics.jsonl``.
     """
-    return row["loss"] is None or row["loss"] > DIVERGED
-
-
-def diverged(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if the run with this history diverged."""
-    last = history[-1]
-    if not has_diverged(last):
+    skipped, taken, loss = row.get("skipped", 0), row.get("updates", 0), row["loss"]
+    if skipped > taken:
+        why = f"{skipped} of {skipped + taken} updates of round {row['round']} are not finite"
+    elif loss is None or loss > DIVERGED:
+        why = f"the test loss after round {row['round']} is {'not finite' if loss is None else f'{loss:.3g}'}"
+    else:
         return None
-    loss = "is not finite" if last["loss"] is None else f"is {last['loss']:.3g}"
     return (
-        f"The run diverged: the test loss after round {last['round']} {loss}. Its model is of no use; repeat the run with a "
-        "smaller learning rate (lr), fewer local steps, or clip."
+        f"The run diverged: {why}. Its model is of no use; repeat the run with a smaller learning rate (lr), fewer local "
+        "steps, or clip."
     )
 
 
