@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
-from unskew.cli.predict import FORMATS, as_text
-from unskew.errors import ConfigError
+from unskew.cli.predict import as_text, check_out, printable
 from unskew.files import place, write_atomic
 
 
@@ -36,8 +35,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a trained model on other labeled data, overall and per site."""
-    if out is not None and out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    check_out(out, run, rows)
     from unskew.cli.progress import waiting
     from unskew.cli.wide import Fitting
     from unskew.serving.evaluation import evaluate_rows
@@ -65,5 +63,5 @@ def evaluate(
         )
     for row in found:
         cells = ("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console_for().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,11 +42,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
-    if out is not None and out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
-    if out is not None and (out.resolve() == rows.resolve() or run.resolve() in out.resolve().parents):
-        what = "the input" if out.resolve() == rows.resolve() else "in the run folder, whose files belong to the run"
-        raise ConfigError(f"--out {out} is {what}; choose another file for the predictions.")
+    check_out(out, run, rows)
     from unskew.cli.progress import waiting
     from unskew.data.spec import names_in
     from unskew.serving.load import load
@@ -103,6 +100,21 @@ def predict(
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
 
 
+def check_out(out: Path | None, run: Path, rows: Path) -> None:
+    """Check the file that a command writes about the rows of another one.
+
+    Raises:
+        ConfigError: It has another ending than ``FORMATS``, is the input, or is in the run folder.
+    """
+    if out is None:
+        return
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
+    if out.resolve() == rows.resolve() or run.resolve() in out.resolve().parents:
+        what = "the input" if out.resolve() == rows.resolve() else "in the run folder, whose files belong to the run"
+        raise ConfigError(f"--out {out} is {what}; choose another file.")
+
+
 def printable(text: str) -> str:
     r"""Return a text for the terminal, with its control characters written out.
 
@@ -113,12 +125,14 @@ def printable(text: str) -> str:
 
 
 def inert(value: object) -> object:
-    """Return a cell for a CSV file that a spreadsheet takes as text and not as a formula.
+    """Return a cell for a CSV file that a spreadsheet takes as text or as a number, and not as a formula.
 
-    >>> inert("=1+1"), inert("red"), inert(-0.5)
-    ("'=1+1", 'red', -0.5)
+    >>> inert("=1+1"), inert("red"), inert("-0.5")
+    ("'=1+1", 'red', '-0.5')
     """
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    return value if re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value, re.I) else f"'{value}"
 
 
 def probability_names(label: str | None, names: list[str]) -> list[str]:
