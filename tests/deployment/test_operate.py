@@ -17,6 +17,7 @@ from unskew.config.reading import experiment
 from unskew.deployment import conversation, joining
 from unskew.deployment import sites as sites_module
 from unskew.deployment.audit import AuditLog, read_events
+from unskew.deployment.control import ask
 from unskew.deployment.flower import SuperLink
 from unskew.deployment.plan import Deployment
 from unskew.deployment.processes import Child
@@ -31,7 +32,7 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(sites_module, "POLL", 0.01)
     monkeypatch.setattr(sites_module, "NODES", 0.0)
     monkeypatch.setattr(joining, "POLL", 0.01)
-    monkeypatch.setattr(conversation, "PAUSE", 0.005)
+    monkeypatch.setattr(conversation, "PAUSE", 0.001)
 
 
 def failing(client, answers=None):
@@ -75,10 +76,10 @@ def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_eve
 
     place.link.spoil = noted
     with pytest.raises(EngineError, match="2 of 3 sites"):
-        run(experiment(TINY), Deployment(gathering=6.0), tmp_path / "run", [Told()], [].append, place)
+        run(experiment(TINY), Deployment(gathering=1.8), tmp_path / "run", [Told()], [].append, place)
     assert len(times) == conversation.FAILURES + 1
     waits = [b - a for a, b in pairwise(times)]
-    assert all(wait >= 0.005 * 2**n for n, wait in enumerate(waits))
+    assert all(wait >= 0.001 * 2**n for n, wait in enumerate(waits))
     assert conversation.pause(1000) == conversation.LONGEST
 
 
@@ -171,22 +172,29 @@ def test_a_round_that_waits_for_ever_can_be_given_up(tmp_path, capsys):
     place.link.spoil = lambda k, asked, answer: (
         None if trained(asked) and k == 1 and asked.config["round"] == 1 else answer
     )
-    threading.Timer(0.5, lambda: sites_module_stop(tmp_path)).start()
+    threading.Thread(target=ask_after_a_round, args=(tmp_path / "run", "stop"), kwargs={"now": True}).start()
     with pytest.raises(Interrupted):
         run(experiment({**TINY, **SCAFFOLD}), with_patience(), tmp_path / "run", [Told()], [].append, place)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def sites_module_stop(tmp_path):
-    from unskew.deployment.control import ask
-
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count("\n") == 1:
-            ask(tmp_path / "run", "stop", now=True)
-            return
+def ask_after_a_round(folder, kind, **config):
+    while not (folder / "metrics.jsonl").exists():
         time.sleep(0.02)
+    ask(folder, kind, **config)
+
+
+@pytest.mark.parametrize("options", [{}, {"secure_aggregation": "required", "clients": 4}], ids=["single", "masked"])
+def test_a_round_does_not_wait_for_a_site_that_is_excluded(options, tmp_path):
+    values = {**TINY, **SCAFFOLD, **options}
+    place = LoopPlace(tmp_path, values)
+    place.link.spoil = lambda k, asked, answer: (
+        None if trained(asked) and k == 1 and asked.config["round"] > 0 else answer
+    )
+    threading.Thread(target=ask_after_a_round, args=(tmp_path / "run", "exclude"), kwargs={"site": "1"}).start()
+    result = run(experiment(values), with_patience(), tmp_path / "run", [Told()], [].append, place)
+    rest = values["clients"] - 1
+    assert [row["updates"] for row in result.history] == [rest + 1, rest, rest, rest]
 
 
 def test_an_excluded_site_is_asked_no_longer_also_after_a_resume(tmp_path, capsys):
