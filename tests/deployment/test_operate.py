@@ -1,10 +1,13 @@
 """What an operator sees and does while a deployed run is running: waiting, status, log, stop, exclude."""
 
 import json
+import socket
 import stat
+import tempfile
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,7 +122,8 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     )
 
     def look():
-        found["socket"] = stat.S_IMODE((tmp_path / "run" / "control.sock").stat().st_mode)
+        path = Path(json.loads((tmp_path / "run" / "control.json").read_text())["socket"])
+        found["modes"] = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)]
         found["json"] = call(capsys, "deploy", "status", tmp_path / "run", "--json").json()
         found["text"] = call(capsys, "deploy", "status", tmp_path / "run").out
         found["table"] = call(capsys, "deploy", "sites", tmp_path / "run").out
@@ -131,7 +135,7 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
 
     run(experiment({**TINY, **SCAFFOLD}), with_patience(deadline=0.5, short="go"), tmp_path / "run",
         [During(look), During(look_again, 2)], [].append, place)  # fmt: skip
-    assert found["socket"] == 0o600
+    assert found["modes"] == [0o600, 0o700]
     assert (found["json"]["round"], found["json"]["phase"]) == (1, "train")
     assert all(row["connected"] for row in found["json"]["sites"])
     rows = {row["site"]: row for row in found["json"]["sites"]}
@@ -147,7 +151,23 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     after = call(capsys, "deploy", "status", tmp_path / "run")
     assert after.code == 2
     assert "No deployed run is working in" in after.err
-    assert not (tmp_path / "run" / "control.sock").exists()
+    assert not (tmp_path / "run" / "control.json").exists()
+
+
+def test_a_folder_that_names_anothers_socket_is_not_followed(tmp_path, capsys):
+    """As one may that somebody has sent; and what a killed run has left behind is no running one."""
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as other:
+        path = Path(short) / "s"
+        other.bind(str(path))
+        Path(short).chmod(0o755)
+        (tmp_path / "control.json").write_text(json.dumps({"socket": str(path)}))
+        assert "only this user can reach" in call(capsys, "deploy", "stop", tmp_path).err
+        Path(short).chmod(0o700)
+        other.close()
+        assert "No deployed run is working" in call(capsys, "deploy", "stop", tmp_path).err
+    for text in (json.dumps({"socket": str(path)}), "[]", "{", "{}"):
+        (tmp_path / "control.json").write_text(text)
+        assert "No deployed run is working" in call(capsys, "deploy", "stop", tmp_path).err
 
 
 def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
@@ -159,6 +179,7 @@ def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
 
     with pytest.raises(Interrupted):
         run(experiment(values), with_patience(), tmp_path / "run", [During(stop, 2)], [].append, place)
+    (tmp_path / "run" / "control.json").write_text('{"socket": "/gone"}')  # as of a process that was killed
     result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
     assert torch.equal(result.vector, unskew.run(**values).vector)
     events = [event["event"] for event in read_events(tmp_path / "run" / "audit.jsonl", verify=True)[0]]
@@ -263,11 +284,11 @@ def test_a_line_that_was_cut_off_does_not_break_the_chain(tmp_path):
 def test_the_log_of_a_running_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
     log = AuditLog(tmp_path)
     log.add("started", 0)
-    (tmp_path / "control.sock").touch()
+    (tmp_path / "control.json").touch()
 
     def later(seconds):
         log.add("finished", 1, digest="ab")
-        (tmp_path / "control.sock").unlink()
+        (tmp_path / "control.json").unlink()
 
     monkeypatch.setattr("unskew.cli.operate.time.sleep", later)
     lines = call(capsys, "deploy", "log", tmp_path, "--follow").out.splitlines()

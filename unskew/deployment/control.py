@@ -1,4 +1,4 @@
-"""Operator's access to a running deployed run: a Unix socket in its folder for status, stop and exclude."""
+"""Operator's access to a running deployed run: a Unix socket, named in its folder, for status, stop and exclude."""
 
 from __future__ import annotations
 
@@ -6,34 +6,23 @@ import json
 import os
 import socket
 import stat
-import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError
+from unskew.files import read_file, write_atomic
 
-FILE = "control.sock"
+FILE = "control.json"
+"""In a run folder, while the run is running: where its socket is."""
 LARGEST = 1 << 20
 SECONDS = 10.0
 """Seconds that either end waits for the other."""
-
-
-@contextmanager
-def address_in(folder: Path) -> Iterator[str]:
-    """Context manager that gives the socket's address, on Linux a short one: paths of sockets end at about 100 characters."""
-    if sys.platform != "linux":
-        yield str(folder / FILE)
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{handle}/{FILE}"
-    finally:
-        os.close(handle)
 
 
 class Control:
@@ -47,17 +36,14 @@ class Control:
 
     def __init__(self, folder: Path, sites: Sites, save_excluded: Callable[[set[int]], None]):
         self.folder, self.sites, self.save_excluded = folder, sites, save_excluded
+        self._private = tempfile.TemporaryDirectory(prefix="unskew-")  # mode 0700; the path of a socket must be short
+        path = Path(self._private.name) / "control.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        (folder / FILE).unlink(missing_ok=True)  # of a process that was killed
-        try:
-            with address_in(folder) as address:
-                self._listener.bind(address)
-            (folder / FILE).chmod(0o600)
-            self._listener.listen(4)
-        except OSError as error:
-            sites.tell(f"unskew deploy status cannot reach this run: no socket at {folder / FILE} ({error.strerror}).")
-        else:
-            threading.Thread(target=self._serve, daemon=True).start()
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(4)
+        write_atomic(folder / FILE, json.dumps({"socket": str(path)}).encode())
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
         """Stop answering and remove the socket."""
@@ -65,6 +51,7 @@ class Control:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
         (self.folder / FILE).unlink(missing_ok=True)
+        self._private.cleanup()
 
     def _serve(self) -> None:
         while True:
@@ -101,17 +88,17 @@ def ask(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: If no run listens there, or it rejects the command.
     """
-    path = folder / FILE
     try:
-        found = os.lstat(path)
-        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{path} is not a socket of this user; only the user who started the run can reach it.")
-        with address_in(folder) as address, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        path = str(json.loads(read_file(folder / FILE))["socket"])
+        found, within = os.lstat(path), os.lstat(Path(path).parent)
+        if not stat.S_ISSOCK(found.st_mode) or {found.st_uid, within.st_uid} != {os.getuid()} or within.st_mode & 0o077:
+            raise ConfigError(f"{folder / FILE} does not name a socket that only this user can reach.")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SECONDS)
-            connection.connect(address)
+            connection.connect(path)
             send(connection, Frame(kind, config))
             answer = receive(connection, LARGEST)
-    except (OSError, FrameError) as error:
+    except (OSError, ValueError, TypeError, KeyError, FrameError) as error:
         raise ConfigError(
             f"No deployed run is working in {folder}, or it is still starting ({error}). Name the folder of a running one."
         ) from error
