@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Batch": "unskew.models.trainable",
+    "Callback": "unskew.records.recorder",
     "ClientData": "unskew.data.federation",
     "ClientRule": "unskew.protocol.rules",
     "Comparison": "unskew.comparison.compare",
@@ -46,6 +47,7 @@ _PLACES = {
 
 __all__ = [
     "Batch",
+    "Callback",
     "ClientData",
     "ClientRule",
     "Comparison",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from unskew.models.trainable import Batch
     from unskew.models.vector import ModelSpec
     from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
+    from unskew.records.recorder import Callback
     from unskew.records.result import Result
     from unskew.reporting.report import report
     from unskew.runs.run import resume, run

@@ -23,7 +23,7 @@ from unskew.plots import curves
 from unskew.plots.curves import clients_by_class, convergence, signs
 from unskew.plots.figure import new_figure, over_rounds
 from unskew.records.recorder import MEASURED, Recorder, reaching
-from unskew.records.result import read_history
+from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
 
 
@@ -443,3 +443,62 @@ def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     unskew.method("feddle").server.draw([{"round": 1}], tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
     assert not (tmp_path / "b.png").exists()
+
+
+def test_notebooks_show_tables_with_text_escaped_and_print_no_histories():
+    def summary(accuracy, sent):
+        figures = {"accuracy": accuracy, "best_accuracy": accuracy, "loss": 1.0, "bytes_up": sent, "bytes_down": sent}
+        return {"method": "<b>fedavg", "rounds": 2, "weights": "samples", "seconds": 1.0, **figures}
+
+    history = [{"round": t, "accuracy": 0.1 * t, "bytes_up": 1, "bytes_down": 1} for t in range(1, 500)]
+    runs = {"<b>fedavg": [summary(0.5, 2_000_000), summary(0.7, 2_000_000)]}
+    comparison = Comparison({"<b>fedavg": [history, history]}, runs, 0.4, None)
+    shown = comparison._repr_html_()
+    assert "<td>&lt;b&gt;fedavg</td><td>2</td><td>0.6 ± 0.14</td>" in shown
+    assert "<b>" not in shown
+    assert "<th>MB up</th>" in shown
+    assert "<td>2</td>" in shown
+    assert repr(comparison).splitlines() == [
+        "Comparison(target=0.4, folder=None)",
+        "  method <b>fedavg, seeds 2, accuracy 0.6 ± 0.14",
+    ]
+    frame = comparison.to_pandas()
+    assert frame["accuracy"].tolist() == pytest.approx([0.6])
+    assert frame["method"].tolist() == ["<b>fedavg"]
+    result = Result(history, summary(0.5, 2_000_000), torch.nn.Linear(1, 1), torch.zeros(2), None)
+    assert "<td>&lt;b&gt;fedavg</td><td>2</td><td>0.5</td>" in result._repr_html_()
+    assert len(repr(result)) < 200
+
+
+class Hooks(unskew.Callback):
+    def __init__(self):
+        self.called = []
+
+    def loaded(self, federation):
+        self.called.append(("loaded", len(federation.clients)))
+
+    def prepare(self, text, done, total):
+        self.called.append(("prepare", text))
+
+    def round(self, row):
+        self.called.append(("round", row["round"]))
+
+
+class Listens(Hooks):
+    def warn(self, text):
+        self.called.append(("warn", text))
+
+
+def test_a_callback_overrides_the_hooks_that_it_needs():
+    options = {"model": "logistic", "rounds": 1, "engine": "inline", "clients": 2, "keep_samples": 100, "lr": 0.05}
+    method = "fedssyn:generator=vae-small,epochs=1,n_syn=2"
+    hooks = Hooks()
+    unskew.run(data="digits", method=method, callbacks=[hooks], **options)
+    assert hooks.called[0] == ("loaded", 2)
+    assert hooks.called[-1] == ("round", 1)
+    assert {kind for kind, _ in hooks.called[1:-1]} == {"prepare"}
+    silent, listens = Hooks(), Listens()
+    with pytest.warns(UserWarning, match="never averages"):
+        unskew.run(data="digits", method="fedals", callbacks=[silent], **{**options, "model": "mlp"})
+    unskew.run(data="digits", method="fedals", callbacks=[silent, listens], **{**options, "model": "mlp"})
+    assert any(kind == "warn" and "never averages" in text for kind, text in listens.called)

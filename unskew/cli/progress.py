@@ -22,7 +22,7 @@ from unskew.cli.loudness import LOUDNESS
 from unskew.cli.tables import columns_table
 from unskew.data.federation import Federation
 from unskew.data.reading.telling import PATIENCE, told
-from unskew.records.recorder import Row
+from unskew.records.recorder import Callback, Row
 from unskew.reporting.wording import percent
 from unskew.tasks.score import SCORES, score_of
 
@@ -87,7 +87,7 @@ def waiting(title: str) -> Iterator[None]:
         progress.stop()
 
 
-class ProgressLine:
+class ProgressLine(Callback):
     """A callback: one line of a live display.
 
     Args:

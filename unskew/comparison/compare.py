@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unskew.comparison.each import check_same_data, fields_of
 from unskew.comparison.one_run import Given, last, one_run
@@ -22,6 +22,7 @@ from unskew.files import new_folder, place, write_atomic
 from unskew.methods.catalogue import MethodLike, method
 from unskew.options import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
+from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import Callback, reaching
 from unskew.runs.checks import check_method
 from unskew.runs.crew import Work
@@ -32,6 +33,9 @@ from unskew.runs.side_by_side import beside, check_parallel, places, side_by_sid
 from unskew.tasks.catalogue import TASKS
 from unskew.tasks.metrics import METRICS, RECALL
 from unskew.tasks.score import score_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Spread = tuple[float, float]
 FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
@@ -133,6 +137,31 @@ class Comparison:
             }
             table.append(row)
         return table
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return ``rows`` as a data frame (needs pandas)."""
+        return data_frame(self.rows())
+
+    def _shown(self) -> list[dict[str, str]]:
+        """Return what notebooks show of each method."""
+        table = []
+        for row in self.rows():
+            scored = score_of(self.summaries[row["method"]][0])
+            means = {name: with_std(row[name], row[f"{name}_std"]) for name in (scored, f"best_{scored}", "loss")}
+            sent = {f"MB {way}": with_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
+            reached = {f"rounds to {self.target:g}": with_std(row["rounds_to_target"])}
+            table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
+        return table
+
+    def __repr__(self) -> str:
+        lines = [f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})"]
+        for row in self._shown():
+            lines.append("  " + ", ".join(f"{name} {text}" for name, text in list(row.items())[:3]))
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: means ± standard deviations over seeds."""
+        return html_table(self._shown())
 
     def plot(self, path: str | Path) -> Path:
         """Draw the convergence of all methods, mean and standard deviation over seeds."""

@@ -30,7 +30,7 @@ class TimeIsUp(Exception):
     """The budget is spent."""
 
 
-class Deadline:
+class Deadline(Callback):
     """A callback that ends a run when its time is up.
 
     Args:

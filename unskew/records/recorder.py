@@ -10,9 +10,9 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unskew.errors import CheckpointError
 from unskew.files import append, open_to_append, write_atomic, writing
@@ -24,24 +24,56 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class Callback(Protocol):
-    """Follows a run: the progress bar and the trackers are callbacks."""
+class Callback:
+    """Base class of objects that are notified during a run, as in ``unskew.run(..., callbacks=[...])``.
+
+    Override the hooks that you need; the others do nothing. Progress bars and trackers are callbacks. Hooks are called in the
+    process that started the run: ``prepare`` and ``loaded``, then ``start``, ``round`` after each round, and ``end``.
+    """
+
+    def prepare(self, text: str, done: float, total: float) -> None:
+        """Called during slow work before the first round: reading data, fitting generators.
+
+        Args:
+            text: Description of the work.
+            done: Finished part of ``total``.
+            total: Size of the work, in any unit.
+        """
+
+    def loaded(self, federation: Any) -> None:
+        """Called when the data are loaded and partitioned, before training, with the ``Federation``."""
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """The run begins or goes on after ``rounds_done`` rounds."""
+        """Called before the first round, or when the run is resumed.
+
+        Args:
+            config: Fields of the configuration.
+            rounds_done: Rounds that were finished before; 0 for a new run.
+        """
 
     def round(self, row: Row) -> None:
-        """A round is finished; ``row`` is a copy of its line in ``metrics.jsonl``."""
+        """Called after each round with a copy of its line of ``metrics.jsonl``."""
+
+    def warn(self, text: str) -> None:
+        """Called with each warning of the run; if no callback overrides this, ``warnings.warn`` is called instead."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The run is finished; ``summary`` is a copy."""
+        """Called at the end of the run with a copy of ``summary.json``; not after an error or an interruption."""
+
+
+def hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
+    """Return the hooks of a name that callbacks define themselves; objects of other classes need not have all."""
+    found = [getattr(callback, name, None) for callback in callbacks]
+    return [
+        hook for hook in found if hook is not None and getattr(hook, "__func__", None) is not getattr(Callback, name)
+    ]
 
 
 def warn(callbacks: Sequence[Callback], text: str) -> None:
     """Tell the user through the callbacks that can, else as a Python warning."""
-    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "warn")]
+    listeners = hooks(callbacks, "warn")
     for listener in listeners:
-        listener.warn(text)
+        listener(text)
     if not listeners:
         warnings.warn(text, stacklevel=3)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
+from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import parsed
 from unskew.tasks.score import score_of
 
@@ -57,11 +58,7 @@ class Result:
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a table, one row per round (needs pandas)."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ConfigError("to_pandas needs: pip install 'unskew[pandas]'.") from error
-        return pd.DataFrame(self.history)
+        return data_frame(self.history)
 
     def plot(self, path: str | Path) -> Path:
         """Draw accuracy (of a language model, the loss) against rounds into an image file."""
@@ -69,11 +66,19 @@ class Result:
 
         return convergence({self.summary["method"]: [self.history]}, Path(path))
 
-    def __repr__(self) -> str:
+    def _shown(self) -> dict[str, Any]:
         scored = score_of(self.summary)
         figures = ("loss", "best_loss") if "best_perplexity" in self.summary else (scored, f"best_{scored}")
-        shown = {name: self.summary[name] for name in ("method", "rounds", *figures)}
-        return f"Result({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return {name: self.summary[name] for name in ("method", "rounds", *figures)}
+
+    def __repr__(self) -> str:
+        return f"Result({', '.join(f'{name}={value!r}' for name, value in self._shown().items())})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        row = {name: with_std(v) if isinstance(v, float) else v for name, v in self._shown().items()}
+        sent = {f"MB {way}": with_std(self.summary[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
+        return html_table([{**row, **sent, "seconds": with_std(self.summary["seconds"])}])
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:

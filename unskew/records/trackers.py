@@ -21,7 +21,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-class TensorBoard:
+class TensorBoard(Callback):
     """Writes event files into ``<run folder>/tensorboard``."""
 
     def __init__(self, folder: Path):
@@ -48,7 +48,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class MLflow:
+class MLflow(Callback):
     """Logs to a local store that several runs share; a resumed run goes on in its MLflow run.
 
     Args:
@@ -111,7 +111,7 @@ class MLflow:
         self.client.set_terminated(self.run_id)
 
 
-class Guarded:
+class Guarded(Callback):
     """A tracker whose first failure, whatever it is, is a warning: the run goes on without it.
 
     Args:

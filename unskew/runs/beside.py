@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from unskew.engines.laid_out import taken_up
 from unskew.engines.machine import keep_freed_memory, take_share, watch_parent
 from unskew.errors import EngineError
-from unskew.records.recorder import Row
+from unskew.records.recorder import Callback, Row
 from unskew.simulation import loop
 
 
-class _Relay:
+class _Relay(Callback):
     """Follows a run, and tells the process that began it."""
 
     def __init__(self, pipe: Connection):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from unskew.files import write_atomic
 from unskew.generators.synthetic_set import ABOUT, find
 from unskew.protocol.rules import Method
 from unskew.protocol.workspace import Prepared, Workspace
-from unskew.records.recorder import Callback, warn
+from unskew.records.recorder import Callback, hooks, warn
 
 SYNTHETIC = "synthetic"
 """Folder of what was made, in a run folder or in that of several runs."""
@@ -59,11 +58,10 @@ def prepare(
 
     What they make is kept in ``shared`` if there is one, else in the run folder, which then can be resumed from the start.
     """
-    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "prepare")]
 
     def tell(text: str, done: float, total: float) -> None:
-        for listener in listeners:
-            listener.prepare(text, done, total)
+        for hook in hooks(callbacks, "prepare"):
+            hook(text, done, total)
 
     given = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC

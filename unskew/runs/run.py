@@ -25,7 +25,7 @@ from unskew.methods.catalogue import MethodLike, check_names
 from unskew.methods.catalogue import method as method_of
 from unskew.protocol.rules import Method
 from unskew.provenance import TRUST
-from unskew.records.recorder import Callback
+from unskew.records.recorder import Callback, hooks
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.checks import check_method
@@ -54,7 +54,7 @@ def run(
         method: A method or a sum, as ``unskew.method`` takes it.
         out: Run folder to write; without it nothing is written to disk.
         resume: Go on with the run in ``out``.
-        callbacks: Followers of the run.
+        callbacks: Objects that are notified during the run, see ``unskew.Callback``.
         options: Any field of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
 
     Returns:
@@ -165,11 +165,10 @@ def _carried_out(
 
 def opened(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
     """The data of a run; callbacks that show what is made before the first round are told of reading that takes long."""
-    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "prepare")]
 
     def follow(text: str, done: float, total: float) -> None:
-        for listener in listeners:
-            listener.prepare(text, done, total)
+        for hook in hooks(callbacks, "prepare"):
+            hook(text, done, total)
 
     with told(follow):
         return federation_of(config.data_spec, config.seed)
@@ -177,9 +176,8 @@ def opened(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
 
 def tell_data(callbacks: Sequence[Callback], federation: Federation) -> None:
     """Show the data to the callbacks that have a function ``loaded``, before anything is trained."""
-    listeners: list[Any] = [callback for callback in callbacks if hasattr(callback, "loaded")]
-    for listener in listeners:
-        listener.loaded(federation)
+    for hook in hooks(callbacks, "loaded"):
+        hook(federation)
 
 
 def resume(
@@ -200,7 +198,7 @@ def resume(
         federation: The same data, if they were given in Python.
         model: The same model, if it was given in Python.
         method: The same method, if it was given in Python.
-        callbacks: Followers of the run.
+        callbacks: Objects that are notified during the run, see ``unskew.Callback``.
         shared: Where what its method made before training is kept for several runs, if not in ``folder``; found by itself
             where ``unskew compare`` and ``unskew reproduce`` keep it.
         trust_code: Whether a model or a method of one's own that the folder's ``config.yaml`` names may be imported, which

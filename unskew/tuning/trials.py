@@ -153,7 +153,7 @@ def finish_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unf
             time.sleep(WAIT)
 
 
-class Judge:
+class Judge(Callback):
     """Reports after each evaluated round what the global model is worth on what clients hold out.
 
     Args:

@@ -70,6 +70,9 @@ def tune(
         follow: Gives the callbacks of a run from its title.
         options: Fields of ``unskew.Experiment``; ``seed`` is that of the trials.
 
+    Returns:
+        The best options of each method, all trials, and the comparison of the tuned methods on fresh seeds.
+
     Raises:
         ConfigError: An option is wrong, a method does not fit, ``out`` is already there, or Optuna is not installed.
     """

@@ -19,6 +19,7 @@ term of the first, one number per layer, and of the second the server has the me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -173,8 +174,8 @@ def best_periods(sizes: Tensor, rates: Tensor, budget: float, longest: int) -> T
     >>> best_periods(torch.tensor([90.0, 10.0]), torch.tensor([1.0, 1.0]), 0.25, 50).tolist()
     [5.0, 2.0]
     """
-    averages = torch.arange(1, longest + 1, dtype=torch.float64)
-    choices = torch.ceil(longest / averages).unique()  # of the periods with as many averages, only the shortest
+    shortest = {math.ceil(longest / averages) for averages in range(1, longest + 1)}  # others average no less often
+    choices = torch.tensor(sorted(shortest), dtype=torch.float64)
     distance = rates.double().cpu()[:, None] * choices
     traffic = sizes.double().cpu()[:, None] * torch.ceil(longest / choices) / longest
     limit = budget * float(sizes.sum()) * (1 + 1e-12)
