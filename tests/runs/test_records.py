@@ -360,7 +360,7 @@ def test_a_comparison_says_where_its_methods_do_not_count_clients_alike(sizes, m
     given = {"model": "logistic", "rounds": 1, "seeds": 1, "engine": "inline", "weights": weights}
     compared = unskew.compare(blobs(sizes), methods=methods, **given)
     for note in compared.notes():
-        assert "by samples with fedavg, fedprox; each the same with scaffold" in note
+        assert "fedavg, fedprox by samples, scaffold equally" in note
     assert len(compared.notes()) == told
     named = {row["method"]: row["weights"] for row in compared.rows()}
     assert named["fedavg"] == ("samples" if weights == "auto" else weights)
