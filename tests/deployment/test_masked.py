@@ -78,7 +78,8 @@ def test_the_servers_log_holds_no_single_update(tmp_path):
     result, place = deployed(tmp_path, LoopPlace(tmp_path, {**TINY, **FOUR}), **FOUR)
     kinds = {frame.kind: set(frame.arrays) for _, frame in place.link.received}
     assert kinds == {
-        "facts": {"facts/class_counts"}, "ready": set(), "shares": set(), "masked": {"masked/x"}, "opened": set(),
+        "facts": {"facts/class_counts"}, "ready": set(), "shares": set(), "masked": {"masked/x"}, "agreed": set(),
+        "opened": set(),
     }  # fmt: skip
     log = {client: frame for client, frame in place.link.received if frame.kind == "masked"}
     sent = {client: record_of(frame, "masked")["x"].double() for client, frame in log.items()}
@@ -127,7 +128,7 @@ def test_a_site_that_is_restarted_has_dropped_out_and_sums_with_too_few_sites_st
     gone, told = {1, 3}, Told()
     result, _ = deployed(tmp_path / "two", place, with_patience(short="go"), told, **FOUR)
     assert result.history[0]["updates"] == 0
-    assert "fewer than 3 of 4 sites are left, so that the sum stays masked" in " ".join(told.warnings)
+    assert "fewer than 3 of 4 sites are left, so the sum stays masked" in " ".join(told.warnings)
     with pytest.raises(EngineError, match="stays masked"):
         deployed(tmp_path / "three", place, with_patience(short="stop"), **FOUR)
 
@@ -155,7 +156,7 @@ def test_a_message_that_comes_again_is_answered_alike(tmp_path):
     def fails_once(client, asked, answer):
         if answer.kind == "masked":
             masked.setdefault(client, set()).add(answer.arrays["masked/x"].data)
-        if asked.kind in ("train", "share", "mask", "unmask") and (asked.kind, client) not in failed:
+        if asked.kind in ("train", "share", "mask", "agree", "unmask") and (asked.kind, client) not in failed:
             failed.add((asked.kind, client))
             return Frame("failed", {"reason": "Flower's error 5"})
         return answer
@@ -167,18 +168,25 @@ def test_a_message_that_comes_again_is_answered_alike(tmp_path):
     close(result.vector, unskew.run(**{**TINY, **FOUR}).vector)
 
 
-def test_a_site_never_opens_what_would_show_an_update(tmp_path):
-    """The server asks for shares of the seed and of the key of one site, for more sites than there are, or once more."""
+def test_a_site_signs_one_list_of_survivors_and_answers_each_message_once(tmp_path):
+    """The server asks for a list without the site itself, of too few or of unknown sites, or for a second one."""
     place, told = LoopPlace(tmp_path, {**TINY, **FOUR}), Told()
 
     def asks(client, asked, answer):
-        if asked.kind == "unmask" and client == 0:
-            for alive, gone in (([0, 1, 2, 3], [3]), ([0], [1, 2, 3]), ([0, 1, 2], [3])):
-                other = {**asked.config, "alive": json.dumps(alive), "gone": json.dumps(gone)}
-                assert place.sites[0].answer(replace(asked, config=other)).kind == "refused"
         if asked.kind == "mask" and client == 0:
+            for alive in ([1, 2, 3], [0, 1], [0, 1, 2, 7]):
+                other = replace(asked, kind="agree", config={**asked.config, "alive": json.dumps(alive)})
+                assert "too few" in place.sites[0].answer(other).config["reason"]
             few = {**asked.config, "sealed": "{}"}
             assert "to another message" in place.sites[0].answer(replace(asked, config=few)).config["reason"]
+        if asked.kind == "agree" and client == 0:
+            other = {**asked.config, "alive": "[0, 1, 2]"}
+            assert "to another message" in place.sites[0].answer(replace(asked, config=other)).config["reason"]
+            alone = {**asked.config, "signatures": json.dumps({"0": answer.config["signature"]})}
+            assert (
+                "1 of at least 3 sites"
+                in place.sites[0].answer(replace(asked, kind="unmask", config=alone)).config["reason"]
+            )
         return answer
 
     place.link.spoil = asks

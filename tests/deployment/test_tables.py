@@ -83,7 +83,8 @@ def wards(tmp_path, **asked):
     for client, ward in enumerate("abc"):
         path = tmp_path / "sites" / str(client) / "site.yaml"
         write(path.parent / "own.csv", rows_of(ward, 40, client))
-        path.write_text(yaml.safe_dump({"name": f"ward-{ward}", "client": client, "data": data}))
+        site = {"name": f"ward-{ward}", "client": client, "data": data, "roster": str(tmp_path / "roster.txt")}
+        path.write_text(yaml.safe_dump(site))
         place.sites[client] = Site(path)
         place.sites[client].log = lambda line: None
     return place, values

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from support.toys import Toys
 from unskew.config.reading import experiment
 from unskew.deployment.plan import Deployment
+from unskew.deployment.roster import read_roster
 from unskew.deployment.run import run
 from unskew.deployment.site import Site
 from unskew.deployment.thin.frames import Frame, decode, encode_header
@@ -60,20 +62,41 @@ class LoopLink:
         return [(one, self.answers.pop(one)) for one in identities if one in self.answers]
 
 
+def new_key():
+    """A signing key as ``ssh-keygen`` writes it, private and public."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return key.private_bytes(*form), public.decode()
+
+
 class LoopPlace:
-    """Where such sites are."""
+    """Where such sites are; of a masked experiment with signing keys and a roster."""
 
     def __init__(self, folder: Path, config: dict, count: int | None = None, **site: object):
-        self.folder, self.sites, self.primitives = folder, [], Toys()
-        for client in range(config["clients"] if count is None else count):
+        self.folder, self.sites, count = folder, [], config["clients"] if count is None else count
+        masked = config.get("secure_aggregation") == "required"
+        keys = [new_key() for _ in range(count)] if masked and not (folder / "roster.txt").exists() else []
+        if keys:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "roster.txt").write_text("".join(f"{k} {public}\n" for k, (_, public) in enumerate(keys)))
+        for client in range(count):
             place = folder / "sites" / str(client)
             place.mkdir(parents=True, exist_ok=True)
+            if keys:
+                (place / "signing.key").write_bytes(keys[client][0])
+            if masked:
+                site = {"roster": str(folder / "roster.txt"), **site}
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
-            one = Site(place / "site.yaml", self.primitives)
+            one = Site(place / "site.yaml")
             one.log = lambda line: None
             self.sites.append(one)
         self.link = LoopLink(self.sites)
+
+    def roster(self):
+        path = self.folder / "roster.txt"
+        return read_roster(path) if path.exists() else {}
 
     def open(self, largest: int, seconds: float) -> LoopLink:
         return self.link

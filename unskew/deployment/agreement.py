@@ -25,7 +25,7 @@ from unskew.tasks.labels import Classification
 from unskew.tasks.regression import Regression
 from unskew.tasks.task import Task
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of the messages between server and sites; both must have the same."""
 
 

@@ -13,7 +13,6 @@ import torch
 from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.audit import digest_of
 from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
-from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import as_images
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
@@ -109,7 +108,7 @@ class FlowerEngine:
     """
 
     name = "flower"
-    primitives: Primitives | None = None  # where updates are masked
+    roster: Mapping[int, Any] = {}  # public signing keys of the clients
     folder: Path | None = None  # where updates wait that came before those that are added up first
 
     def __init__(self, setup: Setup, sites: Sites, server: Server, terms: Terms, budget: dict[str, int]):

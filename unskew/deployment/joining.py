@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from unskew.deployment.conversation import FAILURES, pause
 from unskew.deployment.link import LinkLost
 from unskew.deployment.messages import number, text, whole
 from unskew.deployment.preparing import MOST
+from unskew.deployment.roster import is_signed
 from unskew.deployment.site_config import NAME
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import ConfigError, EngineError
@@ -51,6 +53,7 @@ class Door:
         clients: How many the experiment has.
         seconds: After which Flower forgets the question.
         check: Validates what a site reports of its data; raises ``Nonsense`` or ``ConfigError``.
+        roster: Public signing keys, by client: with them each site must prove its number. Empty: no proof is asked for.
         exact: Whether sites with other versions or CPU instructions are rejected, instead of reported.
         rejected: By node: why its site was not admitted.
         report: Prints who is waited for.
@@ -63,6 +66,8 @@ class Door:
     check: Callable[[int, Frame], Any] = lambda client, frame: None
     exact: bool = False
     report: Callable[[str], None] = print
+    roster: Mapping[int, Any] = field(default_factory=dict)
+    challenge: str = field(default_factory=lambda: secrets.token_hex(16))
     rejected: dict[int, str] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     _known: set[int] = field(default_factory=set)
@@ -83,7 +88,9 @@ class Door:
                 if time.monotonic() < self._again.get(node, 0.0):
                     continue
                 self._known.add(node)
-                self._asked[sites.push(node, Frame("hello"), "hello", self.seconds)] = node
+                self._asked[sites.push(node, Frame("hello", {"challenge": self.challenge}), "hello", self.seconds)] = (
+                    node
+                )
             answers = sites.link.pull(list(self._asked)) if self._asked else []
         except LinkLost as error:
             sites.tell(str(error))
@@ -162,6 +169,12 @@ class Door:
             raise Nonsense(f"{name} reports {examples} samples; a site has from 1 to {MOST}")
         if client >= self.clients:
             raise ConfigError(f"A site says that it is client {client}, but the experiment has {self.clients}, from 0.")
+        proof = ["hello", sites.run, self.challenge, client]
+        if self.roster and not is_signed(self.roster, client, proof, frame.config.get("signature")):
+            raise ConfigError(
+                f"{name} reports to be client {client}, but has not signed that with the key that the roster names for this "
+                "client. Compare signing.pub and roster.txt at the site with the server's roster.txt."
+            )
         if client in sites.names:
             raise ConfigError(
                 f"Two sites say that they are client {client}: {sites.names[client]} and {name}. Give each a number of its "

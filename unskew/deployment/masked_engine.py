@@ -12,10 +12,12 @@ from unskew.deployment.arrays import DTYPES, NAMES, Nonsense, blobs, length_of, 
 from unskew.deployment.audit import digest_of
 from unskew.deployment.engine import FlowerEngine
 from unskew.deployment.fixed_point import Part
-from unskew.deployment.masks import LEAST, parsed
-from unskew.deployment.messages import cast_frame, same
+from unskew.deployment.masks import LEAST, parsed, ready_message
+from unskew.deployment.messages import cast_frame, digest_of_cast, same, text
+from unskew.deployment.primitives import check_point
+from unskew.deployment.roster import is_signed
 from unskew.deployment.thin.frames import SIZES, Frame
-from unskew.deployment.unmasking import Ready, Sum, Summation, Unopened, parts_of
+from unskew.deployment.unmasking import Accused, Ready, Reopened, Sum, Summation, Unopened, parts_of
 from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, nested
 from unskew.protocol.rules import Method
@@ -61,10 +63,10 @@ class MaskedEngine(FlowerEngine):
                 self.server.lost(cast.client)
 
     def _summed(self, casts: Sequence[Broadcast]) -> Sum:
-        """The sum of a round; where too few sites are left it is begun again, if the run is to wait.
+        """Return the sum of a round; if too few sites are left, it is started again if the run is to wait.
 
         Raises:
-            EngineError: It cannot be opened, and the run is to stop then.
+            EngineError: If it cannot be opened and the run is to stop then.
         """
         if any(cast.up != casts[0].up for cast in casts):
             sync = self.terms.method.sync
@@ -72,17 +74,31 @@ class MaskedEngine(FlowerEngine):
                 f"{'' if sync is None else sync.name}.travels gives sites different slices of the model to send, but secure "
                 "aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
             )
+        text, barred = "", set[int]()
         round, patience = str(casts[0].round + 1), self.sites.patience
         requests = {cast.client: cast_frame(cast, self.terms, "train", self._budget(cast.client)) for cast in casts}
         least = max(patience.least, LEAST, len(casts) // 2 + 1)
-        for _ in range(TRIES):
+        tries = 0
+        while tries < TRIES:
             self.shapes = None
+            left = {k: frame for k, frame in requests.items() if k not in barred}
+            summation = Summation(self.sites, casts[0].round, least, self.roster)
             try:
-                if sum(cast.client not in self.sites.excluded for cast in casts) < LEAST:
+                if len({*left} - {*self.sites.excluded}) < LEAST:
                     raise Unopened
-                return Summation(self.sites, round, least, self.primitives).of(requests, self._taking(casts))
+                return summation.of(left, self._taking(casts, left))
+            except Accused as error:  # each time fewer are left
+                barred |= {*error.guilty}
+                self._tell_guilty(error.guilty)
+                continue
+            except Reopened as error:
+                text = (
+                    f"Round {round}: its sum over {error} was opened before the server was interrupted, and some of these "
+                    "sites are missing. The sum of others stays masked, as the difference could be a single update"
+                )
             except Unopened:
-                text = f"Round {round}: fewer than {least} of {len(casts)} sites are left, so that the sum stays masked"
+                text = f"Round {round}: fewer than {summation.least} of {len(casts)} sites are left, so the sum stays masked"
+            tries += 1
             if patience.short == "go":
                 self.sites.tell(f"{text}; the round goes on without any update.")
                 return Sum()
@@ -91,8 +107,16 @@ class MaskedEngine(FlowerEngine):
             self.sites.tell(f"{text}; the round is begun again.")
         raise EngineError(f"{text}, and the run stops. Resume it when the sites are back.")
 
-    def _taking(self, casts: Sequence[Broadcast]) -> Any:
+    def _tell_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
+        for client, (reason, certain) in guilty.items():
+            if certain:
+                self.sites.fault(client, f"{reason}, so it is left out of this sum")
+            else:
+                self.sites.tell(f"{self.sites.name(client)} is left out of this sum: {reason}.")
+
+    def _taking(self, casts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
         by_client = {cast.client: cast for cast in casts}
+        models = {client: digest_of_cast(frame, self.terms) for client, frame in requests.items()}
 
         def take(client: int, frame: Frame) -> Ready | None:
             cast = by_client[client]
@@ -105,12 +129,19 @@ class MaskedEngine(FlowerEngine):
             same(frame.config, cast, self._examples(client))
             parts = parts_of(frame.config, self.terms.norm * max(1.0, cast.weight))
             self._check_parts(parts, cast)
-            keys = parsed(frame.config, "keys")
+            keys, opened = parsed(frame.config, "keys"), parsed(frame.config, "opened")
             try:
-                public, seal_public = (bytes.fromhex(key) for key in keys)
+                public, seal_public = (str(key) for key in keys)
+                for key in (public, seal_public):
+                    check_point(bytes.fromhex(key))
+                before = tuple(sorted(int(k) for k in opened))
             except (ValueError, TypeError) as error:
-                raise Nonsense("its keys cannot be read") from error
-            return Ready(parts, (public, seal_public))
+                raise Nonsense("its keys, or the sums that it opened, cannot be read") from error
+            session, signature = text(frame.config, "session"), text(frame.config, "signature")
+            message = ready_message(self.sites.run, cast.round, session, client, keys, models[client])
+            if not is_signed(self.roster, client, message, signature):
+                raise Nonsense("its keys and its model are not signed by the key that the roster names")
+            return Ready(parts, (public, seal_public), signature, before)
 
         return take
 

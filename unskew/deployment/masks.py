@@ -1,21 +1,24 @@
-"""The site's half of secure aggregation (SecAgg+): it sends its update under masks that cancel in the sum of all sites.
+"""The site's half of secure aggregation: it sends its update under masks that cancel in the sum of all sites.
 
-Bell, Bonawitz, Gascón, Lepoint, Raykova, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020. Four
-messages make one sum:
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, in the variant of section
+4 for a server that may lie. Five messages make one sum:
 
-train   the site trains, makes two pairs of keys, and sends the public ones and how large its largest entries are
-share   it gets its neighbours' keys, and sends each, sealed, a share of a secret key and one of the seed of its own mask
-mask    it gets its neighbours' shares, and sends the update under its own mask and one in common with each neighbour
-unmask  it gets who has sent a masked update, and sends its shares: of the seeds of those, and of the keys of the others
+train   the site trains, makes two pairs of keys, and sends the public ones, signed, and how large its largest entries are
+share   it gets the keys of all sites, checks their signatures, and sends each site, sealed, a share of a secret key and one
+        of the seed of its own mask, with signed commitments to these shares
+mask    it gets the others' shares, checks them, and sends the update under its own mask and one in common with each site;
+        or, where a share is wrong, whose it is
+agree   it gets the list of sites whose masked updates arrived, and signs it
+unmask  it gets the others' signatures of the same list, and if more than two thirds of the sites have signed it sends its
+        shares: of the seeds of the sites on the list, and of the secret keys of the others
 
-All of it is in memory only: a site that is restarted in between has dropped out of this sum.
+All of it is in memory only, but for the sum that was opened: a site that is restarted in between has dropped out of the sum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,20 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.deployment import primitives
 from unskew.deployment.arrays import NAMES, Nonsense, blob
 from unskew.deployment.fixed_point import Part, exponent_of, rounded, step
 from unskew.deployment.ledger import Ledger
-from unskew.deployment.messages import text, whole
-from unskew.deployment.primitives import Flower, Primitives, apply
+from unskew.deployment.messages import text
+from unskew.deployment.roster import Identity, is_signed
 from unskew.deployment.state import Forgotten
 from unskew.deployment.thin.frames import Frame, encode_header
-from unskew.errors import ConfigError, UnskewError
+from unskew.errors import UnskewError
 from unskew.protocol.messages import Update, flat
 from unskew.simulation.intake import FIGURES
 
 LEAST = 3
 """Sites that a masked sum needs at the start: of two, each would know the other's update."""
-PHASES = ("share", "mask", "unmask")
+PHASES = ("share", "mask", "agree", "unmask")
 KEPT = 4
 """Runs of which a site keeps an open sum."""
 
@@ -73,43 +77,64 @@ def written(parts: Sequence[Part]) -> str:
     return json.dumps([[part.name, NAMES[part.dtype], list(part.shape), part.exponent] for part in parts])
 
 
+def view_of(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
+    """Return the digest of all that the sites of a sum must have seen alike: who takes part, with which keys and model."""
+    return hashlib.sha256(json.dumps([run, round, session, sorted(ready.items()), parts]).encode()).hexdigest()
+
+
+def ready_message(run: str, round: int, session: str, client: int, keys: list[str], model: str) -> list[Any]:
+    """Return what a site signs before it shares secrets: its public keys and the digest of the model that it got."""
+    return ["ready", run, round, session, client, keys, model]
+
+
 @dataclass
 class Open:
     """One sum that a site takes part in.
 
     Attributes:
-        session: Its identity.
-        client: The site's number.
-        held: What is added up.
-        parts: How it is laid out.
-        primitives: The cryptography.
+        identity: The site's signing key, and the keys of all sites.
         ledger: Record of the sums that were opened.
-        round: Round of the sum.
-        ready: What was answered when it began.
-        secret, seal_secret, seed: For the masks in common, for sealed messages, and for the mask of its own.
-        sites: How many take part; ``threshold``: how many shares tell a secret.
-        neighbours: Their public keys, this site's own too; ``common``: the keys that messages to them are sealed with.
-        theirs: Shares that neighbours sent: of their seeds, and of their secret keys.
-        answers: What was answered, so that a message that comes again gets the same answer.
+        session: Identity of the sum; ``round``: its round.
+        model: Digest of the broadcast that was trained from; all sites must have got the same.
+        held: Tensors to add up, each with name and weight.
+        parts: Their layout.
+        secret, seal_secret, seed: Secrets of the common masks, of sealed messages, and of the site's own mask.
+        ready: Reply that started the sum.
+        view: Digest of what all sites must have seen alike.
+        keys: Public keys of each site, for masks and for sealed messages.
+        common: By client: the key that messages between it and this site are sealed with.
+        shares: By client: the shares that it sent, of its seed and of its secret key.
+        alive: Sites whose masked updates arrived, as this site signed it.
+        answers: Replies, so that a message that is sent again gets the same one.
     """
 
+    identity: Identity
+    ledger: Ledger
     session: str
-    client: int
+    round: int
+    model: str
     held: list[tuple[str, Tensor, float]]
     parts: list[Part]
-    primitives: Primitives
-    ledger: Ledger
-    round: int
+    secret: int = field(default_factory=primitives.random_secret)
+    seal_secret: int = field(default_factory=primitives.random_secret)
+    seed: int = field(default_factory=primitives.random_secret)
     ready: Frame = field(default_factory=lambda: Frame("ready"))
-    secret: bytes = b""
-    seal_secret: bytes = b""
-    seed: bytes = b""
-    sites: int = 0
-    threshold: int = 0
-    neighbours: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    view: str = ""
+    keys: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     common: dict[int, bytes] = field(default_factory=dict)
-    theirs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    shares: dict[int, tuple[int, int]] = field(default_factory=dict)
+    alive: tuple[int, ...] = ()
     answers: dict[str, tuple[str, Frame]] = field(default_factory=dict)
+
+    @property
+    def client(self) -> int:
+        """The site's number."""
+        return self.identity.client
+
+    @property
+    def needed(self) -> int:
+        """Shares that determine a secret, and signatures that a list of sites needs."""
+        return max(LEAST, threshold(len(self.keys)))
 
     def carried_out(self, asked: Frame) -> Frame:
         """The answer to the next message, or to the last one once more.
@@ -117,7 +142,8 @@ class Open:
         Raises:
             Nonsense: It is another message than the last one of its kind, or out of turn.
         """
-        own = {k: v for k, v in asked.config.items() if k in ("keys", "parts", "sites", "sealed", "alive", "gone")}
+        names = ("ready", "parts", "sealed", "commitments", "alive", "signatures")
+        own = {k: v for k, v in asked.config.items() if k in names}
         digest = hashlib.sha256(encode_header(Frame(asked.kind, own))).hexdigest()
         if asked.kind in self.answers:
             before, answer = self.answers[asked.kind]
@@ -126,102 +152,153 @@ class Open:
             return answer
         if len(self.answers) != PHASES.index(asked.kind):
             raise Nonsense(f"{asked.kind} comes out of turn")
-        answer = {"share": self.share, "mask": self.mask, "unmask": self.unmask}[asked.kind](asked.config)
+        steps = {"share": self.share, "mask": self.mask, "agree": self.agree, "unmask": self.unmask}
+        answer = steps[asked.kind](asked.config)
         self.answers[asked.kind] = digest, answer
         return answer
 
     def share(self, config: dict[str, Any]) -> Frame:
-        """Shares for the neighbours, of this site's seed and secret key.
+        """Return shares of this site's seed and secret key, sealed for each site, and commitments to them.
 
         Raises:
-            Nonsense: The keys are none, or not those of enough sites.
+            Nonsense: If the keys are not signed by at least three different sites that got the same model.
         """
-        keys = {int(k): (bytes.fromhex(a), bytes.fromhex(b)) for k, (a, b) in parsed(config, "keys").items()}
-        every = [key for both in keys.values() for key in both]
-        own = self.primitives.public(self.secret), self.primitives.public(self.seal_secret)
-        if len(keys) < LEAST or len(set(every)) != len(every) or keys.get(self.client) != own:
-            raise Nonsense("the keys of its neighbours are none of a sum of several sites")
-        self._lay_out(parsed(config, "parts"), whole(config, "sites"), len(keys))
-        self.neighbours, self.threshold = keys, threshold(len(keys))
-        self.seed = secrets.token_bytes(32)
-        shares = [self.primitives.shares(one, self.threshold, len(keys)) for one in (self.seed, self.secret)]
+        ready, parts, run = parsed(config, "ready"), text(config, "parts"), self.ledger.run
+        found = {}
+        for name, (keys, signature) in ready.items():
+            message = ready_message(run, self.round, self.session, int(name), keys, self.model)
+            if not is_signed(self.identity.roster, int(name), message, signature):
+                raise Nonsense(
+                    f"client {name} of the roster has not signed these keys and the model that this site got"
+                )
+            found[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
+        every = [key for both in found.values() for key in both]
+        own = primitives.public(self.secret), primitives.public(self.seal_secret)
+        if len(found) < LEAST or len(set(every)) != len(every) or found.get(self.client) != own:
+            raise Nonsense(f"a sum needs different keys of at least {LEAST} sites, this one's among them")
+        self._lay_out(json.loads(parts))
+        self.keys = found
+        self.view = view_of(run, self.round, self.session, ready, parts)
+        count = len(self.keys)
+        (seeds, seed_points), (secrets, key_points) = (
+            primitives.deal(secret, self.needed, count) for secret in (self.seed, self.secret)
+        )
         sealed = {}
-        for place, (k, (_, seal_key)) in enumerate(sorted(keys.items())):
-            seed_share, key_share = shares[0][place], shares[1][place]
+        for place, (k, (_, seal_key)) in enumerate(sorted(self.keys.items())):
             if k == self.client:
-                self.theirs[k] = seed_share, key_share
+                self.shares[k] = seeds[place], secrets[place]
                 continue
-            self.common[k] = self.primitives.agree(self.seal_secret, seal_key)
-            plain = json.dumps([self.session, self.client, k, seed_share.hex(), key_share.hex()]).encode()
-            sealed[str(k)] = self.primitives.seal(self.common[k], plain).hex()
-        commitment = hashlib.sha256(self.seed).hexdigest()
-        return Frame("shares", {"client": self.client, "sealed": json.dumps(sealed), "seed": commitment})
+            self.common[k] = primitives.agree(self.seal_secret, seal_key)
+            plain = json.dumps([self.view, self.client, k, f"{seeds[place]:x}", f"{secrets[place]:x}"]).encode()
+            sealed[str(k)] = primitives.seal(self.common[k], plain).hex()
+        commitments = [[point.hex() for point in points] for points in (seed_points, key_points)]
+        signature = self.identity.sign(["shares", self.view, self.client, commitments])
+        written = json.dumps([*commitments, signature])
+        return Frame("shares", {"client": self.client, "sealed": json.dumps(sealed), "commitments": written})
 
-    def _lay_out(self, told: Any, sites: int, neighbours: int) -> None:
-        if sites < neighbours or sites > 1 << 20:
-            raise Nonsense(f"it speaks of a sum of {sites} sites")
+    def _lay_out(self, told: Any) -> None:
         if not isinstance(told, list) or [one[:3] for one in told] != [
             one[:3] for one in json.loads(written(self.parts))
         ]:
             raise Nonsense("what is to be added up is not what this site has")
-        larger = [whole({"e": one[3] + 1000}, "e") - 1000 for one in told]
+        larger = [int(one[3]) for one in told]
         if any(e < part.exponent for e, part in zip(larger, self.parts, strict=True)):
             raise Nonsense("this site's numbers are larger than those of the sum")
         self.parts = [replace(part, exponent=e) for e, part in zip(larger, self.parts, strict=True)]
-        self.sites = sites
 
     def mask(self, config: dict[str, Any]) -> Frame:
-        """The update under its masks.
+        """Return the update under its masks; or, if shares are wrong, whose.
 
         Raises:
-            Nonsense: The shares of neighbours are none, or not enough.
+            Nonsense: If shares of too few sites are there, or commitments are not signed by their site.
         """
-        for name, sealed in parsed(config, "sealed").items():
-            k = int(name)
-            if k not in self.common:
-                raise Nonsense(f"client {k} is no neighbour")
-            session, sender, to, seed_share, key_share = json.loads(
-                self.primitives.unseal(self.common[k], bytes.fromhex(sealed))
-            )
-            if (session, sender, to) != (self.session, k, self.client):
-                raise Nonsense(f"what client {k} sealed is for another sum")
-            self.theirs[k] = bytes.fromhex(seed_share), bytes.fromhex(key_share)
-        if len(self.theirs) < self.threshold:
-            raise Nonsense(f"there are {len(self.theirs)} of at least {self.threshold} neighbours")
+        sealed, commitments = parsed(config, "sealed"), parsed(config, "commitments")
+        wrong, shares = [], {self.client: self.shares[self.client]}
+        for name in sealed:
+            k, (seed_points, key_points, signature) = int(name), commitments[name]
+            message = ["shares", self.view, k, [seed_points, key_points]]
+            if k not in self.common or not is_signed(self.identity.roster, k, message, signature):
+                raise Nonsense(f"client {k} has not signed these commitments, or has no part in the sum")
+            points = [[bytes.fromhex(point) for point in some] for some in (seed_points, key_points)]
+            found = self._unsealed(k, str(sealed[name]), points)
+            if found is None:
+                wrong.append(k)
+            else:
+                shares[k] = found
+        if wrong:
+            return Frame("accused", {"client": self.client, "wrong": json.dumps(wrong)})
+        if len(shares) < self.needed:
+            raise Nonsense(f"there are shares of {len(shares)} of at least {self.needed} sites")
+        self.shares = shares
         held = [
-            (tensor, weight, step(part.exponent, self.sites))
+            (tensor, weight, step(part.exponent, len(self.keys)))
             for (_, tensor, weight), part in zip(self.held, self.parts, strict=True)
         ]
         masked, errors = rounded(held)
         self.held = []
-        apply(masked, self.primitives.stream(self.seed, len(masked)), add=True)
-        for k in self.theirs:
+        primitives.apply(masked, primitives.stream(self.seed, len(masked)), add=True)
+        for k in self.shares:
             if k != self.client:
-                key = self.primitives.agree(self.secret, self.neighbours[k][0])
-                apply(masked, self.primitives.stream(key, len(masked)), add=self.client > k)
+                key = primitives.agree(self.secret, self.keys[k][0])
+                primitives.apply(masked, primitives.stream(key, len(masked)), add=self.client > k)
         array = blob(torch.from_numpy(masked.view("int32")))
         largest = max((e for part, e in zip(self.parts, errors, strict=True) if part.name == "delta"), default=0.0)
         return Frame("masked", {"client": self.client}, {"error": largest}, {"masked/x": array})
 
-    def unmask(self, config: dict[str, Any]) -> Frame:
-        """Shares of the seeds of those whose masked updates came, and of the secret keys of the others; never of both.
+    def _unsealed(self, k: int, sealed: str, points: list[list[bytes]]) -> tuple[int, int] | None:
+        """Return the shares that another site sent; None if they are not those of this sum that it committed to."""
+        place = sorted(self.keys).index(self.client) + 1
+        try:
+            view, sender, to, *both = json.loads(primitives.unseal(self.common[k], bytes.fromhex(sealed)))
+            shares = int(both[0], 16), int(both[1], 16)
+            good = (view, sender, to, points[1][0]) == (self.view, k, self.client, self.keys[k][0])
+            good = good and {len(some) for some in points} == {self.needed}
+            good = good and all(primitives.fits(x, place, p) for x, p in zip(shares, points, strict=True))
+        except (ValueError, TypeError, IndexError):
+            return None
+        return shares if good else None
+
+    def agree(self, config: dict[str, Any]) -> Frame:
+        """Return this site's signature of the list of sites whose masked updates arrived.
 
         Raises:
-            Nonsense: These are not the sites that this one has masks in common with, or too few have sent theirs.
+            Nonsense: If it lists sites without a part in the sum, or too few, or not this one.
             Forgotten: If another sum of this round was opened.
         """
-        alive, gone = ({int(k) for k in parsed(config, name)} for name in ("alive", "gone"))
-        if alive & gone or alive | gone != set(self.theirs) or self.client not in alive or len(alive) < self.threshold:
-            raise Nonsense("those who sent masked updates and those who did not are not the sites of this sum")
-        clients = tuple(sorted(alive))
+        alive = {int(k) for k in parsed(config, "alive")}
+        if not alive <= {*self.shares} or self.client not in alive or len(alive) < self.needed:
+            raise Nonsense("the sites whose masked updates arrived are not sites of this sum, or too few")
         try:
-            self.ledger.check(self.round, clients)
+            self.ledger.check(self.round, tuple(sorted(alive)))
         except UnskewError as error:
             raise Forgotten(str(error)) from error
-        self.ledger.record(self.round, clients)
-        opened = {k: self.theirs[k][0 if k in alive else 1].hex() for k in sorted(alive | gone)}
-        self.secret = self.seal_secret = self.seed = b""
+        self.alive = tuple(sorted(alive))
+        return Frame("agreed", {"client": self.client, "signature": self.identity.sign(self._survivors())})
+
+    def _survivors(self) -> list[Any]:
+        return survivors_message(self.view, sorted(self.shares), self.alive)
+
+    def unmask(self, config: dict[str, Any]) -> Frame:
+        """Return shares of the seeds of the sites on the signed list and of the secret keys of the others; never of both.
+
+        Raises:
+            Nonsense: If too few sites of the list have signed it.
+        """
+        signatures = parsed(config, "signatures")
+        given = {k for k in self.alive if is_signed(self.identity.roster, k, self._survivors(), signatures.get(str(k)))}
+        if len(given) < self.needed:
+            raise Nonsense(
+                f"{len(given)} of at least {self.needed} sites have signed the list of sites that this one signed"
+            )
+        self.ledger.record(self.round, self.alive)
+        opened = {k: f"{self.shares[k][0 if k in self.alive else 1]:x}" for k in sorted(self.shares)}
+        self.secret = self.seal_secret = self.seed = 0
         return Frame("opened", {"client": self.client, "shares": json.dumps(opened)})
+
+
+def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) -> list[Any]:
+    """Return what a site signs before a sum is opened: who shared secrets in it, and whose masked updates arrived."""
+    return ["survivors", view, [*shared], [*alive]]
 
 
 def parsed(config: dict[str, Any], name: str) -> Any:
@@ -240,11 +317,11 @@ class Masks:
     """The open sums of a site, one a run.
 
     Args:
-        primitives: The cryptography.
+        identity: The site's signing key and the roster; None if it has none, and then it takes part in no masked sum.
     """
 
-    def __init__(self, primitives: Primitives | None = None):
-        self.primitives: Primitives = Flower() if primitives is None else primitives
+    def __init__(self, identity: Identity | None):
+        self.identity = identity
         self._open: dict[str, Open] = {}
 
     def again(self, run: str, session: str) -> Frame | None:
@@ -252,32 +329,38 @@ class Masks:
         one = self._open.get(run)
         return one.ready if one is not None and one.session == session else None
 
-    def begin(self, run: str, session: str, update: Update, delta: Tensor | None, ledger: Ledger) -> Frame:
+    def begin(self, session: str, update: Update, delta: Tensor | None, model: str, ledger: Ledger) -> Frame:
         """Take part in a sum with an update.
 
-        Raises:
-            ConfigError: Flower is not installed here.
+        Args:
+            session: Identity of the sum.
+            update: Of this site.
+            delta: What of the change of its model is sent, None if nothing is.
+            model: Digest of the broadcast that was trained from.
+            ledger: Record of the sums that were opened.
         """
         if not update.is_finite():
             return Frame("unusable", {"client": update.client})
+        assert self.identity is not None, "a site without a roster trains no masked experiment"
         held = pieces(update, delta)
         parts = [Part(name, t.dtype, tuple(t.shape), exponent_of(t, weight)) for name, t, weight in held]
-        one = Open(session, update.client, held, parts, self.primitives, ledger, update.born)
-        try:
-            one.secret, public = self.primitives.pair()
-            one.seal_secret, seal_public = self.primitives.pair()
-        except ImportError as error:
-            raise ConfigError("Secure aggregation needs Flower here: pip install 'unskew[flower]'.") from error
+        one = Open(self.identity, ledger, session, update.born, model, held, parts)
+        keys = [primitives.public(secret).hex() for secret in (one.secret, one.seal_secret)]
+        message = ready_message(ledger.run, update.born, session, update.client, keys, model)
         config = {
             "client": update.client,
+            "session": session,
             "round": update.born,
             "examples": update.examples,
             "weight": float(update.weight),
             "parts": written(parts),
-            "keys": json.dumps([public.hex(), seal_public.hex()]),
+            "keys": json.dumps(keys),
+            "model": model,
+            "signature": self.identity.sign(message),
+            "opened": json.dumps(ledger.opened(update.born)),
         }
-        self._open.pop(run, None)
-        self._open[run] = one
+        self._open.pop(ledger.run, None)
+        self._open[ledger.run] = one
         while len(self._open) > KEPT:
             self._open.pop(next(iter(self._open)))
         one.ready = Frame("ready", config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,6 +154,19 @@ def cast_frame(cast: Broadcast, terms: Terms, kind: str, about: dict[str, Any]) 
         if slices is not None:
             config[name] = str(written(slices))
     return Frame(kind, config, {}, arrays)
+
+
+def digest_of_cast(frame: Frame, terms: Terms) -> str:
+    """Return the digest of what a broadcast must have in common for all sites of a masked sum.
+
+    A server that sends one site another model than the others could find its update in their sum. Slices that a method
+    sends to some sites only (``fedrep``, ``fedbn``, ``fedals``) are not part of it.
+    """
+    sliced = terms.method.sync is not None
+    names = [name for name in sorted(frame.arrays) if not sliced or not (name.startswith("model/") or SLICED in name)]
+    common = {k: frame.config.get(k) for k in ("round", "up", "report", "local_epochs", *(() if sliced else ("down",)))}
+    arrays = [[name, hashlib.sha256(frame.arrays[name].data).hexdigest()] for name in names]
+    return hashlib.sha256(json.dumps([common, arrays], sort_keys=True).encode()).hexdigest()
 
 
 def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:

@@ -8,12 +8,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.deployment import flower, folder
 from unskew.deployment.link import Link
-from unskew.deployment.primitives import Primitives
 from unskew.deployment.processes import Child, Family
+from unskew.deployment.roster import FILE, read_roster
 from unskew.errors import EngineError
 from unskew.files import user_cache
 
@@ -39,12 +40,7 @@ class Given:
     Args:
         place: Folder of the deployment, as ``unskew deploy init`` wrote it.
         address: Host and port of the SuperLink.
-
-    Attributes:
-        primitives: The cryptography of secure aggregation, if not Flower's.
     """
-
-    primitives: Primitives | None = None
 
     def __init__(self, place: Path, address: str):
         self.folder, self.app = place, place / "app"
@@ -82,6 +78,11 @@ class Given:
         self.superlink.wait(seconds)
         self.submit(seconds)
         self.link.connect(seconds)
+
+    def roster(self) -> dict[int, Any]:
+        """Return the public signing keys of the clients; empty if the deployment's folder has no roster."""
+        path = self.folder / FILE
+        return read_roster(path) if path.is_file() else {}
 
     def start(self) -> None:
         """Look whether everything is there.
@@ -161,7 +162,13 @@ class Local(Given):
         main = self.main = self.family.add(
             flower.superlink(self.folder, port, self.logs, self.folder / "home-superlink")
         )
-        new = [key for key in map(self._start_site, range(self.sites)) if key is not None]
+        new = [key for key in map(self._make_keys, range(self.sites)) if key is not None]
+        signing = [(self._site(client) / "signing.pub").read_text().strip() for client in range(self.sites)]
+        roster = "".join(f"{client} {key}\n" for client, key in enumerate(signing))
+        for place in (self.folder, *map(self._site, range(self.sites))):
+            folder.put(place / FILE, roster)
+        for client in range(self.sites):
+            self._start_site(client)
         self.superlink.wait(STARTING, main.running)
         self.superlink.control(*map(self.superlink.registering, new), *further)
         for client in range(self.sites):
@@ -170,12 +177,17 @@ class Local(Given):
     def _site(self, client: int) -> Path:
         return self.folder / "sites" / str(client)
 
-    def _start_site(self, client: int) -> Path | None:
-        """Start a site's own process; gives its public key if that is a new one."""
-        name, place, new = f"site-{client}", self._site(client), None
-        if not (place / "node.key").exists():
-            folder.make_node_key(self.folder, place)
-            new = place / "node.pub"
+    def _make_keys(self, client: int) -> Path | None:
+        """Make a site's keys if there are none; returns the public key of its node then."""
+        place = self._site(client)
+        if (place / "node.key").exists():
+            return None
+        folder.make_node_key(self.folder, place)
+        return place / "node.pub"
+
+    def _start_site(self, client: int) -> None:
+        """Start a site's own process."""
+        name, place = f"site-{client}", self._site(client)
         shutil.rmtree(place / "experiments", ignore_errors=True)
         for number, config in enumerate(self.experiments):
             folder.put(place / "experiments" / f"{number}.yaml", config.to_yaml())
@@ -184,7 +196,6 @@ class Local(Given):
         folder.put(place / "site.yaml", folder.site_values(name, client, **values))
         command = [sys.executable, "-m", "unskew", "deploy", "site", str(place / "site.yaml")]
         self.family.add(Child(f"the process of {name}", command, self.logs / f"{name}.log", flower.QUIET))
-        return new
 
     def _supernode(self, client: int) -> Child:
         return flower.supernode(

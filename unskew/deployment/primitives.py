@@ -1,128 +1,189 @@
-"""The cryptography of secure aggregation: Flower's keys, shares and sealed messages, and AES for the masks.
+"""Cryptography of secure aggregation: keys on the curve P-384, verifiable secret sharing, sealed messages, and masks.
 
-Flower's own masks come from a generator with a seed of 32 bits, which a server could find by trying all of them. So here a
-mask is the key stream of AES-256 in counter mode, as in the protocol's paper (Bonawitz et al. 2017, section 4).
+Key agreement, sealing (Fernet) and mask streams (AES-256-CTR) are those of the ``cryptography`` package, which comes with
+Flower. No library has verifiable secret sharing, so Feldman's (1987) is here: next to the shares of a secret the dealer
+publishes its polynomial's coefficients times the curve's base point, by which anyone can check a share.
+
+Flower's own masks are not used: they come from a generator whose seed has 32 bits, and a server can try all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import base64
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from unskew.errors import ConfigError
+
 CHUNK = 1 << 22
-"""Numbers of a mask that are made at once."""
+"""Numbers of a mask that are generated at once."""
+FIELD = 2**384 - 2**128 - 2**96 + 2**32 - 1
+"""Prime field of P-384."""
+ORDER = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFC7634D81F4372DDF581A0DB248B0A77AECEC196ACCC52973
+"""Number of points of P-384, a prime: secrets and shares are integers below it."""
+Point = tuple[int, int] | None
+"""Affine coordinates of a point; None is the neutral element."""
 
 
-class Primitives(Protocol):
-    """What the protocol is made of."""
+def check_installed() -> None:
+    """Validate that the ``cryptography`` package is installed.
 
-    def pair(self) -> tuple[bytes, bytes]:
-        """A new secret key and its public key."""
-        ...
-
-    def public(self, secret: bytes) -> bytes:
-        """The public key of a secret one."""
-        ...
-
-    def agree(self, secret: bytes, public: bytes) -> bytes:
-        """The key that two have in common: each makes it of its own secret key and the other's public one."""
-        ...
-
-    def shares(self, secret: bytes, threshold: int, count: int) -> list[bytes]:
-        """A secret in so many parts, of which ``threshold`` tell it and fewer tell nothing."""
-        ...
-
-    def combine(self, shares: Sequence[bytes]) -> bytes:
-        """The secret of at least ``threshold`` of its parts; ValueError if they are none."""
-        ...
-
-    def seal(self, key: bytes, plain: bytes) -> bytes:
-        """A message that only who has the key can read or change."""
-        ...
-
-    def unseal(self, key: bytes, sealed: bytes) -> bytes:
-        """Inverse of ``seal``; ValueError if it was sealed with another key, or changed."""
-        ...
-
-    def stream(self, key: bytes, size: int) -> Iterator[np.ndarray]:
-        """So many numbers of 32 bits that only who has the key can tell from chance, in pieces of ``CHUNK``."""
-        ...
+    Raises:
+        ConfigError: If it is not.
+    """
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("Secure aggregation needs Flower here: pip install 'unskew[flower]'.") from error
 
 
-class Flower:
-    """Those that come with Flower: ECDH on P-384, Shamir's shares, Fernet; and AES-256-CTR."""
+def random_secret() -> int:
+    """Return a random secret key."""
+    return 1 + secrets.randbelow(ORDER - 1)
 
-    def pair(self) -> tuple[bytes, bytes]:
-        """See ``Primitives``."""
-        from flwr.supercore.primitives import asymmetric
 
-        secret, public = asymmetric.generate_key_pairs()
-        return asymmetric.private_key_to_bytes(secret), asymmetric.public_key_to_bytes(public)
+def public(secret: int) -> bytes:
+    """Return the public key of a secret key: the point ``secret`` times the base point, uncompressed."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    def public(self, secret: bytes) -> bytes:
-        """See ``Primitives``."""
-        from flwr.supercore.primitives import asymmetric
+    key = ec.derive_private_key(secret, ec.SECP384R1()).public_key()
+    return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
-        return bytes(asymmetric.public_key_to_bytes(asymmetric.bytes_to_private_key(secret).public_key()))
 
-    def agree(self, secret: bytes, public: bytes) -> bytes:
-        """See ``Primitives``."""
-        from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
-        from flwr.supercore.primitives import asymmetric
+def agree(secret: int, other: bytes) -> bytes:
+    """Return the 32-byte key that two sites share, from one's secret key and the other's public key.
 
-        try:
-            both = asymmetric.bytes_to_private_key(secret), asymmetric.bytes_to_public_key(public)
-            return bytes(generate_shared_key(*both))
-        except (TypeError, AttributeError) as error:  # a key of another kind
-            raise ValueError("this is no key on the curve P-384") from error
+    Raises:
+        ValueError: If ``other`` is not a point of the curve.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    def shares(self, secret: bytes, threshold: int, count: int) -> list[bytes]:
-        """See ``Primitives``."""
-        from flwr.common.secure_aggregation.crypto.shamir import create_shares
+    key = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP384R1(), other)
+    shared = ec.derive_private_key(secret, ec.SECP384R1()).exchange(ec.ECDH(), key)
+    return _derived(shared, b"unskew agreement")
 
-        return list(create_shares(secret, threshold, count))
 
-    def combine(self, shares: Sequence[bytes]) -> bytes:
-        """See ``Primitives``."""
-        from flwr.common.secure_aggregation.crypto.shamir import combine_shares
+def _derived(key: bytes, purpose: bytes) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        try:
-            return bytes(combine_shares(list(shares)))
-        except (IndexError, TypeError) as error:
-            raise ValueError("these are no shares") from error
+    return HKDF(SHA256(), 32, None, purpose).derive(key)
 
-    def seal(self, key: bytes, plain: bytes) -> bytes:
-        """See ``Primitives``."""
-        from flwr.common.secure_aggregation.crypto.symmetric_encryption import encrypt
 
-        return bytes(encrypt(key, plain))
+def deal(secret: int, needed: int, count: int) -> tuple[list[int], list[bytes]]:
+    """Share a secret (Shamir 1979) and commit to the shares (Feldman 1987).
 
-    def unseal(self, key: bytes, sealed: bytes) -> bytes:
-        """See ``Primitives``."""
-        from cryptography.fernet import InvalidToken
-        from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
+    Args:
+        secret: Integer below ``ORDER``.
+        needed: Shares that determine the secret; fewer say nothing about it.
+        count: Number of shares.
 
-        try:
-            return bytes(decrypt(key, sealed))
-        except InvalidToken as error:
-            raise ValueError("this was sealed with another key, or changed") from error
+    Returns:
+        The shares of places 1 to ``count``, and the commitments, of which the first is the secret's public key.
+    """
+    terms = [secret, *(random_secret() for _ in range(needed - 1))]
+    shares = [sum(term * pow(x, i, ORDER) for i, term in enumerate(terms)) % ORDER for x in range(1, count + 1)]
+    return shares, [public(term) for term in terms]
 
-    def stream(self, key: bytes, size: int) -> Iterator[np.ndarray]:
-        """See ``Primitives``."""
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        derived = HKDF(SHA256(), 32, None, b"unskew mask").derive(key)
-        cipher = Cipher(algorithms.AES(derived), modes.CTR(bytes(16))).encryptor()  # a key is used once: for one mask
-        for start in range(0, size, CHUNK):
-            yield np.frombuffer(cipher.update(bytes(4 * min(CHUNK, size - start))), np.uint32)
+def fits(share: int, place: int, commitments: Sequence[bytes]) -> bool:
+    """Return whether a share of this place is the one that the dealer committed to."""
+    found: Point = None
+    for commitment in reversed(commitments):
+        found = _add(_times(place, found), _point(commitment))
+    return 0 < share < ORDER and found is not None and _point(public(share)) == found
+
+
+def combine(shares: Mapping[int, int]) -> int:
+    """Return the secret from at least ``needed`` of its shares, by place."""
+    total = 0
+    for x, share in shares.items():
+        for other in shares:
+            if other != x:
+                share = share * other * pow(other - x, -1, ORDER) % ORDER
+        total += share
+    return total % ORDER
+
+
+def check_point(encoded: bytes) -> None:
+    """Validate a public key or commitment.
+
+    Raises:
+        ValueError: If it is not a point of the curve.
+    """
+    _point(encoded)
+
+
+def _point(encoded: bytes) -> Point:
+    """Decode an uncompressed point.
+
+    Raises:
+        ValueError: If it is not on the curve.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    numbers = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP384R1(), encoded).public_numbers()
+    return numbers.x, numbers.y
+
+
+def _add(one: Point, other: Point) -> Point:
+    """Add two points of P-384; these are public, so the time that it takes reveals nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    (x, y), (u, w) = one, other
+    if x == u and (y + w) % FIELD == 0:
+        return None
+    slope = (3 * x * x - 3) * pow(2 * y, -1, FIELD) if one == other else (w - y) * pow(u - x, -1, FIELD)
+    z = (slope * slope - x - u) % FIELD
+    return z, (slope * (x - z) - y) % FIELD
+
+
+def _times(factor: int, point: Point) -> Point:
+    """Multiply a point by a small positive integer."""
+    found: Point = None
+    for bit in bin(factor)[2:]:
+        found = _add(found, found)
+        if bit == "1":
+            found = _add(found, point)
+    return found
+
+
+def seal(key: bytes, plain: bytes) -> bytes:
+    """Encrypt a message so that only who has the key can read or change it."""
+    from cryptography.fernet import Fernet
+
+    return Fernet(base64.urlsafe_b64encode(key)).encrypt(plain)
+
+
+def unseal(key: bytes, sealed: bytes) -> bytes:
+    """Decrypt what ``seal`` encrypted.
+
+    Raises:
+        ValueError: If it was sealed with another key, or changed.
+    """
+    from cryptography.fernet import Fernet, InvalidToken
+
+    try:
+        return Fernet(base64.urlsafe_b64encode(key)).decrypt(sealed)
+    except InvalidToken as error:
+        raise ValueError("this was sealed with another key, or changed") from error
+
+
+def stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
+    """Yield ``size`` pseudorandom 32-bit integers of a key, in arrays of at most ``CHUNK``; a key is used for one mask."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    derived = _derived(key.to_bytes(48) if isinstance(key, int) else key, b"unskew mask")
+    cipher = Cipher(algorithms.AES(derived), modes.CTR(bytes(16))).encryptor()
+    for start in range(0, size, CHUNK):
+        yield np.frombuffer(cipher.update(bytes(4 * min(CHUNK, size - start))), np.uint32)
 
 
 def apply(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
-    """Add a mask to numbers of 32 bits, or take it away; sums wrap around."""
+    """Add a mask to numbers of 32 bits, or subtract it; sums wrap around."""
     at = 0
     for piece in stream:
         part = into[at : at + len(piece)]

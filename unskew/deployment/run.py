@@ -22,6 +22,7 @@ from unskew.deployment.places import Given
 from unskew.deployment.plan import Deployment
 from unskew.deployment.preparing import prepare
 from unskew.deployment.presence import Present
+from unskew.deployment.roster import FILE
 from unskew.deployment.session import DeployedSession, check_deployable
 from unskew.deployment.sites import Sites
 from unskew.engines.catalogue import pick_device
@@ -135,16 +136,21 @@ def _carried_out(
         sites.total, sites.barred = total, {*deployment.excluded}
         sites.audit = within.enter_context(closing(AuditLog(folder)))
         within.enter_context(closing(Control(folder, sites, partial(deployment.write_excluded, folder))))
-        door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact, tell)
+        roster = place.roster()
+        if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
+            raise ConfigError(
+                f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing key of each of the "
+                f"{total} clients: the file that the sites' operators have exchanged (docs/deployment.md)."
+            )
+        door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact, tell, roster)
         frames = gather(door, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree(config, deployment, method, drawn, reference, spec, frames, sites, total)
         terms = Terms(method, spec, config.buffers, deployment.norm, int(deployment.megabytes * 1e6))
         prepared = prepare(method, Prepared(federation, config.training), config.seed, sites, deployment.norm)
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
-        session.connect(sites, terms, budget_of(config, prepared), deployment.asynchronous)
+        session.connect(sites, terms, budget_of(config, prepared), roster, deployment.asynchronous)
         if deployment.quorum is not None:
             session.network.present = Present(sites, door, prepared.federation, spec.size, deployment.quorum)
-        session.primitives = place.primitives
         told = [] if federation.told is None else enumerate(federation.told.tolist())
         for client, (up, down) in (*told, *prepared.traffic):
             session.server.traffic.count(client, "up", up, 0)

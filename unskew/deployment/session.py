@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from unskew.deployment.engine import FlowerEngine
 from unskew.deployment.masked_engine import MaskedEngine
 from unskew.deployment.messages import Terms
 from unskew.deployment.presence import Present
-from unskew.deployment.primitives import Primitives
 from unskew.deployment.sites import Sites
 from unskew.engines.base import Engine
 from unskew.engines.choice import Choice
@@ -70,11 +69,27 @@ class DeployedSession(Session):
     terms: Terms
     budget: dict[str, int]
     network: SitesNetwork
-    primitives: Primitives | None = None
     complete = True  # whether the whole model is averaged in this round
+    roster: Mapping[int, Any]
 
-    def connect(self, sites: Sites, terms: Terms, budget: dict[str, int], asynchronous: bool = False) -> None:
-        """Take the sites that train."""
+    def connect(
+        self,
+        sites: Sites,
+        terms: Terms,
+        budget: dict[str, int],
+        roster: Mapping[int, Any],
+        asynchronous: bool = False,
+    ) -> None:
+        """Set the sites that train.
+
+        Args:
+            sites: Connected sites.
+            terms: Checks of messages.
+            budget: What data rules changed of the clients' budget.
+            roster: Public signing keys, by client.
+            asynchronous: Whether updates are accepted in later rounds, too.
+        """
+        self.roster = roster
         self.sites, self.terms, self.budget = sites, terms, budget
         network = SitesNetwork(0.0, self.config.seed, self.network.delays, self.network.store, self.network.device)
         network.sites, network.asynchronous = sites, asynchronous
@@ -91,7 +106,7 @@ class DeployedSession(Session):
         masked = self.config.secure_aggregation == "required"
         kind = MaskedEngine if masked else AsynchronousEngine if self.network.asynchronous else FlowerEngine
         engine = kind(self.setup, self.sites, self.server, self.terms, self.budget)
-        engine.primitives, engine.folder = self.primitives, self.folder
+        engine.roster, engine.folder = self.roster, self.folder
         for client in [*self.server.sent]:
             self.server.lost(client)  # what was on its way when the last sitting ended
         self.network.engine = engine

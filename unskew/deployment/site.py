@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -26,8 +25,8 @@ from unskew.deployment.joining import versions
 from unskew.deployment.ledger import Ledger
 from unskew.deployment.masks import PHASES, Masks
 from unskew.deployment.messages import text, whole
-from unskew.deployment.primitives import Primitives
 from unskew.deployment.received import Received
+from unskew.deployment.roster import identity_of
 from unskew.deployment.settling import own_squares, own_sums
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
 from unskew.deployment.state import Forgotten, Outdated, SiteState
@@ -52,15 +51,15 @@ class Site:
 
     Args:
         path: Of its ``site.yaml``.
-        primitives: The cryptography of secure aggregation, if not Flower's.
     """
 
-    def __init__(self, path: Path, primitives: Primitives | None = None):
+    def __init__(self, path: Path):
         self.folder = path.parent.absolute()
         self.config: SiteConfig = load_site(path)
         self.experiments = experiments_of(self.config, self.folder)
         self.key = fingerprint(self.config.path("key", self.folder).with_suffix(".pub"))
-        self.masks = Masks(primitives)
+        self.identity = identity_of(self.config, self.folder, self.experiments.values())
+        self.masks = Masks(self.identity)
         self._work: tuple[tuple[str, str], Work] | None = None
         self._holdings: dict[str, Holding] = {}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
@@ -112,7 +111,7 @@ class Site:
         if asked.kind == "hello":
             ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             answer = work.facts(work.data)
-            return Frame(answer.kind, {**answer.config, **about_us(), "key": self.key}, {}, answer.arrays)
+            return self._introduced(asked, answer)
         if asked.kind == "train":
             return work.answered(asked, state, received, self.masks, ledger)
         if asked.kind in PHASES:
@@ -153,7 +152,15 @@ class Site:
             raise Nonsense("what the data are is not settled yet")
         sums, values = own_sums(holding)
         config = held(self.config, len(holding.train), len(holding.held))
-        return Frame("facts", {**config, **about_us(), "key": self.key, "values": values}, {}, sums)
+        return self._introduced(asked, Frame("facts", {**config, "values": values}, {}, sums))
+
+    def _introduced(self, asked: Frame, answer: Frame) -> Frame:
+        """Add to a report the versions, the time, and the signature by which the server knows whose report it is."""
+        config = {**answer.config, **versions(), "clock": time.time(), "key": self.key}
+        if self.identity is not None and "challenge" in asked.config:
+            words = [text(asked.config, "run"), text(asked.config, "challenge")]
+            config["signature"] = self.identity.sign(["hello", *words, self.config.client])
+        return Frame(answer.kind, config, {}, answer.arrays)
 
     def agreed(self, digest: str) -> Experiment:
         """The experiment that a message belongs to.
@@ -252,11 +259,6 @@ def fingerprint(public_key: Path) -> str:
     except (OSError, ValueError, IndexError):
         return ""
     return f"SHA256:{base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip('=')}"
-
-
-def about_us() -> dict[str, Any]:
-    """What a server compares with itself."""
-    return {**versions(), "clock": time.time()}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from unskew.deployment.arrays import Nonsense, blobs, picked
 from unskew.deployment.holdings import Holding, OnlyOne
 from unskew.deployment.ledger import Ledger
 from unskew.deployment.masks import Masks
-from unskew.deployment.messages import Terms, cast_in, text, update_frame, whole
+from unskew.deployment.messages import Terms, cast_in, digest_of_cast, text, update_frame, whole
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig
 from unskew.deployment.state import SiteState
@@ -23,6 +23,7 @@ from unskew.engines.base import Setup
 from unskew.engines.local import LocalTrainer
 from unskew.methods.catalogue import method as method_of
 from unskew.protocol.messages import Broadcast, Update
+from unskew.runs.checks import weights_of
 from unskew.runs.model import as_wanted, initial_spec
 from unskew.simulation import personal
 from unskew.simulation.evaluate import Evaluator
@@ -121,8 +122,23 @@ class Work:
         if before is not None:
             return before
         update, cast = self.trained(asked, state, received)
+        self._check_weight(asked, update)
         delta = picked(update.delta, cast.up) if self.terms.sends_model else None
-        return masks.begin(run, session, update, delta, ledger)
+        return masks.begin(session, update, delta, digest_of_cast(asked, self.terms), ledger)
+
+    def _check_weight(self, asked: Frame, update: Update) -> None:
+        """Validate the weight and budget that the server gives: with odd ones a sum would show one site's update.
+
+        Raises:
+            Nonsense: If they are not those of the experiment and of this site's samples.
+        """
+        budget = {name for name in ("counted", "local_epochs") if name in asked.config}
+        sizes = {float(update.examples), *((float(asked.config["counted"]),) if "counted" in budget else ())}
+        expected = {1.0} if weights_of(self.config, self.method) == "uniform" else sizes
+        if update.weight not in expected or (budget and not self.method.data):
+            raise Nonsense(
+                f"the weight {update.weight:g} or the budget is not that of the experiment and of {self.site.name}"
+            )
 
     def _trainer_for(self, asked: Frame, received: Received) -> LocalTrainer:
         """The trainer with the budget that the server names, where a method before the first round has changed it."""

@@ -1,12 +1,17 @@
 #!/bin/sh
-# Makes a site's node key, best at the site itself. Usage: sh node-key.sh FOLDER
-# FOLDER/node.key stays at the site; FOLDER/node.pub goes to whoever registers the site at the SuperLink.
+# Makes a site's two keys, best at the site itself. Usage: sh node-key.sh FOLDER
+# node.key and signing.key stay at the site. node.pub goes to whoever registers the site at the SuperLink; signing.pub goes
+# to the operators of all other sites, not through the server: it becomes a line of everybody's roster.txt.
 set -eu
 umask 077
 [ $# -eq 1 ] || { echo "usage: sh node-key.sh FOLDER" >&2; exit 2; }
 mkdir -p "$1"
-[ ! -e "$1/node.key" ] || { echo "$1/node.key is already there" >&2; exit 1; }
-ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f "$1/node.key"
-mv "$1/node.key.pub" "$1/node.pub"
-chmod 600 "$1/node.key"
-chmod 644 "$1/node.pub"
+for name in node signing; do
+  [ ! -e "$1/$name.key" ] || { echo "$1/$name.key is already there" >&2; exit 1; }
+done
+for name in node signing; do
+  ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f "$1/$name.key"
+  mv "$1/$name.key.pub" "$1/$name.pub"
+  chmod 600 "$1/$name.key"
+  chmod 644 "$1/$name.pub"
+done

@@ -1,0 +1,138 @@
+"""Roster of a deployment: the public signing key of each client, exchanged among the operators and not by the server.
+
+A site signs its keys and survivor sets with a signing key of its own. That is not its node key: the SuperNode, which has the
+node key, runs whatever app the server sends, so a lying server could read that key and forge signatures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.deployment.primitives import check_installed
+from unskew.deployment.site_config import SiteConfig
+from unskew.errors import ConfigError
+
+FILE = "roster.txt"
+KEY = "ecdsa-sha2-nistp384"
+
+
+def read_roster(path: Path) -> dict[int, Any]:
+    """Read the public keys of all clients.
+
+    Each line holds a client's number and its public key as ``ssh-keygen`` writes it: ``0 ecdsa-sha2-nistp384 AAAA...``.
+    Empty lines and those that start with ``#`` are skipped.
+
+    Raises:
+        ConfigError: If a line is not valid, or a number or key occurs twice.
+    """
+    check_installed()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    keys: dict[int, Any] = {}
+    seen: set[str] = set()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The roster {path} cannot be read ({error}).") from error
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            client, kind, encoded = int(words[0]), words[1], words[2]
+            key = load_ssh_public_key(f"{kind} {encoded}".encode())
+        except (ValueError, IndexError, UnsupportedAlgorithm) as error:
+            raise ConfigError(
+                f"{path}, line {number}: write a client's number and its public key, {KEY} AAAA..."
+            ) from error
+        if client < 0 or kind != KEY or client in keys or encoded in seen:
+            raise ConfigError(f"{path}, line {number}: each client has one key of its own, {KEY}, and a number from 0.")
+        keys[client] = key
+        seen.add(encoded)
+    return keys
+
+
+def signed(key: Any, message: list[Any]) -> str:
+    """Sign a message; the first entry names its purpose, so that it cannot stand for another one."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA384
+
+    return str(key.sign(json.dumps(message).encode(), ec.ECDSA(SHA384())).hex())
+
+
+def is_signed(keys: Mapping[int, Any], client: int, message: list[Any], signature: object) -> bool:
+    """Return whether a client of the roster signed a message."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA384
+
+    if client not in keys:
+        return False
+    try:
+        keys[client].verify(bytes.fromhex(str(signature)), json.dumps(message).encode(), ec.ECDSA(SHA384()))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A site's own signing key, and the roster.
+
+    Attributes:
+        client: The site's number.
+        key: Its signing key.
+        roster: Public keys, by client.
+    """
+
+    client: int
+    key: Any = field(repr=False)
+    roster: Mapping[int, Any]
+
+    @staticmethod
+    def load(client: int, key: Path, roster: Path) -> Identity:
+        """Read a site's key and the roster.
+
+        Raises:
+            ConfigError: If one of them cannot be read, or the roster has another key for this client.
+        """
+        keys = read_roster(roster)
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+        try:
+            own = load_ssh_private_key(key.read_bytes(), None)
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise ConfigError(f"The signing key {key} cannot be read ({error}); sh node-key.sh makes it.") from error
+        if client not in keys or own.public_key() != keys[client]:
+            raise ConfigError(
+                f"The roster {roster} does not name {key.with_suffix('.pub')} as the key of client {client}."
+            )
+        return Identity(client, own, keys)
+
+    def sign(self, message: list[Any]) -> str:
+        """Sign a message as this site."""
+        return signed(self.key, message)
+
+
+def identity_of(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> Identity | None:
+    """Return a site's identity; None if it has no roster and takes part in no masked experiment.
+
+    Raises:
+        ConfigError: If it needs a roster and has none, or key and roster are not valid.
+    """
+    roster = site.path("roster", folder)
+    if roster.is_file():
+        return Identity.load(site.client, site.path("signing_key", folder), roster)
+    if any(experiment.secure_aggregation == "required" for experiment in experiments):
+        raise ConfigError(
+            f"Secure aggregation needs {roster}: a line for each client with its number and the content of its signing.pub, "
+            "which the operators of the sites exchange without the server."
+        )
+    return None
