@@ -347,7 +347,7 @@ def test_a_client_number_belongs_to_the_key_that_the_roster_names(tmp_path):
     place.link.spoil = lambda client, asked, answer: (
         replace(answer, config={**answer.config, "client": 0}) if client == 1 and asked.kind == "hello" else answer
     )
-    with pytest.raises(EngineError, match="missing are the clients 1"):
+    with pytest.raises(EngineError, match="issing are the clients 1"):
         deployed(tmp_path, place, replace(with_patience(), gathering=0.05), told, **FOUR)
     assert "has not signed that with the key that the roster names" in " ".join(told.warnings)
 

@@ -22,6 +22,7 @@ from unskew.data.load import federation_of
 from unskew.deployment import site as site_module
 from unskew.deployment.arrays import slices_in, written
 from unskew.deployment.folder import init, make_certificates, make_node_key, put_tools
+from unskew.deployment.roster import Identity, is_signed
 from unskew.deployment.site import Site
 from unskew.deployment.site_config import load_site
 from unskew.deployment.state import Forgotten, SiteState
@@ -190,6 +191,7 @@ def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
     assert "download/scaffold/c: float32 650, 2,600 bytes" in texts
     assert "others may read" in rows["node key", False]
     assert "is missing" in rows["certificate", False]
+    assert "for secure aggregation only" in rows["roster", None]
     assert "by itself; scaffold needs only the sum" in rows["privacy", None]
     assert not (tmp_path / "state").exists()
 
@@ -252,7 +254,13 @@ def written_and_used(tmp_path, capsys):
     yaml.safe_load((folder / "compose.yaml").read_text())
     make_certificates(folder, ["127.0.0.1", "superlink.example.org"])
     make_node_key(folder, folder / "site")
-    for key in ("ca/ca.key", "superlink/server.key", "site/node.key"):
+    (folder / "site" / "roster.txt").write_text(f"0 {(folder / 'site' / 'signing.pub').read_text()}")
+    me = Identity.load(0, folder / "site" / "signing.key", folder / "site" / "roster.txt")
+    assert is_signed(me.roster, 0, ["a", 1], me.sign(["a", 1]))
+    assert not is_signed(me.roster, 0, ["a", 2], me.sign(["a", 1]))
+    with pytest.raises(ConfigError, match="does not name"):
+        Identity.load(0, folder / "site" / "node.key", folder / "site" / "roster.txt")
+    for key in ("ca/ca.key", "superlink/server.key", "site/node.key", "site/signing.key"):
         assert stat.S_IMODE((folder / key).stat().st_mode) == 0o600
     public = folder / "site" / "node.pub"
     shown = subprocess.run(["ssh-keygen", "-lf", str(public)], capture_output=True, text=True, check=True).stdout

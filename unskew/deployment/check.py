@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -21,6 +21,7 @@ from unskew.deployment.holdings import own_holding, reference_alone, reference_o
 from unskew.deployment.joining import SKEW
 from unskew.deployment.messages import cast_frame, update_frame
 from unskew.deployment.received import Received
+from unskew.deployment.roster import identity_of
 from unskew.deployment.settling import said
 from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
 from unskew.deployment.state import SiteState
@@ -64,6 +65,7 @@ def check(path: Path) -> Iterator[Finding]:
     for experiment in experiments.values():
         yield from _guarded("data", lambda one=experiment: _experiment(site, folder, one))  # type: ignore[misc]
     yield from _guarded("node key", lambda: _key(site, folder))
+    yield from _guarded("roster", lambda: _roster(site, folder, experiments.values()))
     yield from _guarded("SuperLink", lambda: _superlink(site, folder))
 
 
@@ -164,6 +166,19 @@ def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:
     done = subprocess.run(["ssh-keygen", "-y", "-P", "", "-f", str(path)], capture_output=True, text=True, check=False)
     good = done.returncode == 0 and done.stdout.startswith("ecdsa-sha2-nistp384")
     yield Finding("node key", good, f"{path}, mode 0600" if good else f"{path} is no ECDSA key on the curve P-384")
+
+
+def _roster(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> Iterator[Finding]:
+    """Check the signing key and the roster, if there is one or an experiment needs it."""
+    identity = identity_of(site, folder, experiments)
+    if identity is None:
+        yield Finding("roster", None, "none; it is needed for secure aggregation only")
+        return
+    key = site.path("signing_key", folder)
+    if not is_private(key):
+        yield Finding("roster", False, f"others may read {key}; make a new one, and exchange the roster again")
+        return
+    yield Finding("roster", True, f"{len(identity.roster)} clients; that of {site.client} has the key {key}, mode 0600")
 
 
 def _superlink(site: SiteConfig, folder: Path) -> Iterator[Finding]:
