@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import re
 import secrets
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from unskew.errors import CheckpointError, ConfigError, shown
 
@@ -86,6 +88,43 @@ def read_file(path: Path) -> bytes:
     """
     check_regular(path)
     return path.read_bytes()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that may be damaged.
+
+    Raises:
+        OSError: If it cannot be read, or is not a regular file.
+        ValueError: See ``from_json``.
+    """
+    return from_json(read_file(path))
+
+
+def from_json(data: bytes) -> Any:
+    """Read JSON that may be damaged.
+
+    Raises:
+        ValueError: If it is not JSON, is nested too deeply, or holds a number or a character that nothing can work with.
+    """
+    try:
+        value = json.loads(data, parse_int=_whole, parse_float=_real)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a character cannot be written
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) >= 2**63:
+        raise ValueError(f"the number {text[:20]}... is too large")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return float(text)
 
 
 def check_regular(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from unskew.data.federation import Federation, cat_inputs, take
 from unskew.data.reading.files import joined
 from unskew.data.reading.images import decode_column
 from unskew.errors import CheckpointError, DataError, shown
+from unskew.files import read_json
 from unskew.measures.heterogeneity import Pair, Scope, SyntheticOf, drawn
 from unskew.seeding import generator
 
@@ -70,7 +70,7 @@ def image_files(path: Path) -> list[Path]:
     places = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
     if (path / "summary.json").is_file():
         try:
-            used = json.loads((path / "summary.json").read_bytes()).get("synthetic")
+            used = read_json(path / "summary.json").get("synthetic")
             places += [Path(used), Path(used) / "data"] if used else []
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path / 'summary.json'} is damaged; remove it and resume the run.") from error

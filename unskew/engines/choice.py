@@ -14,7 +14,7 @@ from unskew.engines import processes, trial
 from unskew.engines.base import Setup
 from unskew.engines.machine import cores, threads
 from unskew.errors import ConfigError
-from unskew.files import write_atomic
+from unskew.files import read_json, write_atomic
 from unskew.models.together import unchecked
 
 FILE = "engine.json"
@@ -133,7 +133,7 @@ def _kept(folder: Path | None) -> Choice | None:
     if folder is None:
         return None
     try:
-        return Choice(**json.loads((folder / FILE).read_bytes()))
+        return Choice(**read_json(folder / FILE))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unskew.data.reading.images import decode_column
 from unskew.errors import ConfigError, DataError
-from unskew.files import write_atomic, writing
+from unskew.files import read_json, write_atomic, writing
 
 PARQUET = "data/train-00000-of-00001.parquet"
 ABOUT = "synthetic.json"
@@ -135,7 +135,7 @@ def find(place: Path) -> Path:
     summary = place / "summary.json"
     if summary.is_file():
         try:
-            folder = json.loads(summary.read_bytes()).get("synthetic")
+            folder = read_json(summary).get("synthetic")
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"{summary} is damaged; remove it and resume the run.") from error
         if folder is not None and (Path(folder) / ABOUT).is_file():
@@ -152,7 +152,7 @@ def load(folder: Path) -> SyntheticSet:
     import pyarrow.parquet as pq
 
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = read_json(folder / ABOUT)
         table = pq.read_table(folder / PARQUET)
         y, source = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "client"))
         x = decode_column(table["image"], f"the synthetic set in {folder}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import CheckpointError
-from unskew.files import append, open_to_append, write_atomic, writing
+from unskew.files import append, from_json, open_to_append, write_atomic, writing
 from unskew.tasks.score import score_of
 
 if TYPE_CHECKING:
@@ -218,8 +218,8 @@ def parsed(lines: Iterable[bytes], path: Path) -> list[Row]:
         CheckpointError: One of them is damaged.
     """
     try:
-        rows = [json.loads(line) for line in lines]
-    except (ValueError, RecursionError) as error:
+        rows = [from_json(line) for line in lines]
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is damaged; without its history the run can neither go on nor be shown."
         ) from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
+from unskew.files import read_file
 from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import parsed
 from unskew.tasks.score import score_of
@@ -89,7 +90,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / "metrics.jsonl"
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_file(path).splitlines()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     return parsed(lines, path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unskew.comparison.compare import Comparison, mean_std
 from unskew.comparison.references import is_reference
+from unskew.files import read_json
 from unskew.reporting.reading import RunFiles, number
 from unskew.tasks.score import score_of
 
@@ -141,7 +141,7 @@ def _table(series: Sequence[Series]) -> list[dict[str, Any]]:
     if len(folders) > 1 or not path.is_file():
         return []
     try:
-        rows = json.loads(path.read_bytes())
+        rows = read_json(path)
     except (OSError, ValueError, RecursionError):
         return []  # it repeats what the runs say
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from unskew.comparison.compare import averaged, is_figure
 from unskew.config.reading import load_yaml
 from unskew.data.reading.telling import tell
 from unskew.errors import CheckpointError, ConfigError
+from unskew.files import from_json, read_file, read_json
 from unskew.records.recorder import warning_text
 from unskew.records.result import read_history
 from unskew.tasks.score import SCORES, score_of
@@ -105,7 +105,7 @@ def read_run(folder: Path) -> RunFiles:
         ConfigError: Its configuration cannot be read.
         CheckpointError: Another file is missing or damaged.
     """
-    summary = read_json(folder / "summary.json")
+    summary = read_object(folder / "summary.json")
     check_summary(summary, folder / "summary.json")
     history = read_history(folder)
     path = folder / "metrics.jsonl"
@@ -114,7 +114,7 @@ def read_run(folder: Path) -> RunFiles:
     config = load_yaml(folder / "config.yaml")
     if not all(isinstance(name, str) for name in config):
         raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
-    about = read_json(folder / "about.json") if (folder / "about.json").is_file() else {}
+    about = read_object(folder / "about.json") if (folder / "about.json").is_file() else {}
     check_about(about, folder / "about.json")
     told = folder / "warnings.txt"
     try:
@@ -132,18 +132,18 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A file with one JSON object.
 
     Raises:
         CheckpointError: It is missing or damaged.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is damaged: it is no JSON object.")
     return value
@@ -197,7 +197,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
         return []
     damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
     try:
-        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [from_json(line) for line in read_file(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise damaged from error
     for row in rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +19,7 @@ from unskew.data.reading.columns import INPUT
 from unskew.data.reading.encoders import Encoder
 from unskew.data.reading.text import is_text
 from unskew.errors import CheckpointError, DataError
-from unskew.files import write_atomic
+from unskew.files import read_json, write_atomic
 from unskew.tasks.catalogue import TASKS
 from unskew.tasks.regression import Regression
 from unskew.tasks.task import Task
@@ -73,7 +73,7 @@ class Inputs(BaseModel):
 
     task: str
     shape: tuple[Annotated[int, Field(ge=1, le=1 << 30)], ...]
-    kind: str
+    kind: Literal["uint8", "float", "tokens"]
     classes: Annotated[int, Field(ge=1, le=1 << 30)]
     class_names: tuple[str, ...] = ()
     normalisation: Standardised | None = None
@@ -153,11 +153,15 @@ def read_inputs(folder: Path) -> Inputs:
     """
     path = folder / NAME
     try:
-        inputs = Inputs.model_validate(json.loads(path.read_bytes()))
+        inputs = Inputs.model_validate(read_json(path))
         named = inputs.class_names if inputs.task != "language" else ()  # earlier runs named their kinds of texts
         if named and len(named) != inputs.classes:
             raise ValueError("another number of names than of classes")
-        inputs.known  # noqa: B018  refused if it is none
+        if math.prod(inputs.shape) > 1 << 30:
+            raise ValueError("its inputs are larger than any")
+        known = inputs.known
+        if known is not None and not len(known.mean) == len(known.std) == inputs.shape[0]:
+            raise ValueError("another number of means or deviations than of channels")
         if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):
             raise ValueError("no task of this version")
     except FileNotFoundError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from unskew.data.reading.telling import told
 from unskew.engines.catalogue import pick_device
 from unskew.engines.machine import plain_torch
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import locked, new_folder, place
+from unskew.files import locked, new_folder, place, read_json
 from unskew.methods.catalogue import MethodLike, check_names
 from unskew.methods.catalogue import method as method_of
 from unskew.protocol.rules import Method
@@ -270,7 +269,7 @@ def check_unfinished(folder: Path, rounds: int) -> None:
 def finished_rounds(folder: Path) -> int | None:
     """The rounds of a run that came to its end, or those it had before it if it was stopped early; else None."""
     try:
-        summary = json.loads((folder / "summary.json").read_bytes())
+        summary = read_json(folder / "summary.json")
         return int(summary.get("rounds_at_most", summary["rounds"]))
     except FileNotFoundError:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import yaml
 
 from unskew.config.reading import load_yaml
 from unskew.errors import ConfigError
+from unskew.files import read_json
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.records.recorder import warning_text
 from unskew.runs.predictor import shape_text
@@ -128,7 +128,7 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     found = []
     for one in (folder, *others):
         with reading(one / "summary.json"):
-            found.append(json.loads((one / "summary.json").read_bytes()))
+            found.append(read_json(one / "summary.json"))
             found[-1]["method"], found[-1]["data"], found[-1]["partition"]
     return found
 
@@ -165,7 +165,7 @@ def plain(text: object) -> str:
 def version(folder: Path) -> str:
     """Of unskew, by which the run was made; empty if the folder does not say."""
     try:
-        return str(json.loads((folder / "about.json").read_bytes())["versions"]["unskew"])
+        return str(read_json(folder / "about.json")["versions"]["unskew"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors.torch import load
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from unskew.config.experiment import Experiment
 from unskew.errors import CheckpointError, ConfigError
+from unskew.files import from_json, read_file, read_json
 from unskew.models.vector import ModelSpec
 from unskew.protocol.messages import ClientState, Tensors
 from unskew.protocol.rules import Method
@@ -27,7 +27,7 @@ def client_number(folder: Path, client: int | str) -> int:
     """
     path = folder / "clients.jsonl"
     with reading(path):
-        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [from_json(line) for line in read_file(path).splitlines()]
         names = {str(row["name"]): int(row["client"]) for row in rows if "name" in row}
         numbers = {int(row["client"]) for row in rows}
     if str(client) in names:
@@ -82,7 +82,7 @@ def model_of_client(
 def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
     """What a client trained for itself at the end of the run."""
     with reading(folder / "summary.json"):  # it is gone while a run goes on, whose earlier models are still there
-        json.loads((folder / "summary.json").read_bytes())
+        read_json(folder / "summary.json")
     with reading(folder / NAME / str(number)):
         found = tuned_model(folder, number)
         if found is not None and (found[0].shape, found[1].shape) != (final[0].shape, final[1].shape):
@@ -99,7 +99,7 @@ def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], numbe
 
 def _is_last(folder: Path, round: int) -> bool:
     with reading(folder / "summary.json"):
-        return bool(json.loads((folder / "summary.json").read_bytes())["rounds"] == round)
+        return bool(read_json(folder / "summary.json")["rounds"] == round)
 
 
 def _kept(path: Path, files: list[str], client: int) -> Tensors:

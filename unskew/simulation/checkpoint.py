@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
-from unskew.files import sync_path, write_synced, writing
+from unskew.files import read_file, sync_path, write_synced, writing
 from unskew.protocol.messages import Tensors, bytes_of
 from unskew.simulation.manifest import check_manifest
 from unskew.simulation.network import Network
@@ -154,7 +154,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: A file is missing or damaged.
     """
     try:
-        outer = json.loads((path / "manifest.json").read_bytes())
+        outer = json.loads(read_file(path / "manifest.json"))
         text = outer["manifest"]
         if _digest(text) != outer["sha256"]:
             raise ValueError("its checksum differs")
@@ -184,7 +184,16 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+        SafetensorError,
+    ) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise CheckpointError(f"{path} is damaged: {what[:200]}.") from error
 

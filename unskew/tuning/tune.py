@@ -18,7 +18,7 @@ from unskew.config.reading import experiment
 from unskew.data.federation import Federation
 from unskew.engines.machine import watch_parent
 from unskew.errors import ConfigError, UnskewError, items, shown
-from unskew.files import make_folder, occupied, place, unmake_folder, waiting_for, write_atomic
+from unskew.files import make_folder, occupied, place, read_json, unmake_folder, waiting_for, write_atomic
 from unskew.records.recorder import Callback
 from unskew.runs.crew import Work
 from unskew.runs.given import unnamed, values_of
@@ -202,7 +202,7 @@ def _remember(folder: Path, plan: Plan, seeds: list[int]) -> None:
             write_atomic(path, (json.dumps(asked, indent=2) + "\n").encode())
             return
         try:
-            before = json.loads(path.read_bytes())
+            before = read_json(path)
             differing = [key for key in {**asked, **before} if before.get(key) != asked.get(key)]
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged; tune in another folder with --out.") from error

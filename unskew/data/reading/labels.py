@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from unskew.data.reading.columns import is_numeric
 from unskew.data.reading.images import is_binary
 from unskew.errors import ConfigError, DataError
+from unskew.files import from_json
 
 
 class Labels(NamedTuple):
@@ -119,10 +119,16 @@ def class_names_of(table: Any, label: str) -> tuple[str, ...]:
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return ()
-    feature = json.loads(metadata).get("info", {}).get("features", {}).get(label)
+    try:
+        feature: Any = from_json(metadata)
+    except ValueError as error:
+        raise DataError(f"The metadata 'huggingface' of the table is damaged: {error}.") from error
+    for name in ("info", "features", label):
+        feature = feature.get(name) if isinstance(feature, dict) else None
     if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
         feature = feature["feature"]
-    return tuple(feature.get("names", ())) if isinstance(feature, dict) else ()
+    names = feature.get("names") if isinstance(feature, dict) else None
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def label_values(column: Any, label: str, where: str) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 from unskew.data.reading.delimited import csv_format
 from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import DataError
+from unskew.files import check_regular
 
 
 def read_file(path: Path, form: CsvSpec = DETECTED) -> Any:
@@ -29,6 +30,7 @@ def read_file(path: Path, form: CsvSpec = DETECTED) -> Any:
         raise DataError("Reading tables needs the package pyarrow: pip install 'unskew[hub]'.") from error
     kind = path.suffix.lower()
     try:
+        check_regular(path)
         if kind == ".parquet":
             table = parquet.read_table(path)
         else:

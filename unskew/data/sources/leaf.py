@@ -22,6 +22,7 @@ from unskew.data.reading.images import decode_column, with_channels
 from unskew.data.reading.labels import encode, label_values
 from unskew.data.reading.tables import Source, Table, with_test
 from unskew.errors import DataError
+from unskew.files import read_file
 
 SMALLEST = 8
 """Lists of at least so many numbers squared, if they are a square, are grey images."""
@@ -101,7 +102,7 @@ def read_split(folder: Path) -> Samples:
 def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
     """Name, inputs and labels of each user of a file; users without samples are left out."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_file(file))
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

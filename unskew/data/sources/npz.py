@@ -6,7 +6,6 @@ mapped, and only what is used of them is read.
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from unskew.data.checks import as_inputs, as_targets, check_targets
 from unskew.data.maps import map_of
 from unskew.data.reading.tables import SPLIT_SEED, Source, Table
 from unskew.errors import DataError
+from unskew.files import check_regular
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
@@ -28,9 +28,13 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
         if folder:
             found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
         else:
+            check_regular(path)
             with np.load(path, allow_pickle=False) as file:
                 found = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        strange = next((name for name, value in found.items() if not isinstance(value, np.ndarray)), None)
+        if strange is not None:
+            raise ValueError(f"{strange} is not an array")
+    except Exception as error:  # damaged bytes lead to errors of any kind, deep in zipfile, zlib and NumPy
         what = "a folder of arrays (.npy)" if folder else "a file of arrays (.npz)"
         raise DataError(f"{path} cannot be read as {what}: {error}.") from error
     for one, other in (("x", "y"), ("x_test", "y_test")):
