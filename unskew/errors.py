@@ -31,16 +31,32 @@ class EngineError(UnskewError):
     """An engine cannot run here, or one of its workers died."""
 
 
-def unknown(kind: str, name: str, existing: Iterable[str]) -> str:
-    """A sentence for an unknown name, with the nearest existing ones.
+LONGEST_LIST = 40
+"""Of names in a message; more are not listed."""
+
+
+def unknown(kind: str, name: str, existing: Iterable[str], owner: str = "", meant: str | None = None) -> str:
+    """Write a sentence for an unknown name, with the nearest existing ones.
+
+    Args:
+        kind: What a name is called, such as ``option``.
+        name: The unknown name.
+        existing: The known names.
+        owner: What has these names, such as a method.
+        meant: The name that another library's ``name`` stands for, if it is known.
 
     >>> unknown("method", "fedavgg", ["fedavg", "fedprox"])
     "There is no method 'fedavgg'. Did you mean 'fedavg'? Known: fedavg, fedprox."
+    >>> unknown("option", "lambda", ["mu"], owner="fedprox")
+    "fedprox has no option 'lambda'; it has mu."
     """
     names = sorted(existing)
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    near = [meant] if meant is not None else difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return f"There is no {kind} {name!r}.{hint} Known: {', '.join(names)}."
+    if owner:
+        return f"{owner} has no {kind} {name!r}; it has {', '.join(names)}.{hint}"
+    listed = f" Known: {', '.join(names)}." if len(names) <= LONGEST_LIST else ""
+    return f"There is no {kind} {name!r}.{hint}{listed}"
 
 
 def shown(value: object, write: Callable[[object], str] = repr) -> str:

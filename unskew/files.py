@@ -104,15 +104,12 @@ def from_json(data: bytes) -> Any:
     """Read JSON that may be damaged.
 
     Raises:
-        ValueError: If it is not JSON, is nested too deeply, or holds a number or a character that nothing can work with.
+        ValueError: If it is not JSON, is nested too deeply, or holds a number that nothing can work with.
     """
     try:
-        value = json.loads(data, parse_int=_whole, parse_float=_real)
-        if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode()  # half a character cannot be written
+        return json.loads(data, parse_int=_whole, parse_float=_real)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    return value
 
 
 def _whole(text: str) -> int:

@@ -210,7 +210,7 @@ def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: s
     checked: dict[str, object] = {}
     for key, value in options.items():
         if key not in names:
-            raise ConfigError(unknown(f"{kind} of {owner}", str(key), names) if names else f"{owner} has no {kind}s.")
+            raise ConfigError(unknown(kind, str(key), names, owner) if names else f"{owner} has no {kind}s.")
         try:
             number = checked[key] = readers[key].validate_python(value)
         except pydantic.ValidationError as error:

@@ -73,7 +73,7 @@ OPTIONS = [
     ("--method fedprox:mu=nan", "fedprox:mu=nan"),
     ("--method fedprox:mu=inf", "fedprox:mu=inf is not valid: it must be a finite number"),
     ("--method fedexp+fedsam:rho=.inf", "fedsam:rho=.inf is not valid"),
-    ("--method fedprox:nu=1", "no option of fedprox 'nu'. Did you mean 'mu'"),
+    ("--method fedprox:nu=1", "fedprox has no option 'nu'; it has mu. Did you mean 'mu'?"),
     ("--method fedprox:mu", "option=value"),
     ("--method fedprox:mu=", "fedprox:mu="),
     ("--method scaffold:option=III", "scaffold:option=III"),
@@ -146,11 +146,16 @@ OPTIONS = [
     # typing mistakes
     ("--round 3", "--round"),
     ("--rouds 3", "--rounds"),
-    ("--learning-rate 3", "No such option"),
+    ("--learning-rate 3", "No such option: --learning-rate (Possible options: --lr)"),
+    ("--num-clients 3", "(Possible options: --clients)"),
+    ("--alpha 3", "(Possible options: --partition dirichlet:ALPHA)"),
+    ("--method fedprox:lambda=0.1", "fedprox has no option 'lambda'; it has mu."),
+    ("--method fedprox(mu=0.1)", "write fedprox:mu=0.1."),
+    ("--set num_rounds=3", "no option 'num_rounds'. Did you mean 'rounds'?"),
     # any.field=value
     ("--set lr", "any.field=value"),
     ("--set =3", "any.field=value"),
-    ("--set learning_rate=0.1", "no option 'learning_rate'"),
+    ("--set learning_rate=0.1", "There is no option 'learning_rate'. Did you mean 'lr'?"),
     ("--set momentun=0.1", "Did you mean 'momentum'"),
     ("--set network.dropp=0.1", "Did you mean 'network.drop'"),
     ("--set network.drop=1", "network.drop=1"),
@@ -286,6 +291,17 @@ def test_configuration_file_is_refused(capsys, text, words):
     assert words in refused(capsys, "run", "my.yaml", files=["my.yaml"])
     if "local_steps" not in text and "method" not in text:
         assert words in refused(capsys, "compare", "fedavg", "--config", "my.yaml", files=["my.yaml"])
+
+
+def test_near_misses_are_answered_with_what_was_meant(capsys):
+    Path("patients.csv").write_text("a,b\n1,2\n")
+    said = refused(capsys, "run", "--data", "patients.cvs", files=["patients.csv"])
+    assert said == "unskew: There is no file or folder patients.cvs. Did you mean patients.csv?"
+    said = refused(capsys, "run", "--method", "fedprox mu=0.1", files=["patients.csv"])
+    assert "'fedprox mu=0.1' is not a method; write fedprox:mu=0.1." in said
+    Path("my.yaml").write_text("rounds: 3\nnum_clients: 4\n")
+    said = refused(capsys, "run", "my.yaml", files=["my.yaml", "patients.csv"])
+    assert said == "unskew: my.yaml: There is no option 'num_clients'. Did you mean 'clients'?"
 
 
 def test_configuration_that_is_not_text(capsys):

@@ -282,7 +282,7 @@ def test_a_loss_that_is_not_finite_is_said():
     ("spec", "words"),
     [
         ("ddmp", "Did you mean 'ddpm'"),
-        ("ddpm;widht=8", "no option of the generator ddpm 'widht'"),
+        ("ddpm;widht=8", "the generator ddpm has no option 'widht'"),
         ("ddpm;width=9", "multiple of 8"),
         ("ddpm;fast", "is not an option"),
         ("ddpm;steps=9;steps=8", "gives steps twice"),

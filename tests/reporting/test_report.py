@@ -276,7 +276,7 @@ def run(compared, tmp_path):
         ("summary.json", '{"method": "fedavg"}', CheckpointError, "not the summary of a run: data is missing"),
         ("metrics.jsonl", "", CheckpointError, "lacks rounds"),
         ("metrics.jsonl", METRICS.replace("1.5", "null"), CheckpointError, "their traffic or times"),
-        ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "their traffic or times"),
+        ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "metrics.jsonl is damaged"),
         ("config.yaml", "1: 2", ConfigError, "not the configuration of a run"),
         ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "remove it"),
         ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is damaged"),

@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from unskew.config.others import OF_OTHERS
+
 FLAGS: dict[str, tuple[type, str]] = {
     "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH, npz:PATH, text:PATH."),
     "data_path": (str, "Folder with the source's files, for offline use."),
@@ -123,8 +125,26 @@ EXAMPLES = {
 """A command line of each command, shown at the end of its help."""
 
 
+def meant_by(flag: str) -> str | None:
+    """The flag that another library's flag stands for; None if it is not known."""
+    name, equals, value = OF_OTHERS.get(flag.lstrip("-").replace("-", "_"), "").partition("=")
+    if name not in FLAGS:
+        return f"--set {name}=..." if name else None
+    return f"--{name.replace('_', '-')}{' ' if equals else ''}{value}"
+
+
 class Sections(TyperCommand):
     """A command whose help lists the fields of a configuration after its own options, by what they are about."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Answer a flag of another library with ours."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # of the click that Typer uses, which may be its own copy
+            ours = meant_by(str(getattr(error, "option_name", "")))
+            if ours is not None and hasattr(error, "possibilities"):
+                error.possibilities = [ours]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the help of all options; those of a configuration with their defaults."""

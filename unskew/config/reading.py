@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
+from unskew.config.others import OF_OTHERS
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain, shown, unknown
 from unskew.files import read_file
@@ -60,7 +61,11 @@ def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "")
     """Unknown keys are refused with the nearest known ones, also inside sections."""
     for key, value in values.items():
         if key not in model.model_fields:
-            raise ConfigError(unknown("option", f"{prefix}{key}", [f"{prefix}{name}" for name in model.model_fields]))
+            known = [f"{prefix}{name}" for name in model.model_fields]
+            sentence = unknown(
+                "option", f"{prefix}{key}", known, meant=OF_OTHERS.get(key) if model is Experiment else None
+            )
+            raise ConfigError(f"{key.source}: {sentence}" if isinstance(key, FromFile) else sentence)
         section = model.model_fields[key].annotation
         if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
             check_keys(value, section, f"{prefix}{key}.")

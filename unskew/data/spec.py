@@ -154,7 +154,7 @@ def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
     known = [field.name for field in fields(CsvSpec)]
     for name in values:
         if name not in known:
-            raise ConfigError(unknown("option of csv", str(name), known))
+            raise ConfigError(unknown("option", str(name), known, "csv"))
     return CsvSpec(**values)
 
 

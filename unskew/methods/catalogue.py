@@ -120,6 +120,9 @@ def slots_of(cls: type[Rule]) -> list[str]:
 def _split(text: str) -> tuple[str, str]:
     """The name of one method, and its options as they are written."""
     name, colon, rest = (piece.strip() for piece in text.partition(":"))
+    spaced = re.fullmatch(r"([\w.-]+)[\s,(]+(\w+\s*=[^()]+)\)?", text.strip()) if not colon else None
+    if spaced is not None:
+        raise ConfigError(f"{text!r} is not a method; write {spaced[1]}:{spaced[2].strip()}.")
     if colon and not rest:
         raise ConfigError(f"{text!r} ends with a colon; write {name}:option=value, or {name} alone.")
     name = name if "." in name else name.lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -157,6 +158,7 @@ def read_inputs(folder: Path) -> Inputs:
         named = inputs.class_names if inputs.task != "language" else ()  # earlier runs named their kinds of texts
         if named and len(named) != inputs.classes:
             raise ValueError("another number of names than of classes")
+        json.dumps(inputs.model_dump(), ensure_ascii=False).encode()  # half a character cannot be written
         if math.prod(inputs.shape) > 1 << 30:
             raise ValueError("its inputs are larger than any")
         known = inputs.known

@@ -93,7 +93,7 @@ def given_spaces(given: Mapping[str, object], methods: list[str], values: Mappin
             raise ConfigError(f"The space {key} belongs to none of the methods; they are {', '.join(sorted(there))}.")
         cls = rule_class(owner)
         if option not in options_of(cls):
-            raise ConfigError(unknown(f"option of {owner}", option, options_of(cls)))
+            raise ConfigError(unknown("option", option, options_of(cls), owner))
         found[key] = read_space(value, key, partial(_check_option, cls, option, owner))
     both = [name for name in BUDGETS if name in found]
     if len(both) == 2:

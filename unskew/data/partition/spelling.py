@@ -49,7 +49,7 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
         if not allowed and name in PARTITIONS:
             raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
         if key not in allowed and name in PARTITIONS:
-            raise ConfigError(unknown(f"{name} option", key, allowed))
+            raise ConfigError(unknown("option", key, allowed, f"The partition {name}"))
         if key in options:
             raise ConfigError(f"The partition {spec!r} gives {key} twice.")
         options[key] = text

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -170,12 +171,27 @@ def load_source(
     return cached(request, stamp(where))
 
 
+def _not_data(path: Path) -> str:
+    """Write a sentence for a file that is not there, or is not data, with those next to it that have a similar name."""
+    if path.exists():
+        return f"{path} is neither a table ({', '.join(TABLES)}) nor arrays (.npz); images are written folder:{path}."
+    names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=2)
+    hint = f" Did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else ""
+    return f"There is no file or folder {path}.{hint}"
+
+
 def of_package(name: str, path: str | Path | None, more: object, size: int | None, classes: int | None) -> Source:
     """A data set of another package: a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays.
 
     It is called with ``path=`` where files of it are named, and without anything where none are.
     """
-    plugin = plugins.find(plugins.DATA, "data set", name, SOURCES)
+    try:
+        plugin = plugins.find(plugins.DATA, "data set", name, SOURCES)
+    except ConfigError:
+        if "/" in name or Path(name).suffix:
+            raise ConfigError(_not_data(Path(name))) from None
+        raise
     if more:
         raise ConfigError(f"The data set {name!r} of the package {plugin.package} takes no options of tables.")
     function = plugin.load_callable()
