@@ -22,6 +22,7 @@ from unskew.reporting.about import again
 from unskew.reporting.parts import parts_of
 from unskew.reporting.reading import read_runs
 from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
+from unskew.tuning.study import Study, make_storage
 from unskew.tuning.trials import Plan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -313,3 +314,19 @@ def test_a_plan_prunes_no_method_with_personal_models():
     names = {name: type(study.study.pruner).__name__ for name, study in plan.studies().items()}
     assert names == {"fedavg": "MedianPruner", "fedrep": "NopPruner"}
     assert isinstance(plan.spaces("fedavg")["batch_size"], Choice)
+
+
+@pytest.mark.parametrize(("key", "value"), [("fedprox.mu", "1+mine.Rule"), ("fedssyn.generator", "mine:net")])
+def test_a_database_of_somebody_else_names_no_code(key, value):
+    """Its values must lie in the spaces that were asked for."""
+    spaces = {"fedprox.mu": log(0.1, 1.0), "fedssyn.generator": one_of("vae", "gan")}
+    study = Study("fedprox", spaces, make_storage(None), None, 1, 0, True, None, {})
+    good = {"fedprox.mu": 0.5, "fedssyn.generator": "gan"}
+
+    class Stored:
+        params = good
+
+    assert study.params_of(Stored) == good
+    Stored.params = {**good, key: value}
+    with pytest.raises(ConfigError, match=f"study.db holds {key}='{value}'".replace("+", r"\+")):
+        study.params_of(Stored)

@@ -29,6 +29,9 @@ NAME = "inputs.json"
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+Kind = Literal["uint8", "float", "tokens"]
+
+
 class Standardised(BaseModel):
     """``(x * scale - mean) / std``, per channel or feature."""
 
@@ -74,7 +77,7 @@ class Inputs(BaseModel):
 
     task: str
     shape: tuple[Annotated[int, Field(ge=1, le=1 << 30)], ...]
-    kind: Literal["uint8", "float", "tokens"]
+    kind: Kind
     classes: Annotated[int, Field(ge=1, le=1 << 30)]
     class_names: tuple[str, ...] = ()
     normalisation: Standardised | None = None
@@ -116,7 +119,7 @@ class Inputs(BaseModel):
 def inputs_of(federation: Federation, config: Experiment) -> Inputs:
     """What a model that is trained on these data expects."""
     x, known, spec = federation.test[0], federation.normalisation, config.data_spec
-    kinds = {torch.uint8: "uint8", torch.int64: "tokens"}
+    kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
     texts, objective = is_text(config.data), federation.objective
     targets = Standardised(mean=objective.mean, std=objective.std) if isinstance(objective, Regression) else None

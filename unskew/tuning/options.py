@@ -163,6 +163,13 @@ def fixed_in(spaces: Mapping[str, Space]) -> dict[str, Any]:
     }
 
 
+def lies_in(value: Any, space: Space) -> bool:
+    """Whether a space holds a value."""
+    if isinstance(space, Choice):
+        return value in space.values
+    return isinstance(value, int | float) and space.low <= value <= space.high
+
+
 def as_configured(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
     """The values that the configuration and the method's own defaults have, of those that lie in their spaces."""
     found = {}
@@ -170,11 +177,6 @@ def as_configured(spelling: str, config: Experiment, spaces: Mapping[str, Space]
     for key, space in spaces.items():
         owner, dot, option = key.rpartition(".")
         value = getattr(config, key) if not dot else written.get(key, options_of(rule_class(owner)).get(option))
-        inside = (
-            value in space.values
-            if isinstance(space, Choice)
-            else isinstance(value, int | float) and space.low <= value <= space.high
-        )
-        if inside:
+        if lies_in(value, space):
             found[key] = value
     return {key: value for key, value in found.items() if key not in fixed_in(spaces)}

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, shown
 from unskew.files import make_folder, waiting_for
 from unskew.protocol.spaces import Choice, Space
 from unskew.seeding import derive
-from unskew.tuning.options import fixed_in, rounded
+from unskew.tuning.options import fixed_in, lies_in, rounded
 
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
 LONG = 600.0
@@ -179,6 +179,12 @@ class Study:
     def params_of(self, trial: Any) -> dict[str, Any]:
         """The options of a trial as they were used, fixed ones included."""
         used = {**trial.params, **fixed_in(self.spaces)}
+        wrong = next((key for key, space in self.spaces.items() if key in used and not lies_in(used[key], space)), None)
+        if wrong is not None:  # such as an import path, in the database of somebody else
+            raise ConfigError(
+                f"study.db holds {wrong}={shown(used[wrong])} for {self.name}, which is not in its space; tune in another "
+                "folder with --out."
+            )
         return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
 
     def importance(self) -> dict[str, float] | str:
