@@ -65,7 +65,7 @@ def test_figures_are_drawn_and_switches_work(opened):
     opened.get_by_role("checkbox", name="fedavg", exact=True).uncheck()
     assert drawn(opened, "curves")["names"] == ["fedprox:mu=0.5", "fedexp+ft"]
     opened.get_by_role("checkbox", name="fedavg", exact=True).check()
-    opened.get_by_label("the clients' own models").check()
+    opened.locator('[data-choice="whose"] select').select_option("personal_accuracy")
     assert opened.evaluate("""document.querySelector('[data-role="boxes"]').layout.yaxis.ticktext""") == ["fedexp+ft"]
     opened.get_by_label("figure").select_option("train_loss")
     assert drawn(opened, "measured")["title"] == "train_loss"

@@ -25,6 +25,7 @@ from unskew.plots.figure import new_figure, over_rounds
 from unskew.records.recorder import MEASURED, Recorder, reaching
 from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
+from unskew.tasks.score import metric
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +43,10 @@ def test_accuracy_per_client_by_hand():
     scores = judge.clients(v, b, most=1000, seed=0)
     np.testing.assert_allclose(scores.accuracies, [3 / 4, 0, 1, 2 / 3])
     assert scores.measured_on == "the clients' held-out data"
-    assert scores.mean == pytest.approx((3 / 4 + 0 + 1 + 2 / 3) / 4), "each client counts once, whatever its size"
-    assert scores.worst == 0
+    figures = scores.figures("client", metric("accuracy"))
+    mean = figures["client_accuracy_mean"]
+    assert mean == pytest.approx((3 / 4 + 0 + 1 + 2 / 3) / 4), "each client counts once, whatever its size"
+    assert figures["client_accuracy_worst"] == 0
 
 
 def test_worst_decile_by_hand():
@@ -53,9 +56,14 @@ def test_worst_decile_by_hand():
         (list(np.arange(29)[::-1] / 29), (0 + 1 / 29) / 2),
         (list(np.arange(30) / 30), (0 + 1 / 30 + 2 / 30) / 3),
     ):
-        assert ClientScores(np.array(values), "").worst_decile == pytest.approx(expected)
-    empty = ClientScores(np.zeros(0), "nothing")
-    assert (empty.mean, empty.worst, empty.worst_decile) == (None, None, None)
+        figures = ClientScores(np.array(values), "").figures("client", metric("accuracy"))
+        assert figures["client_accuracy_worst_decile"] == pytest.approx(expected)
+        losses = ClientScores(np.zeros(len(values)), "", -np.array(values)).figures("client", metric("loss"))
+        assert losses["client_loss_worst_decile"] == pytest.approx(-expected), (
+            "where lower is better, the highest count"
+        )
+    empty = ClientScores(np.zeros(0), "nothing").figures("client", metric("accuracy"))
+    assert set(empty.values()) == {None}
 
 
 def test_accuracy_and_loss_on_the_test_set_by_hand():

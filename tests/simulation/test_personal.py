@@ -21,6 +21,7 @@ from unskew.errors import MethodConflict
 from unskew.methods.catalogue import method
 from unskew.protocol.training import Training
 from unskew.simulation import personal
+from unskew.tasks.score import metric
 
 LR, STEPS, MOMENTUM, DECAY = 0.05, 5, 0.9, 0.1
 COG = "fedcog:start_round=1,n=6,g_steps=2"
@@ -217,15 +218,16 @@ def test_without_held_out_data_a_personal_model_is_weighed_by_its_clients_classe
         assert found == near((q * correct).sum() / (q * total).sum())
     assert len(set(scores.accuracies)) == 3
     assert scores.measured_on == "the test set, weighted by the clients' classes"
-    assert scores.std == pytest.approx(np.sqrt(np.mean((scores.accuracies - np.mean(scores.accuracies)) ** 2)))
+    std = scores.figures("personal", metric("accuracy"))["personal_accuracy_std"]
+    assert std == pytest.approx(np.sqrt(np.mean((scores.accuracies - np.mean(scores.accuracies)) ** 2)))
 
 
 def test_with_held_out_data_only_these_count():
     judge, v, b = evaluator(held_out(([0, 1, 2, 2], [0, 1, 2, 0]), ([2, 1], [2, 2])))
     scores = judge.clients(v, b, 1000, 0, lambda ids: ((v, b) for _ in ids))
     assert scores.accuracies.tolist() == [0.75, 0.5]
-    assert scores.std == pytest.approx(0.125)
-    assert judge.clients(v, b, 0, 0).std is None
+    assert scores.figures("personal", metric("accuracy"))["personal_accuracy_std"] == pytest.approx(0.125)
+    assert judge.clients(v, b, 0, 0).figures("client", metric("accuracy"))["client_accuracy_std"] is None
 
 
 # ---- how it is shown ---------------------------------------------------------------------------------------------------

@@ -140,7 +140,6 @@ def compare(
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.target import target_costs
     from unskew.runs.side_by_side import read_parallel
-    from unskew.tasks.score import score_of
 
     at_once = read_parallel(parallel)
     check_place(again, out)
@@ -175,13 +174,15 @@ def compare(
         )
     rows = result.rows()
     if as_json:
-        costs_of = [] if target is None else [asdict(one) for one in target_costs(result.histories, target)]
+        found = [] if target is None else target_costs(result.histories, target, result.objective)
+        costs_of = [asdict(one) for one in found]
         print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         report_at_the_end(console, [folder])
         return
     costs = None
     if target is not None:
-        costs = reaching_table(target_costs(result.histories, target), target, score_of(result.rows()[0]))
+        judge = result.objective
+        costs = reaching_table(target_costs(result.histories, target, judge), target, judge)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
     for table in filter(None, (comparison_table(rows), metrics_table(rows), clients_table(rows), costs)):

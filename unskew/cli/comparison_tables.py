@@ -13,8 +13,8 @@ from rich.text import Text
 
 from unskew.cli.wide import as_text, below
 from unskew.comparison.target import TargetCost
-from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, number, percent
-from unskew.tasks.score import SCORES, score_of
+from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
+from unskew.tasks.score import SCORES, Metric, client_metric, metric, objective_of, score_of
 
 WORDS = ("model", "over")
 """Columns that hold words, not figures."""
@@ -87,8 +87,7 @@ def spread(row: dict[str, Any], name: str) -> float | None:
 def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of ``unskew compare`` for language models: losses, lower is better."""
     title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
-    rounds = f"rounds to {percent(rows[0]['target'])}%"
-    figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds)
+    figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds_title(rows[0]))
     table = ByMethod(title, map(method_title, rows), *figures, *COST)
     for row in rows:
         losses = [number(row.get(name), spread(row, name)) for name in ("loss", "best_loss", "perplexity")]
@@ -100,6 +99,16 @@ def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def rounds_title(row: dict[str, Any]) -> str:
+    """Return the title of the column of rounds to the target."""
+    return f"rounds to {value_text(objective_of(row), row['target'])}"
+
+
+def value_cell(row: dict[str, Any], one: Metric, name: str) -> str:
+    """Return a value of a metric with its spread over seeds."""
+    return value_text(one, row.get(name), spread(row, name), sign="")
+
+
 def rounds_cell(row: dict[str, Any]) -> str:
     """Rounds to the target, or how many seeds reached it."""
     reached = row["rounds_to_target"]
@@ -108,22 +117,22 @@ def rounds_cell(row: dict[str, Any]) -> str:
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table that ``unskew compare`` prints: one line per method, means over seeds."""
-    if "perplexity" in rows[0]:
+    judge = objective_of(rows[0])
+    if "perplexity" in rows[0] and judge.name in (*SCORES, "loss", "perplexity"):
         return language_table(rows)
     several = F1 if rows[0].get("o_f1") is not None else {}
     errors = [name for name in ("mae", "rmse") if name in rows[0]]
-    rounds = f"rounds to {percent(rows[0]['target'])}%"
-    figures = ("last round", "best round", "clients, mean", "worst client", rounds, *errors, *several)
-    scored = score_of(rows[0])
-    title = f"Test {SCORES[scored]} in %, {over_seeds(rows[0])}"
-    table = ByMethod(title, map(method_title, rows), *figures, *COST)
+    own = client_metric(judge.name, score_of(rows[0]))
+    columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
+    columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
+    columns |= {"clients, mean": f"client_{own}_mean", "worst client": f"client_{own}_worst"}
+    better = " (lower is better)" if judge.lower_is_better else ""
+    title = f"Test {judge.title}{unit(judge)}{better}, {over_seeds(rows[0])}"
+    table = ByMethod(title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *COST)
     for row in rows:
         table.add_row(
             Spelling(method_title(row)),
-            *(
-                percent(row[name], spread(row, name))
-                for name in (scored, f"best_{scored}", f"client_{scored}_mean", f"client_{scored}_worst")
-            ),
+            *(value_cell(row, judge, name) for name in columns.values()),
             rounds_cell(row),
             *(number(row.get(name), spread(row, name)) for name in errors),
             *(percent(row[name], spread(row, name)) for name in several.values()),
@@ -134,9 +143,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def reaching_table(rows: Sequence[TargetCost], target: float, scored: str = "accuracy") -> Table:
-    """What a target accuracy costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
-    title = f"Rounds and traffic to {percent(target)}% test {SCORES[scored]}"
+def reaching_table(rows: Sequence[TargetCost], target: float, objective: Metric | None = None) -> Table:
+    """What a target costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
+    judge = objective or metric("accuracy")
+    title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"
     figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")
     table = ByMethod(title, (row.method for row in rows), *figures)
     for row in rows:
@@ -158,26 +168,25 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     asked = metrics_in(rows[0])
     if not asked:
         return None
-    title = f"Test set in %, last round, {over_seeds(rows[0])}"
-    table = ByMethod(title, map(method_title, rows), *asked.values())
+    title = f"Test set{' in %' if all(one.percent for one in asked) else ''}, last round, {over_seeds(rows[0])}"
+    table = ByMethod(title, map(method_title, rows), *(one.title for one in asked))
     for row in rows:
-        table.add_row(Spelling(method_title(row)), *(percent(row.get(name), spread(row, name)) for name in asked))
+        table.add_row(Spelling(method_title(row)), *(value_cell(row, one, one.name) for one in asked))
     return table
 
 
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """The second table of ``unskew compare``: what clients get, if some method has personal models; else None."""
-    scored = score_of(rows[0])
+    scored = client_metric(objective_of(rows[0]).name, score_of(rows[0]))
+    judge = metric(scored, rows[0].get("own_metrics"))
     if all(row[f"personal_{scored}_mean"] is None for row in rows):
         return None
-    title = f"{SCORES[scored].capitalize()} in % on the clients' own data, last round"
+    title = f"{judge.title[0].upper()}{judge.title[1:]}{unit(judge)} on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
     table = ByMethod(title, map(method_title, rows), *figures)
     for row in rows:
         for label, whose in (("global", "client"), ("personal", "personal")):
             keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row[keys[0]] is not None:
-                table.add_row(
-                    Spelling(method_title(row)), label, *(percent(row[key], spread(row, key)) for key in keys)
-                )
+                table.add_row(Spelling(method_title(row)), label, *(value_cell(row, judge, key) for key in keys))
     return table

@@ -51,9 +51,11 @@ FLAGS: dict[str, tuple[type, str]] = {
     "device": (str, "auto, cpu, cuda, cuda:1."),
     "network": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
     "eval_every": (int, "Evaluate every so many rounds."),
-    "metrics": (str, "Further figures: auroc,auprc,f1,balanced_accuracy,ece,recall."),
+    "metrics": (str, "Further metrics: auroc,auprc,f1,balanced_accuracy,ece,recall,package.module:function."),
+    "objective": (str, "Metric that judges runs: auto, accuracy, auroc, auprc, loss, r2, worst_client, ..."),
     "early_stopping": (int, "End after so many evaluations without progress on held-out data."),
-    "target": (float, "Report the rounds needed to this accuracy (0 to 1)."),
+    "keep": (str, "Model of the run: last, or best on held-out data."),
+    "target": (float, "Report the rounds needed to this value of the objective (accuracy: 0 to 1)."),
     "save_samples": (bool, "Draw the inputs that clients make in the last round."),
     "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
 }
@@ -67,7 +69,7 @@ OBJECTIVE = ("loss", "class_weights")
 OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
 TRAINING = ("model", "rounds", "participation", *BUDGET, *OPTIMIZER, *OBJECTIVE, "weights")
 MACHINE = ("engine", "device", "network")
-EVALUATION = ("eval_every", "metrics", "early_stopping", "target")
+EVALUATION = ("eval_every", "metrics", "objective", "early_stopping", "keep", "target")
 PANELS = {
     "Data": (*DATA, *SERVER),
     "Training": ("method", *TRAINING, "seed"),

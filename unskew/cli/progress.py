@@ -20,11 +20,12 @@ from rich.progress import (
 
 from unskew.cli.loudness import LOUDNESS
 from unskew.cli.tables import columns_table
+from unskew.config.metrics import AUTO, name_of
 from unskew.data.federation import Federation
 from unskew.data.reading.telling import PATIENCE, told
 from unskew.records.recorder import Callback, Row
-from unskew.reporting.wording import percent
-from unskew.tasks.score import SCORES, score_of
+from unskew.reporting.wording import value_text
+from unskew.tasks.score import SCORES, held_out_name, metric, score_of
 
 
 @contextmanager
@@ -113,6 +114,7 @@ class ProgressLine(Callback):
         self.progress, self.title, self.transient = progress, title, transient
         self.warnings, self.named, self.columns, self.held_out = warnings, named, columns, held_out
         self.making: TaskID | None = None
+        self.objective = AUTO
 
     def loaded(self, federation: Federation) -> None:
         """What of a table is trained on."""
@@ -121,6 +123,7 @@ class ProgressLine(Callback):
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Show the line."""
+        self.objective = name_of(config.get("objective", AUTO))
         self.progress.start()
         if self.making is not None:
             self.progress.remove_task(self.making)
@@ -138,23 +141,18 @@ class ProgressLine(Callback):
 
     def round(self, row: Row) -> None:
         """Advance it."""
-        scored = score_of(row)
-        if self.held_out:
-            held = row.get(f"validation_{scored}")
-            if held is not None:
-                self.progress.update(self.line, accuracy=f"held-out {SCORES[scored]} {percent(held)}%")
-        elif row.get("perplexity") is not None:
-            self.progress.update(self.line, accuracy=f"test loss {row['loss']:.4f}")
-        elif row[scored] is not None and "perplexity" not in row:
-            self.progress.update(self.line, accuracy=f"test {SCORES[scored]} {percent(row[scored])}%")
+        judge = metric(score_of(row) if self.objective == AUTO else self.objective)
+        if "perplexity" in row and judge.name in SCORES and not self.held_out:
+            judge = metric("loss")
+        name, where = (held_out_name(judge.name), "held-out") if self.held_out else (judge.name, "test")
+        if row.get(name) is not None:
+            text = f"{where} {judge.title} {value_text(judge, row[name])}"
+            self.progress.update(self.line, accuracy=text)
         self.progress.update(self.line, completed=row["round"])
         if LOUDNESS.verbose:
-            own = (
-                ("validation_accuracy", "validation_r2", "validation_loss")
-                if self.held_out
-                else ("accuracy", "r2", "loss")
-            )
-            figures = (f"{name} {row[name]:.4f}" for name in (*own, "train_loss") if row.get(name) is not None)
+            usual = ("accuracy", "r2", "loss")
+            own = dict.fromkeys([*(f"validation_{one}" if self.held_out else one for one in usual), name])
+            figures = (f"{one} {row[one]:.4f}" for one in (*own, "train_loss") if row.get(one) is not None)
             text = f"{self.title}: round {row['round']}, {', '.join(figures)}, {row['seconds']:.1f} s"
             self.progress.console.print(text, markup=False, highlight=False)
 

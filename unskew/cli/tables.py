@@ -11,8 +11,8 @@ from rich.table import Table
 
 from unskew.cli.wide import Fitting
 from unskew.data.reading.columns import described
-from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent
-from unskew.tasks.score import SCORES, score_of
+from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent, value_text
+from unskew.tasks.score import client_metric, metric, objective_of, score_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 def over_clients(summary: dict[str, Any], whose: str) -> str:
     """The figures over clients as one line."""
-    scored = score_of(summary)
+    scored = client_metric(objective_of(summary).name, score_of(summary))
+    judge = metric(scored, summary.get("own_metrics"))
     mean, std, decile, worst = (
-        percent(summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
+        value_text(judge, summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
     name = summary.get(f"{whose}_{scored}_worst_name")
     named = "" if name is None else f" ({escape(name)})"
-    return f"mean {mean}%, std {std}%, worst decile {decile}%, worst client {worst}%{named}"
+    return f"mean {mean}, std {std}, worst decile {decile}, worst client {worst}{named}"
 
 
 def several(count: int, what: str) -> str:
@@ -45,13 +46,19 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column()
     together = f", {summary['together']} clients together" if summary.get("together", 1) > 1 else ""
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
-    scored = score_of(summary)
+    judge, scored = objective_of(summary), score_of(summary)
+    kept = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     lines = [
-        (f"test {SCORES[scored]}, last round", f"{percent(summary[scored])}%  (loss {loss}{errors})"),
+        (f"test {judge.title}, last round", f"{value_text(judge, summary[judge.name])}  (loss {loss}{errors})"),
         (
-            f"test {SCORES[scored]}, best round",
-            f"{percent(summary[f'best_{scored}'])}%  (round {summary['best_round']})",
+            f"test {judge.title}, best round",
+            f"{value_text(judge, summary[f'best_{judge.name}'])}  (round {summary['best_round']})",
+        ),
+        *(
+            [(f"test {judge.title}, kept model", f"{value_text(judge, kept)}  (round {summary['kept_round']})")]
+            if kept is not None
+            else []
         ),
         *(
             (f"{label}, on {summary['clients_evaluated_on']}", over_clients(summary, whose))
@@ -80,12 +87,13 @@ def summary_table(summary: dict[str, Any]) -> Table:
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
         ]
     if asked := metrics_in(summary):
-        figures = ", ".join(f"{title} {percent(summary[name])}%" for name, title in asked.items())
+        figures = ", ".join(f"{one.title} {value_text(one, summary[one.name])}" for one in asked)
         lines.insert(2, ("test set, last round", escape(figures)))
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
         lines.insert(
-            2, (f"rounds to {percent(summary['target'])}%", "not reached" if reached is None else str(reached))
+            2,
+            (f"rounds to {value_text(judge, summary['target'])}", "not reached" if reached is None else str(reached)),
         )
     if "synthetic_images" in summary:
         images = f"{summary['synthetic_images']:,} images, made in {summary['synthetic_seconds']:.1f} s"

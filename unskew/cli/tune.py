@@ -38,7 +38,19 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
     from unskew.tuning.found import Tuning
 
-FIELDS = (*DATA, *SERVER, *TRAINING, "seed", "engine", "device", "network", "eval_every")
+FIELDS = (
+    *DATA,
+    *SERVER,
+    *TRAINING,
+    "seed",
+    "engine",
+    "device",
+    "network",
+    "eval_every",
+    "metrics",
+    "objective",
+    "keep",
+)
 
 
 @overridden_by(*FIELDS)
@@ -126,9 +138,10 @@ def tune(
             }
         )
     else:
-        from unskew.cli.comparison_tables import clients_table, comparison_table
+        from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table
 
-        tables = (found_table(result), importance_table(result), comparison_table(rows), clients_table(rows))
+        compared = (comparison_table(rows), metrics_table(rows), clients_table(rows))
+        tables = (found_table(result), importance_table(result), *compared)
         for note in result.comparison.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unskew.comparison.each import check_same_data, fields_of
+from unskew.comparison.each import check_same_data, check_same_objective, fields_of
 from unskew.comparison.one_run import Given, last, one_run
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
@@ -31,8 +31,8 @@ from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
 from unskew.runs.side_by_side import beside, check_parallel, places, side_by_side
 from unskew.tasks.catalogue import TASKS
-from unskew.tasks.metrics import METRICS, RECALL
-from unskew.tasks.score import score_of
+from unskew.tasks.metrics import METRICS
+from unskew.tasks.score import RECALL, WORST, Metric, client_metric, objective_of, score_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,16 +45,22 @@ FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task
 
 def is_figure(name: str) -> bool:
     """Whether a name in a summary is that of a figure of the task, or of one that was asked for."""
-    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS})
+    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
 
 
 OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
 
 
-def averaged(scored: str) -> tuple[str, ...]:
+def averaged(summary: Mapping[str, Any]) -> tuple[str, ...]:
     """Figures of a summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
-    over_clients = (f"{whose}_{scored}_{figure}" for whose in ("client", "personal") for figure in OVER_CLIENTS)
-    return scored, f"best_{scored}", "loss", *over_clients
+    scored, objective = score_of(summary), objective_of(summary).name
+    judging = dict.fromkeys([scored, client_metric(objective, scored)])
+    over_clients = (
+        f"{whose}_{name}_{what}" for name in judging for whose in ("client", "personal") for what in OVER_CLIENTS
+    )
+    judged = (name for one in dict.fromkeys([scored, objective]) for name in (one, f"best_{one}"))
+    kept = (name for name in (f"kept_{one}" for one in (scored, objective)) if name in summary)
+    return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept]))
 
 
 def mean_std(values: Sequence[float]) -> Spread:
@@ -85,7 +91,7 @@ class Comparison:
     Attributes:
         histories: For each method, the history of each seed.
         summaries: For each method, the summary of each seed.
-        target: Accuracy (or R²) for which rounds are counted: the one asked for, or 90% of the best mean accuracy reached.
+        target: Value of the objective for which rounds are counted: the requested one, or 90% of the best mean reached.
         folder: Where the runs, the figures and ``comparison.json`` are, or None.
         unequal: Whether clients train on different numbers of samples.
     """
@@ -95,6 +101,11 @@ class Comparison:
     target: float
     folder: Path | None
     unequal: bool = False
+
+    @property
+    def objective(self) -> Metric:
+        """The metric that judges the runs."""
+        return objective_of(next(iter(self.summaries.values()))[0])
 
     def notes(self) -> list[str]:
         """What must be known to read the table: where its methods train differently long, or do not count clients alike."""
@@ -120,11 +131,13 @@ class Comparison:
         table = []
         for name, summaries in self.summaries.items():
             histories = self.histories[name]
-            rounds = [first["round"] for history in histories if (first := reaching(history, self.target)) is not None]
+            reached = (reaching(history, self.target, self.objective) for history in histories)
+            rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
+            row |= {key: summaries[0][key] for key in ("objective", "own_metrics") if key in summaries[0]}
             figures = [key for key in summaries[0] if is_figure(key)]
-            for key in (*averaged(score_of(summaries[0])), *figures):
+            for key in (*averaged(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
@@ -165,7 +178,7 @@ class Comparison:
 
     def plot(self, path: str | Path) -> Path:
         """Draw the convergence of all methods, mean and standard deviation over seeds."""
-        return convergence(self.histories, Path(path))
+        return convergence(self.histories, Path(path), self.objective)
 
 
 def folder_name(spelling: str) -> str:
@@ -199,7 +212,7 @@ def compare(
         methods: Methods as ``unskew.method`` takes them.
         seeds: Which seeds, as a list or as text (``"0..4"``, ``"0,1,7"``); a number says how many: 0, 1, ...
         model: See ``unskew.run``.
-        target: Accuracy for which rounds are counted; 90% of the best mean accuracy if None.
+        target: Value of the objective for which rounds are counted; 90% of the best mean if None.
         out: Folder for all runs, figures and ``comparison.json``.
         resume: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
         again: The former name of ``resume``.
@@ -245,6 +258,7 @@ def compare(
         for name, m in by_name.items()
     }
     check_same_data(configs[name, which[0]] for name in names)
+    check_same_objective(configs[name, which[0]] for name in names)
     result, unequal = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder), False
 
     def begun() -> bool:
@@ -285,13 +299,27 @@ def compare(
             if len({group[0]["weights"] for group in result.summaries.values()}) > 1:
                 unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:
-            means = [mean_std([s[f"best_{score_of(s)}"] for s in group])[0] for group in result.summaries.values()]
-            target = max(0.0, round(0.9 * max(means), 3))  # R² may be below 0
+            target = default_target(result.summaries.values())
         result = replace(result, target=target, unequal=unequal)
         if folder is not None:
             result.plot(folder / "convergence.png")
             write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
     return result
+
+
+def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
+    """Return the target that rounds are counted to if none was requested: 90 % of the best method's mean best value.
+
+    Args:
+        groups: Summaries of each method, over its seeds.
+    """
+    groups = list(groups)
+    objective = objective_of(groups[0][0])
+    values = [
+        [s[key] for s in group if s.get(key) is not None] for group in groups for key in [f"best_{objective.name}"]
+    ]
+    means = [mean_std(each)[0] for each in values if each]
+    return objective.default_target(max(means, key=objective.rank)) if means else 0.0
 
 
 def seed_list(seeds: int | str | Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.metrics import path_of
 from unskew.config.paths import anchored
 from unskew.errors import ConfigError, shown, unknown
 
@@ -43,3 +44,16 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
                     f"Methods are compared on the same data, but {name} is {shown(specs[0][name])} for one of them and "
                     f"{shown(value)} for another."
                 )
+
+
+def check_same_objective(configs: Iterable[Experiment]) -> None:
+    """Validate that one metric judges all methods.
+
+    Raises:
+        ConfigError: If their objectives differ.
+    """
+    texts = list(dict.fromkeys(path_of(config.objective) for config in configs))
+    if len(texts) > 1:
+        raise ConfigError(
+            f"The methods of a comparison have one objective, not {' and '.join(texts)}; use the same one."
+        )

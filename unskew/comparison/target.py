@@ -9,6 +9,7 @@ from typing import Any
 from unskew.errors import ConfigError
 from unskew.methods.catalogue import rule_class, slots_of
 from unskew.records.recorder import reaching
+from unskew.tasks.score import Metric
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,17 @@ class TargetCost:
     saving_at_least: bool = False
 
 
-def target_costs(histories: dict[str, list[list[dict[str, Any]]]], target: float) -> list[TargetCost]:
+def target_costs(
+    histories: dict[str, list[list[dict[str, Any]]]], target: float, objective: Metric | None = None
+) -> list[TargetCost]:
     """The costs of a target for the methods of a comparison.
 
     Args:
         histories: For each method, the history of each seed.
-        target: An accuracy.
+        target: Value of the objective.
+        objective: Metric that judges the runs; accuracy or R² if None.
     """
-    needs = {name: _needs(runs, target) for name, runs in histories.items()}
+    needs = {name: _needs(runs, target, objective) for name, runs in histories.items()}
     costs = []
     for name, runs in histories.items():
         rounds, sent, limit = *needs[name], len(runs[0])
@@ -71,9 +75,11 @@ def saving(mine: float, needed: float | None, spent: float) -> float:
     return 1 - mine / (spent if needed is None else needed)
 
 
-def _needs(runs: list[list[dict[str, Any]]], target: float) -> tuple[float | None, float | None]:
+def _needs(
+    runs: list[list[dict[str, Any]]], target: float, objective: Metric | None
+) -> tuple[float | None, float | None]:
     """Mean rounds and bytes until every seed has reached the target."""
-    rows = [row for history in runs if (row := reaching(history, target)) is not None]
+    rows = [row for history in runs if (row := reaching(history, target, objective)) is not None]
     if len(rows) < len(runs):
         return None, None
     return sum(row["round"] for row in rows) / len(rows), _sent(rows)

@@ -113,12 +113,14 @@ def _imbalance(made: Draft, fed: Federation) -> None:
     share = counts[least] / counts.sum()
     if share * len(counts) >= RARE or len(counts) > MOST_VALUES:
         return
-    made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "of rare classes the accuracy says little")
+    made.set("objective", "auprc", "judges tuning, stopping and comparison; of rare classes the accuracy says little")
+    made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "further metrics")
     made.set(
         "class_weights", "balanced", "rare classes count more in the loss; leave it out for probabilities as they are"
     )
     made.seen.append(
-        f"the class {fed.holdings()[1][least]} has {share:.0%} of the samples: metrics and class_weights are set for that"
+        f"the class {fed.holdings()[1][least]} has {share:.0%} of the samples: objective, metrics and "
+        "class_weights are set for that"
     )
 
 

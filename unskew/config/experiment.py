@@ -15,6 +15,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
+from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_own, name_of, path_of
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, names_in, parse_split
 from unskew.errors import ConfigError, unknown
@@ -23,7 +24,7 @@ from unskew.models.naming import HUB, named_model
 from unskew.options import LARGEST, finite
 from unskew.protocol.training import Training
 from unskew.provenance import Named, derived
-from unskew.tasks.metrics import METRICS
+from unskew.tasks.score import KNOWN_METRICS, RECALL, metric
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -170,23 +171,33 @@ class Experiment(Section):
     """Evaluate on the test set every so many rounds (and after the last)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
-    metrics: tuple[Named, ...] = ()
-    """Further figures of a classifier on the test set: auroc, auprc, f1, balanced_accuracy, ece, recall."""
+    metrics: tuple[MetricField, ...] = ()
+    """Further metrics: auroc, auprc, f1, balanced_accuracy, ece, recall, or functions ``f(y_true, scores)`` of your own."""
+    objective: ObjectiveField = AUTO
+    """Metric that judges the run; ``auto`` is the task's own, accuracy or R²."""
     early_stopping: Annotated[int, Field(ge=1)] | None = None
-    """End the run when so many evaluations in a row bring no higher accuracy on what the clients hold out."""
+    """End the run after this many evaluations in a row without a better objective on what the clients hold out."""
+    keep: Literal["best", "last"] = "last"
+    """Round whose model is the model of the run; ``best`` is by the objective on what the clients hold out."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Write a checkpoint every so many rounds (and after the last)."""
     save_samples: bool = False
     """Draw the inputs that clients make in the last round, for methods that make any, into the run folder."""
-    target: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Accuracy for which the number of rounds needed is reported."""
+    target: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Value of the objective for which the number of rounds needed is reported."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Where figures are sent beside the run folder."""
 
     @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        return [derived(name, value) for name in names_in(value)] if isinstance(value, str) else value
+        if isinstance(value, str):
+            return [derived(name, value) for name in names_in(value)]
+        return (value,) if callable(value) else value
+
+    @pydantic.field_serializer("metrics", "objective")
+    def _paths(self, value: Any) -> Any:
+        return [path_of(one) for one in value] if isinstance(value, tuple) else path_of(value)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -237,13 +248,27 @@ class Experiment(Section):
             raise ValueError("fp64 is not available on this device")
         if info.context is None or not info.context.get("method_given"):
             method(self.method)
-        for name in self.metrics:
-            if name not in METRICS:
-                raise ValueError(unknown("metric", name, METRICS).rstrip("."))
+        self._check_metrics()
         for name in self.diagnose:
             if name not in DIAGNOSES and name not in own_diagnoses():
                 raise ValueError(unknown("diagnosis", name, [*DIAGNOSES, *own_diagnoses()]).rstrip("."))
         return self
+
+    def _check_metrics(self) -> None:
+        """Validate the names of metrics, and the target in the unit of the objective."""
+        own = [name_of(one) for one in self.metrics if is_own(one)]
+        if len(set(own)) < len(own):
+            raise ValueError(f"two metrics are called {max(own, key=own.count)!r}; rename one of them")
+        name = name_of(self.objective)
+        known = (AUTO, *KNOWN_METRICS, *own)
+        if not is_own(self.objective) and name not in known and not name.startswith(RECALL):
+            raise ValueError(unknown("objective", name, known).rstrip("."))
+        if self.target is None or is_own(self.objective) or name in own:
+            return
+        share = name == AUTO or metric(name).percent
+        if self.target <= 0 or (share and self.target > 1):
+            unit = "above 0 and at most 1, such as 0.9 for 90 %" if share else "above 0, in the unit of the objective"
+            raise ValueError(f"target={self.target:g} is not valid: it must be {unit}")
 
     def _check_schedule(self) -> None:
         """Refuse a schedule that has no meaning here."""

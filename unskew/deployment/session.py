@@ -22,11 +22,12 @@ from unskew.engines.choice import Choice
 from unskew.errors import ConfigError
 from unskew.protocol.messages import Update, changed
 from unskew.runs.session import Session
-from unskew.runs.summary import of_clients
+from unskew.runs.summary import of_clients, over_clients
 from unskew.seeding import numpy_generator
 from unskew.simulation import personal
 from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores
 from unskew.simulation.network import Network, of_ages
+from unskew.tasks.score import WORST
 
 
 class SitesNetwork(Network):
@@ -173,21 +174,15 @@ class DeployedSession(Session):
             scores = self.evaluator.clients(
                 self.server.evaluated, self.server.evaluated_b, most, self.config.seed
             )  # by class, which the server knows
-        figures = {
-            **scores.figures(f"client_{self.task.scored}", federation.client_names),
-            **({} if own is None else own.figures(f"personal_{self.task.scored}", federation.client_names)),
-            "clients_evaluated": len(scores.accuracies),
-            "clients_evaluated_on": scores.measured_on,
-        }
+        figures = over_clients(scores, own, self.metrics, federation.client_names)
         return figures, of_clients(federation, scores, own, self.server.last)
 
-    @staticmethod
-    def _scores(found: dict[int, dict[str, float]], which: str) -> ClientScores:
+    def _scores(self, found: dict[int, dict[str, float]], which: str) -> ClientScores:
         if not found:
-            return ClientScores(np.zeros(0), NOTHING)
+            return ClientScores(np.zeros(0), NOTHING, scored=self.task.scored)
         pairs = [(row[f"{which}accuracy"], row[f"{which}loss"]) for row in found.values()]
         accuracies, losses = np.array(pairs).T
-        return ClientScores(accuracies, HELD_OUT, losses, np.array(list(found), np.int64))
+        return ClientScores(accuracies, HELD_OUT, losses, np.array(list(found), np.int64), self.task.scored)
 
 
 def check_deployable(config: Experiment) -> None:
@@ -209,8 +204,13 @@ def check_deployable(config: Experiment) -> None:
         )
     if config.save_samples:
         raise ConfigError("save_samples draws inputs that clients made; they stay at the sites. Leave it out.")
-    if config.early_stopping is not None:
-        raise ConfigError("early_stopping looks at what clients hold out, which is at the sites. Leave it out.")
+    at_sites = {
+        "early_stopping": config.early_stopping is not None,
+        "keep=best": config.keep == "best",
+        f"objective={WORST}": config.objective == WORST,
+    }
+    for name in (name for name, asked in at_sites.items() if asked):
+        raise ConfigError(f"{name} looks at what clients hold out, which is at the sites. Leave it out.")
     if config.start_from is not None or config.to_be_continued:
         raise ConfigError("start_from and to_be_continued join simulated runs; a deployed run begins by itself.")
     if config.synthetic is not None:

@@ -158,9 +158,8 @@ class Work:
         cast = self._cast(asked, state)
         stays, v, b, mode = cast.state, cast.v, cast.b, self.config.buffers
         figures: dict[str, float] = {}
-        figures["accuracy"], figures["loss"] = self.evaluator.one(
-            *serving(self.method, self.spec, mode, stays, v, b, own=False), self.data
-        )
+        score = self.evaluator.one(*serving(self.method, self.spec, mode, stays, v, b, own=False), self.data)
+        figures["accuracy"], figures["loss"] = score.accuracy, score.loss
         if asked.config.get("own") is True:
             mine = serving(self.method, self.spec, mode, stays, v, b, own=True)
             if personal.tunes(self.method):
@@ -169,5 +168,6 @@ class Work:
                 start = b if mode == "average" else self.spec.flatten_buffers()
                 update = self._trainer_for(asked, received).train(replace(cast, b=start, down=down, report=True))
                 mine = (update.report["v"], update.buffers) if update.is_finite() else mine
-            figures["own_accuracy"], figures["own_loss"] = self.evaluator.one(*mine, self.data)
+            own = self.evaluator.one(*mine, self.data)
+            figures["own_accuracy"], figures["own_loss"] = own.accuracy, own.loss
         return Frame("scores", {"client": self.site.client}, figures)

@@ -38,7 +38,7 @@ class LocalModels(Diagnosis):
             client = self.federation.clients[update.client]
             # Several labels cannot be weighted by classes: nothing can be said of a client that holds nothing out.
             has_score = self.federation.task == "classification" or len(client.y_test) > 0
-            personal += self.evaluator.one(local, update.buffers, client)[0] if has_score else math.nan
+            personal += self.evaluator.one(local, update.buffers, client).accuracy if has_score else math.nan
         count, scored = len(self.updates), self.federation.objective.scored
         return {
             "local_distance": distance / count,

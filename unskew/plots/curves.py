@@ -10,30 +10,34 @@ from typing import Any
 import numpy as np
 
 from unskew.plots.figure import MARKERS, PALETTE, literal, new_figure, over_rounds, save_figure
-from unskew.tasks.score import SCORES, score_of
+from unskew.tasks.score import SCORES, Metric, metric, score_of
 
 NAME = 24
 """Characters of a client's name that a figure shows at most."""
 
 
-def convergence(runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path) -> Path:
-    """Test accuracy (test loss, of a language model) against rounds and traffic, mean and standard deviation over seeds.
+def convergence(
+    runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path, objective: Metric | None = None
+) -> Path:
+    """The objective (test loss, of a language model) against rounds and traffic, mean and standard deviation over seeds.
 
     Args:
         runs: For each method, the history of each seed.
         path: Image file to write; its ending decides the format.
+        objective: Metric that judges the runs; accuracy or R² if None.
 
     Returns:
         The path written.
     """
     figure, ((left, right),) = new_figure(10, 4, columns=2)
-    language = any("perplexity" in row for histories in runs.values() for h in histories for row in h[:1])
-    figure_of = score_of({name for histories in runs.values() for h in histories for row in h[:1] for name in row})
-    name_of, factor, title = (
-        ("loss", 1, "test loss per token") if language else (figure_of, 100, f"test {SCORES[figure_of]} (%)")
-    )
+    names = {name for histories in runs.values() for h in histories for row in h[:1] for name in row}
+    shown = objective or metric(score_of(names))
+    name_of, factor, title = shown.name, 100 if shown.percent else 1, f"test {shown.title}"
+    title = f"{title} (%)" if shown.percent else title
+    if "perplexity" in names and shown.name in SCORES:
+        name_of, factor, title = "loss", 1, "test loss per token"
     for number, (name, histories) in enumerate(runs.items()):
-        scored = [[row for row in h if row[name_of] is not None] for h in histories]
+        scored = [[row for row in h if row.get(name_of) is not None] for h in histories]
         shortest = min(len(h) for h in scored)
         if not shortest:
             continue

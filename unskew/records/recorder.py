@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unskew.errors import CheckpointError
 from unskew.files import append, from_json, open_to_append, write_atomic, writing
-from unskew.tasks.score import score_of
+from unskew.tasks.score import Metric, metric, score_of
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +200,7 @@ class Recorder:
             lowest: Whether the lowest value is the best.
         """
         sign = -1 if lowest else 1
-        scored = [(sign * row[figure], -row["round"]) for row in self.history if row[figure] is not None]
+        scored = [(sign * row[figure], -row["round"]) for row in self.history if row.get(figure) is not None]
         if not scored:
             return None, 0
         value, negative = max(scored)
@@ -242,14 +242,23 @@ def rounds_of(rows: list[Row], path: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def reaching(history: Iterable[Row], target: float) -> Row | None:
-    """The first round whose accuracy (or other scored figure) is at least ``target``; None if there is none.
+def reaching(history: Iterable[Row], target: float, objective: Metric | None = None) -> Row | None:
+    """Return the first round that reaches the target, or None.
+
+    Args:
+        history: Rows of a run.
+        target: Value of the objective.
+        objective: Metric that judges the run; accuracy or R² if None.
 
     >>> reaching([{"round": 1, "accuracy": None}, {"round": 2, "accuracy": 0.4}], 0.4)
     {'round': 2, 'accuracy': 0.4}
     """
-    scored = ((row, row[score_of(row)]) for row in history)
-    return next((row for row, score in scored if score is not None and score >= target), None)
+    for row in history:
+        judge = objective or metric(score_of(row))
+        value = row.get(judge.name)
+        if value is not None and judge.rank(value) >= judge.rank(target):
+            return row
+    return None
 
 
 def finite(row: Row) -> Row:

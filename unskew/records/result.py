@@ -12,7 +12,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.files import read_file
 from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import parsed
-from unskew.tasks.score import score_of
+from unskew.tasks.score import objective_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,14 +62,14 @@ class Result:
         return data_frame(self.history)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw accuracy (of a language model, the loss) against rounds into an image file."""
+        """Draw the objective (of a language model, the loss) against rounds into an image file."""
         from unskew.plots.curves import convergence
 
-        return convergence({self.summary["method"]: [self.history]}, Path(path))
+        return convergence({self.summary["method"]: [self.history]}, Path(path), objective_of(self.summary))
 
     def _shown(self) -> dict[str, Any]:
-        scored = score_of(self.summary)
-        figures = ("loss", "best_loss") if "best_perplexity" in self.summary else (scored, f"best_{scored}")
+        judged = objective_of(self.summary).name
+        figures = ("loss", "best_loss") if "best_perplexity" in self.summary else (judged, f"best_{judged}")
         return {name: self.summary[name] for name in ("method", "rounds", *figures)}
 
     def __repr__(self) -> str:

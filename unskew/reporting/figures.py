@@ -11,7 +11,7 @@ from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import number
-from unskew.tasks.score import SCORES
+from unskew.tasks.score import KNOWN_METRICS, RECALL, SCORES, Metric, metric
 
 POINTS = 300
 """Points of a curve at most."""
@@ -34,6 +34,7 @@ EVALUATED = {
     "f1": "F1 (%)",
     "balanced_accuracy": "balanced accuracy (%)",
     "ece": "calibration error, ECE (%)",
+    "worst_client": "accuracy or R² of the worst client (%)",
     "validation_accuracy": "accuracy on what clients hold out (%)",
     "validation_r2": "R² on what clients hold out (%)",
 }
@@ -67,22 +68,38 @@ def thinned(count: int, most: int = POINTS) -> list[int]:
     return list(range(count)) if count <= most else np.linspace(0, count - 1, most).round().astype(int).tolist()
 
 
+def evaluated(part: Part) -> dict[str, str]:
+    """Return the metrics of the model in the rounds of a part with what the page calls them, the objective first."""
+    judge = part.objective
+    summaries = [run.summary for one in part.series for run in one.runs]
+    own = {name for summary in summaries for name in summary.get("own_metrics", {})}
+    recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
+    names = EVALUATED | {name: axis(metric(name)) for name in sorted({*own, *recalls})}
+    held = f"validation_{judge.name}"
+    names[held] = names.get(held, axis(judge, " on what clients hold out"))
+    there = {
+        name for one in part.series for run in one.runs for row in run.history for name in row if number(row[name])
+    }
+    first = (judge.name, held) if judge.name not in SCORES else ("loss", "perplexity") if part.language else ()
+    return {name: names[name] for name in dict.fromkeys([*first, *names]) if name in there}
+
+
+def axis(one: Metric, where: str = "") -> str:
+    """Return what an axis with a metric is called."""
+    return f"{one.title}{where}{' (%)' if one.percent else ''}"
+
+
 def curves(part: Part) -> dict[str, Any]:
     """Accuracy, loss and their kin of every method against rounds, traffic and seconds: mean and band over seeds."""
-    there = [
-        name
-        for name in EVALUATED
-        if any(number(row.get(name)) for one in part.series for run in one.runs for row in run.history)
-    ]
-    if part.language:  # losses first
-        there.sort(key=lambda name: name in ("accuracy", "validation_accuracy"))
+    titles = evaluated(part)
     return {
-        "figures": {name: EVALUATED[name] for name in there},
-        "scored": part.scored,
-        "title": SCORES[part.scored],
-        "target": None if part.language else 100 * part.target,
+        "figures": titles,
+        "scored": part.objective.name,
+        "target": (100 if part.objective.percent else 1) * part.target if part.counts else None,
+        "unit": " %" if part.objective.percent else "",
         "lines": {
-            one.label: {name: line(one, name, EVALUATED[name].endswith("(%)")) for name in there} for one in part.series
+            one.label: {name: line(one, name, title.endswith("(%)")) for name, title in titles.items()}
+            for one in part.series
         },
     }
 
@@ -116,11 +133,11 @@ def titles() -> dict[str, str]:
 
 def measured(part: Part) -> dict[str, Any]:
     """What methods, and diagnoses, say of every round: numbers as lines, lists of numbers as dots of the first seed."""
-    declared = titles()
+    declared, known = titles(), {*ALWAYS, *evaluated(part)}
     lines: dict[str, dict[str, Any]] = {}
     dots: dict[str, dict[str, Any]] = {}
     names = dict.fromkeys(
-        name for one in part.series for run in one.runs for row in run.history for name in row if name not in ALWAYS
+        name for one in part.series for run in one.runs for row in run.history for name in row if name not in known
     )
     for name in names:
         for one in part.series:
@@ -140,16 +157,31 @@ def measured(part: Part) -> dict[str, Any]:
     return {"titles": {name: declared.get(name, name) for name in names}, "lines": lines, "dots": dots}
 
 
+def at_clients(part: Part) -> dict[str, Metric]:
+    """Return the metrics in ``clients.jsonl`` by the name they have there, those of the objective first."""
+    runs = [run for one in part.series for run in one.runs]
+    own = {name: way for run in runs for name, way in run.summary.get("own_metrics", {}).items()}
+    there = dict.fromkeys(name for run in runs for row in run.clients for name in row if number(row[name]))
+    found = {}
+    for prefix in ("", "personal_"):
+        for name in there:
+            bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
+            if bare in KNOWN_METRICS or bare in own or bare.startswith(RECALL):
+                found[name] = metric(bare, own)
+    return dict(sorted(found.items(), key=lambda pair: pair[1] != part.at_clients))
+
+
 def boxes(part: Part) -> dict[str, Any]:
-    """Accuracy over clients, all seeds together, of the global model and of the clients' own: quartiles and some dots.
+    """Metrics over clients, all seeds together, of the global model and of the clients' own: quartiles and some dots.
 
     The worst decile is that of the tables: the mean over seeds of each seed's.
     """
     found: dict[str, Any] = {}
-    for one in part.series:
-        for whose, name in (("global", part.scored), ("personal", f"personal_{part.scored}")):
+    for name, one_metric in at_clients(part).items():
+        factor = 100 if one_metric.percent else 1
+        for one in part.series:
             scored = sorted(
-                (100 * row[name], who(row), run.summary["seed"])
+                (factor * row[name], who(row), run.summary["seed"])
                 for run in one.runs
                 for row in run.clients
                 if number(row.get(name))
@@ -158,10 +190,12 @@ def boxes(part: Part) -> dict[str, Any]:
                 values = np.array([value for value, _, _ in scored])
                 low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
                 kept = [scored[place] for place in thinned(len(scored), DOTS)]
+                sign = -1 if one_metric.lower_is_better else 1
                 deciles = [
-                    worst_tenth([value for value, _, at in scored if at == seed]) for seed in {s for *_, s in scored}
+                    sign * worst_tenth([sign * value for value, _, at in scored if at == seed])
+                    for seed in {s for *_, s in scored}
                 ]
-                found.setdefault(whose, {})[one.label] = {
+                found.setdefault(name, {})[one.label] = {
                     "low": low,
                     "median": median,
                     "high": high,

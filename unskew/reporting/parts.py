@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unskew.comparison.compare import Comparison, mean_std
+from unskew.comparison.compare import Comparison, default_target
 from unskew.comparison.references import is_reference
 from unskew.files import read_json
 from unskew.reporting.reading import RunFiles, number
-from unskew.tasks.score import score_of
+from unskew.tasks.score import SCORES, Metric, client_metric, metric, objective_of, score_of
 
 PLACE = ("data", "partition", "clients", "server", "model")
 """Fields that the title of a part tells."""
@@ -18,7 +18,7 @@ SHARED = (*PLACE, "keep_classes", "keep_samples", "image_size", "holdout", "set_
 """Runs with the same of these are of one part."""
 HOW = (
     *("seed", "method", "engine", "workers", "patience", "device", "trackers", "checkpoint_every", "target"),
-    *("save_samples", "to_be_continued", "data_path", "server_path", "synthetic", "start_from"),
+    *("save_samples", "to_be_continued", "data_path", "server_path", "synthetic", "start_from", "objective"),
 )
 """Fields in which the runs of one method may differ."""
 
@@ -60,12 +60,29 @@ class Part:
     @property
     def language(self) -> bool:
         """Whether losses count, not accuracies."""
-        return all("perplexity" in run.summary for one in self.series for run in one.runs)
+        usual = self.objective.name in (*SCORES, "loss", "perplexity")
+        return usual and all("perplexity" in run.summary for one in self.series for run in one.runs)
 
     @property
     def scored(self) -> str:
-        """The figure that methods are judged by, but for language models."""
+        """The task's own metric."""
         return score_of(self.series[0].runs[0].summary)
+
+    @property
+    def objective(self) -> Metric:
+        """The metric that methods are judged by."""
+        return objective_of(self.series[0].runs[0].summary)
+
+    @property
+    def at_clients(self) -> Metric:
+        """The metric of single clients that goes with it."""
+        own = self.series[0].runs[0].summary.get("own_metrics")
+        return metric(client_metric(self.objective.name, self.scored), own)
+
+    @property
+    def counts(self) -> bool:
+        """Whether rounds to a target are shown."""
+        return not (self.language and self.objective.name in SCORES)
 
     def comparison(self) -> Comparison:
         """The same as ``unskew.compare`` gives it."""
@@ -82,7 +99,7 @@ def parts_of(runs: Sequence[RunFiles]) -> tuple[list[Part], list[str]]:
     notes: list[str] = []
     groups: dict[str, dict[str, Series]] = {}
     for run in runs:
-        part = _key({name: run.config.get(name) for name in SHARED}) + score_of(run.summary)
+        part = _key({name: run.config.get(name) for name in SHARED}) + objective_of(run.summary).name
         rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW)}
         method = run.summary["method"]
         one = groups.setdefault(part, {}).setdefault(method + _key(rest), Series(method, method))
@@ -152,8 +169,7 @@ def _target(series: Sequence[Series]) -> float:
     asked = [run.config.get("target") for one in series for run in one.runs]
     listed = [row.get("target") for row in _table(series)]
     found: list[float] = [value for value in (*asked, *listed) if isinstance(value, int | float) and number(value)]
-    best = [mean_std([run.summary[f"best_{score_of(run.summary)}"] for run in one.runs])[0] for one in series]
-    return float(found[0]) if found else max(0.0, round(0.9 * max(best), 3))
+    return float(found[0]) if found else default_target([run.summary for run in one.runs] for one in series)
 
 
 def _title(run: RunFiles) -> str:

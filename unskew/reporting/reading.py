@@ -158,7 +158,10 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     figures = set(filter(is_figure, summary))
     scored = score_of(summary)
     needed = (scored, f"best_{scored}")
-    optional = {*averaged(scored), *figures} - set(needed)
+    directions = summary.get("own_metrics", {})
+    if not isinstance(directions, dict) or not isinstance(summary.get("objective", ""), str):
+        raise CheckpointError(f"{path} is not the summary of a run: objective or own_metrics is not what it must be.")
+    optional = {*averaged(summary), *figures} - set(needed)
     checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
         (WORDS, lambda value: isinstance(value, str)),
         (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),

@@ -16,7 +16,7 @@ from unskew.reporting.guard import guarded, section
 from unskew.reporting.holdings import holdings
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.verdict import verdict
-from unskew.reporting.wording import percent
+from unskew.reporting.wording import value_text
 
 LATER = (
     *("train_loss", "begin_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
@@ -32,7 +32,7 @@ Styles = Mapping[str, Mapping[str, str]]
 
 def content(part: Part, styles: Styles) -> dict[str, Any]:
     """What the figures of a part show."""
-    curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "title": "", "target": None, "lines": {}}
+    curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {
         "methods": [{"label": one.label, **styles[one.label]} for one in part.series],
@@ -40,6 +40,7 @@ def content(part: Part, styles: Styles) -> dict[str, Any]:
         "measured": guarded("What the methods did", lambda: figures.measured(part), lambda _: measured),
         "holdings": guarded("Who holds what", lambda: holdings(part), lambda _: []),
         "boxes": guarded("Accuracy of clients", lambda: figures.boxes(part), lambda _: {}),
+        "axes": {name: figures.axis(one, " on a client's own data") for name, one in figures.at_clients(part).items()},
     }
 
 
@@ -52,7 +53,7 @@ def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = T
         ("Curves", partial(_curves, part, shown["curves"], group)),
         ("Paired differences", partial(_differences, part)),
         ("Who holds what", partial(_holdings, shown["holdings"], group)),
-        ("Accuracy of clients", partial(_clients, part, shown["boxes"], group)),
+        ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
         ("Cost", partial(_costs, part)),
         ("What the methods did", partial(_methods, part, shown["measured"], images)),
         ("Run it again", partial(_again, part)),
@@ -137,19 +138,25 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
 
 
-def _clients(part: Part, shown: Mapping[str, Any], group: str) -> str:
+def _clients(part: Part, shown: Mapping[str, Any]) -> str:
     table = tables.fairness(part)
     if table is None:
         return '<h3>Accuracy of clients</h3><p class="soft">No client was evaluated in these runs.</p>'
-    head = "<h3>Accuracy of clients</h3>"
+    title = part.at_clients.title
+    head = f"<h3>{markup.text(title[0].upper() + title[1:])} of clients</h3>"
     if shown:
-        models = {"global": "the global model", "personal": "the clients' own models"}
-        head += f'<div class="controls">{markup.choice("whose", "of", {k: models[k] for k in shown}, group)}</div>'
+        known = figures.at_clients(part)
+        choices = {
+            name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
+            for name in shown
+        }
+        head += f'<div class="controls">{markup.select("whose", "show", choices)}</div>'
         head += markup.plot("boxes") + (
             '<p class="soft">A dot is a client of one seed, a box the quartiles of all, its whiskers the best and the worst '
             "client, the diamond the worst decile of the table: the mean of the worst tenth, averaged over seeds.</p>"
         )
-    gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few." if part.scored != "r2" else ""
+    gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
+    gini = gini if part.at_clients.name == "accuracy" else ""
     where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
     note = f"Measured on {markup.text(', '.join(where))}. {gini}"
     return f'{head}{markup.table(table)}<p class="soft">{note}</p>'
@@ -262,7 +269,7 @@ def summary_line(part: Part) -> str:
     seeds = sorted({run.summary["seed"] for one in part.series for run in one.runs})
     rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})
     said = f"{len(part.series)} method{'s' if len(part.series) > 1 else ''}, seeds {', '.join(map(str, seeds))}"
-    target = "" if part.language else f", target {percent(part.target)} %"
+    target = f", target {value_text(part.objective, part.target, sign=' %')}" if part.counts else ""
     newest = max((run.folder / "summary.json").stat().st_mtime for one in part.series for run in one.runs)
     day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
     return f"{said}, {' or '.join(map(str, rounds))} rounds{target}; finished on {day}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ from unskew.records.recorder import reaching
 from unskew.reporting.figures import gini
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import RunFiles, number
-from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, percent
+from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, percent, value_text
 from unskew.reporting.wording import number as loss_text
-from unskew.tasks.score import SCORES, score_of
+from unskew.tasks.score import Metric, metric
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ def share(value: float | None, spread: float | None = None) -> Cell:
     return Cell(percent(value, spread), 100 * value, None if spread is None else 100 * spread)
 
 
+def value_of(one: Metric) -> Callable[..., Cell]:
+    """Return what writes a metric into a cell."""
+    return share if one.percent else loss
+
+
+def head(title: str, one: Metric) -> str:
+    """Return the title of a column that holds a metric."""
+    return f"{title}, %" if one.percent else title
+
+
 def amount(value: float | None) -> Cell:
     """Bytes in MB."""
     return Cell("-") if value is None else Cell(megabytes(value), value / 1e6)
@@ -77,43 +87,47 @@ def over_seeds(part: Part) -> str:
 
 def comparison(part: Part) -> Table:
     """A line per method, the figures of ``comparison.json``."""
-    rows, scored = part.comparison().rows(), part.scored
+    rows, judge, own = part.comparison().rows(), part.objective, part.at_clients
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
-    personal = any(row[f"personal_{scored}_mean"] is not None for row in rows)
+    personal = any(row[f"personal_{own.name}_mean"] is not None for row in rows)
     columns: dict[str, Any] = {}
     if part.language:
         losses = {"loss, last round": "loss", "loss, best round": "best_loss", "perplexity": "perplexity"}
         columns |= {title: (loss, name) for title, name in losses.items()}
         columns["next token, %"] = (share, "accuracy")
     else:
-        columns |= {"last round, %": (share, scored), "best round, %": (share, f"best_{scored}")}
+        found = {"last round": judge.name, "best round": f"best_{judge.name}"}
+        found |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
+        columns |= {head(title, judge): (value_of(judge), name) for title, name in found.items()}
         columns |= {f"{title}, %": (share, name) for title, name in several.items()}
-        columns |= {f"{title}, %": (share, name) for name, title in metrics_in(rows[0]).items()}
+        columns |= {head(one.title, one): (value_of(one), one.name) for one in metrics_in(rows[0])}
         columns["loss"] = (loss, "loss")
         columns |= {name.upper(): (loss, name) for name in ("mae", "rmse") if name in rows[0]}
-    columns["clients, mean %"] = (share, f"client_{scored}_mean")
-    columns["worst decile, %"] = (share, f"client_{scored}_worst_decile")
+    per, write = " %" if own.percent else "", value_of(own)
+    columns[f"clients, mean{per}"] = (write, f"client_{own.name}_mean")
+    columns[head("worst decile", own)] = (write, f"client_{own.name}_worst_decile")
     if personal:
-        columns["personal, mean %"] = (share, f"personal_{scored}_mean")
-        columns["personal, worst decile %"] = (share, f"personal_{scored}_worst_decile")
+        columns[f"personal, mean{per}"] = (write, f"personal_{own.name}_mean")
+        columns[f"personal, worst decile{per}"] = (write, f"personal_{own.name}_worst_decile")
     lines = []
     for row in rows:
         spread = row["seeds"] > 1
         cells = [write(row.get(name), row.get(f"{name}_std") if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
-        reached = [] if part.language else [figure(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
+        reached = [] if not part.counts else [figure(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
         costs = [amount(row["bytes_up"]), amount(row["bytes_down"]), figure(row["seconds"])]
         lines.append([Cell(method_title(row)), figure(row["seeds"], 0), *cells, *reached, *costs])
-    counted = [] if part.language else [f"rounds to {percent(part.target)} %"]
+    counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
     titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
-    what = "Test loss in nats per token" if part.language else f"Test {SCORES[scored]}"
+    what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
     return Table("comparison", f"{what}, {over_seeds(part)}", titles, lines)
 
 
 def differences(part: Part) -> Table | None:
     """Every method minus every other, seed by seed on the same partition; None of a single method."""
-    names = ("loss", "best_loss") if part.language else (part.scored, f"best_{part.scored}")
-    factor = 1 if part.language else 100
+    judge = metric("loss") if part.language else part.objective
+    names = (judge.name, f"best_{judge.name}")
+    factor = 100 if judge.percent else 1
     rows, groups = [], []
     for base in part.series:
         for one in part.series:
@@ -127,12 +141,12 @@ def differences(part: Part) -> Table | None:
                     for a, b in pairs
                     if number(a.summary.get(name)) and number(b.summary.get(name))
                 ]
-                cells += _difference(values, 4 if part.language else 1)
+                cells += _difference(values, 1 if judge.percent else 4)
             rows.append([Cell(one.label), Cell(base.label), figure(len(pairs), 0), *cells])
             groups.append(base.label)
     if not rows:
         return None
-    unit = "loss" if part.language else f"{SCORES[part.scored]}, points"
+    unit = f"{judge.title}, points" if judge.percent else judge.title
     columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "significant?")]
     caption = "Differences to another method, paired by seed, with 95 % intervals of Student's t"
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
@@ -160,53 +174,55 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
 
 def reaching_target(part: Part) -> Table | None:
     """What the target takes of each method; None for language models, which have no target."""
-    if part.language:
+    if not part.counts:
         return None
-    rows = []
+    rows, judge = [], part.objective
     for one in part.series:
-        found = [row for run in one.runs if (row := reaching(run.history, part.target)) is not None]
+        found = [row for run in one.runs if (row := reaching(run.history, part.target, judge)) is not None]
         cells = [Cell("")] * 3
         if len(found) == len(one.runs):
             rounds, seconds = (mean_std([row[name] for row in found])[0] for name in ("round", "seconds"))
             sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in found])[0]
             cells = [figure(rounds), amount(sent), figure(seconds)]
         rows.append([Cell(one.label), Cell(f"{len(found)} of {len(one.runs)}", len(found)), *cells])
-    what = f"{percent(part.target)} % test {SCORES[part.scored]}"
+    what = f"{value_text(judge, part.target, sign=' %')} test {judge.title}"
     caption = f"Cost of reaching {what} (mean over seeds; blank if a seed never reaches it)"
     return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
 
 
 def fairness(part: Part) -> Table | None:
     """How accuracy is spread over clients, for the global model and for the clients' own."""
-    rows = []
+    rows, judge = [], part.at_clients
     for one in part.series:
         for label, whose, name in (
-            ("global", "client", part.scored),
-            ("personal", "personal", f"personal_{part.scored}"),
+            ("global", "client", judge.name),
+            ("personal", "personal", f"personal_{judge.name}"),
         ):
-            keys = [f"{whose}_{part.scored}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
+            keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
             means = [mean([run.summary.get(key) for run in one.runs]) for key in keys]
             if means[0] is None:
                 continue
             scored = [[row[name] for row in run.clients if number(row.get(name))] for run in one.runs]
-            better = mean([_better(run) for run in one.runs]) if label == "personal" else None
-            shares = part.scored != "r2"  # which may be negative, and is no amount that clients get a part of
+            better = mean([_better(run, judge) for run in one.runs]) if label == "personal" else None
+            shares = (
+                judge.percent and judge.name != "r2" and not judge.lower_is_better
+            )  # R² may be negative, and is no amount that clients get a part of
             gap = mean([gini(values) for values in scored if values]) if shares else None
-            cells = [share(value) for value in means]
+            cells = [value_of(judge)(value) for value in means]
             rows.append([Cell(one.label), Cell(label), *cells, figure(gap, 3), share(better)])
     if not rows:
         return None
     columns = [
-        "mean, %",
+        head("mean", judge),
         "std over clients",
-        "worst decile, %",
-        "worst client, %",
+        head("worst decile", judge),
+        head("worst client", judge),
         "Gini",
         "clients it serves better, %",
     ]
     if not any(row[-1].value is not None for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
-    caption = f"{SCORES[part.scored].capitalize()} over clients after the last round, mean over seeds"
+    caption = f"{judge.title[0].upper()}{judge.title[1:]} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 
 
@@ -216,15 +232,14 @@ def mean(values: Sequence[float | None]) -> float | None:
     return mean_std(there)[0] if there else None
 
 
-def _better(run: RunFiles) -> float | None:
+def _better(run: RunFiles, judge: Metric) -> float | None:
     """Share of the clients whose own model is better for them than the global one."""
-    scored = score_of(run.summary)
     pairs = [
-        (row[f"personal_{scored}"], row[scored])
+        (row[f"personal_{judge.name}"], row[judge.name])
         for row in run.clients
-        if number(row.get(f"personal_{scored}")) and number(row.get(scored))
+        if number(row.get(f"personal_{judge.name}")) and number(row.get(judge.name))
     ]
-    return mean([float(mine > everyones) for mine, everyones in pairs])
+    return mean([float(judge.rank(mine) > judge.rank(everyones)) for mine, everyones in pairs])
 
 
 COSTS: dict[str, tuple[str, Any]] = {
@@ -264,19 +279,19 @@ def _cost(run: RunFiles, name: str) -> float | None:
 
 def runs(part: Part) -> Table:
     """Every run with the figures of its ``summary.json``."""
+    judge, own = part.objective, part.at_clients
+    write, per = value_of(judge), " %" if own.percent else ""
     pairs: list[tuple[Series, RunFiles]] = [(one, run) for one in part.series for run in one.runs]
     rows = [
         [
             Cell(method_title({"method": one.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
             Cell(str(run.folder)),
             figure(s["seed"], 0),
-            share(s[part.scored]),
-            share(s[f"best_{part.scored}"]),
+            write(s.get(judge.name)),
+            write(s.get(f"best_{judge.name}")),
             figure(_cost(run, "best_round"), 0),
             loss(s.get("loss")),
-            share(s.get(f"client_{part.scored}_mean")),
-            share(s.get(f"client_{part.scored}_worst_decile")),
-            share(s.get(f"client_{part.scored}_worst")),
+            *(value_of(own)(s.get(f"client_{own.name}_{what}")) for what in ("mean", "worst_decile", "worst")),
             amount(s["bytes_up"]),
             amount(s["bytes_down"]),
             figure(s["seconds"]),
@@ -284,6 +299,6 @@ def runs(part: Part) -> Table:
         for one, run in pairs
         for s in (run.summary,)
     ]
-    columns = ["last round, %", "best round, %", "best round", "loss", "clients, mean %", "worst decile, %"]
-    columns += ["worst client, %", "MB up", "MB down", "seconds"]
+    columns = [head("last round", judge), head("best round", judge), "best round", "loss", f"clients, mean{per}"]
+    columns += [head("worst decile", own), head("worst client", own), "MB up", "MB down", "seconds"]
     return Table("runs", "Every run, as its summary.json has it", ["method", "folder", "seed", *columns], rows, 2)

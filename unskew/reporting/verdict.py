@@ -7,17 +7,17 @@ from unskew.comparison.intervals import interval95
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import number
 from unskew.reporting.tables import alike
-from unskew.reporting.wording import megabytes, percent
-from unskew.reporting.wording import number as loss_text
-from unskew.tasks.score import SCORES
+from unskew.reporting.wording import megabytes, value_text
+from unskew.tasks.score import Metric, metric
 
 
 def verdict(part: Part) -> list[str]:
-    """The best method by the primary metric after the last round, whether its lead is conclusive, and its cost.
+    """The best method by the objective after the last round, whether its lead is conclusive, and its cost.
 
     Reference rows take no part. The lead is over the second best method, paired by seed.
     """
-    name, low = ("loss", True) if part.language else (part.scored, False)
+    judge = metric("loss") if part.language else part.objective
+    name, low = judge.name, judge.lower_is_better
     means = {one.label: mean_std(_values(one, name))[0] for one in part.ranked if _values(one, name)}
     ranked = sorted(
         (one for one in part.ranked if one.label in means), key=lambda one: means[one.label], reverse=not low
@@ -25,14 +25,13 @@ def verdict(part: Part) -> list[str]:
     if not ranked:
         return []
     best, others = ranked[0], ranked[1:]
-    what = "test loss" if low else f"test {SCORES[name]}"
-    value = loss_text(means[best.label]) if low else f"{percent(means[best.label])} %"
+    what, value = f"test {judge.title}", value_text(judge, means[best.label], sign=" %")
     over = f", mean over {len(best.runs)} seeds" if len(best.runs) > 1 else ""
     if not others:
         return [f"{best.label} reaches a {what} of {value} after the last round{over}.", f"{_cost(best)}."]
     return [
         f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}.",
-        _lead(best, others[0], name, low),
+        _lead(best, others[0], judge),
         f"{_cost(best)}; {_cost(others[0])}.",
     ]
 
@@ -41,14 +40,14 @@ def _values(one: Series, name: str) -> list[float]:
     return [run.summary[name] for run in one.runs if number(run.summary.get(name))]
 
 
-def _lead(best: Series, second: Series, name: str, low: bool) -> str:
+def _lead(best: Series, second: Series, judge: Metric) -> str:
     """How far the best is ahead of the second, and whether that is conclusive."""
-    factor = -1.0 if low else 100.0
+    name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
     pairs = [(a.summary.get(name), b.summary.get(name)) for a in best.runs for b in second.runs if alike(a, b)]
     leads = [factor * (a - b) for a, b in pairs if number(a) and number(b)]
     if not leads:
         return f"It cannot be compared with {second.label}, the second best: they have no seed in common."
-    digits, unit = (4, "") if low else (1, " points")
+    digits, unit = (1, " points") if judge.percent else (4, "")
     text = f"It is ahead of {second.label}, the second best, by {mean_std(leads)[0]:.{digits}f}{unit}"
     interval = interval95(leads)
     if interval is None:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from unskew.tasks.score import RECALL, SCORES, WORST, Metric, metric
 
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
 
 
-METRICS = {
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "f1": "F1",
-    "balanced_accuracy": "balanced accuracy",
-    "ece": "ECE",
-}
-"""Columns of the figures of a classifier that may be asked for; recalls are called by their class."""
+ASKED = ("auroc", "auprc", "f1", "balanced_accuracy", "ece", WORST)
+"""Metrics of a classifier that must be requested; recalls are called by their class."""
 
 
-def metrics_in(row: Iterable[str]) -> dict[str, str]:
-    """Those figures among a row's, with their titles."""
-    titles = {name: METRICS.get(name, name.replace("recall/", "recall of ", 1)) for name in row}
-    return {
-        name: title
-        for name, title in titles.items()
-        if name in METRICS or (name.startswith("recall/") and not name.endswith("_std"))
-    }
+def metrics_in(row: Mapping[str, Any]) -> list[Metric]:
+    """Return the metrics in a row or a summary that are not the objective's: requested ones, and then the task's own."""
+    own, objective = row.get("own_metrics") or {}, row.get("objective")
+    names = [
+        name for name in row if name in ASKED or name in own or (name.startswith(RECALL) and not name.endswith("_std"))
+    ]
+    judged = [name for name in SCORES if name in row and objective not in (None, name)]
+    return [metric(name, own) for name in (*judged, *names) if name != objective]
+
+
+def value_text(one: Metric, value: float | None, spread: float | None = None, sign: str = "%") -> str:
+    """Return a value of a metric as text: in per cent with the sign, or as a plain number.
+
+    >>> value_text(metric("auroc"), 0.5), value_text(metric("loss"), 0.5, 0.1)
+    ('50.0%', '0.5000 ± 0.1000')
+    """
+    if one.percent and value is not None:
+        return percent(value, spread) + sign
+    return number(value, spread)
+
+
+def unit(one: Metric) -> str:
+    """Return what stands behind the title of a metric in the head of a table."""
+    return " in %" if one.percent else ""
 
 
 LARGEST = 1e6

@@ -20,6 +20,7 @@ from unskew.protocol.facts import FederationFacts
 from unskew.protocol.needs import NEEDS
 from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync, Weights
+from unskew.runs.metrics import run_metrics
 from unskew.runs.model import ModelLike, initial_spec
 
 
@@ -36,11 +37,7 @@ def check_method(
         MethodConflict: It needs single updates, which secure aggregation forbids.
     """
     check_task(method, federation)
-    if config.metrics and federation.task != "classification":
-        raise ConfigError(
-            f"metrics={config.metrics[0]} is for one class per sample; the task of {federation.name} is {federation.task}, "
-            "which has figures of its own."
-        )
+    run_metrics(config, federation)
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     coded = [one.name for one in federation.encoders if one.kind == "category"]
     if config.secure_aggregation == "required":

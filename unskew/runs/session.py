@@ -37,10 +37,11 @@ from unskew.runs.continuation import (
 )
 from unskew.runs.finishing import write_finished
 from unskew.runs.inputs import inputs_of
+from unskew.runs.metrics import run_metrics
 from unskew.runs.predictor import Predictor
-from unskew.runs.stopping import EarlyStopping
+from unskew.runs.stopping import BestModel, EarlyStopping
 from unskew.runs.stores import store_of
-from unskew.runs.summary import names_of_classes, of_clients, summarise
+from unskew.runs.summary import kept_figures, names_of_classes, of_clients, over_clients, summarise
 from unskew.runs.tuned import keeping
 from unskew.simulation import checkpoint, personal, restoring, trouble
 from unskew.simulation.delays import Delays
@@ -52,7 +53,6 @@ from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 from unskew.simulation.server_training import ServerTrainer
 from unskew.simulation.store import ClientStore
-from unskew.tasks.metrics import metric_names
 
 
 class Session:
@@ -90,7 +90,8 @@ class Session:
         self.folder, self.callbacks, self.warnings = folder, callbacks, list(warnings)
         federation = prepared.federation
         self.task = task = federation.objective.unweighted
-        self.figures = (*task.figures, *metric_names(config.metrics, federation.names))
+        self.metrics = run_metrics(config, original)
+        self.figures = (*task.figures, *self.metrics.computed.names)
         rule, weights = method.server or FedAvg(), weights_of(config, method)
         here, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
         store = store_of(config, folder, here)
@@ -105,7 +106,7 @@ class Session:
         delays.check(len(federation.clients))
         flying = ClientStore(None if folder is None else folder / "in-flight")
         self.network = Network(config.network.drop, config.seed, delays, flying, device)
-        self.evaluator = Evaluator(spec, original, task, device)
+        self.evaluator = Evaluator(spec, original, task, device, self.metrics.computed)
         self.recorder = Recorder(folder, callbacks)
         self.setup = Setup(
             spec,
@@ -122,7 +123,8 @@ class Session:
             self.recorder.retried,
         )
         self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
-        self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history)
+        self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history, self.metrics)
+        self.best = BestModel(config, self.stopping, self.server)
         self.samples: MadeInputs | None = None
         self._content = lru_cache(partial(content_of, prepared))
         self._saved = 0
@@ -150,6 +152,7 @@ class Session:
             if problem := trouble.diverged(self.recorder.history[-1]):
                 self.recorder.warn(problem)
             self.recorder.sync()
+            self.best.take()
             client_scores, clients = self._client_scores(engine)
         except Interrupted as interruption:
             self._save(len(self.recorder.history))
@@ -159,7 +162,9 @@ class Session:
             engine.close()
             self.recorder.close()
         client_scores |= self.stopping.summary()
-        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice)
+        if self.best.active:
+            client_scores |= kept_figures(self.recorder.history, self.best.round, self.metrics)
+        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics)
         if self.folder is not None:
             self.recorder.check_folder()
             write_finished(self.folder, config, self.evaluator.federation, self.server, clients, summary)
@@ -206,8 +211,9 @@ class Session:
         done = t + 1
         score = None
         if self._evaluates(t):
-            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b, self.config.metrics)
+            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
             figures |= self.stopping.figures(self.server)
+            self.best.offer(done, figures.get(self.stopping.score))
             for diagnosis in self.diagnoses:
                 figures |= diagnosis.figures() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
@@ -246,6 +252,7 @@ class Session:
             "content": self._content(),
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
+            **self.best.about(),
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
         self._saved = done
@@ -269,6 +276,7 @@ class Session:
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")
         restoring.restore(path, manifest, self.server, self.network)
+        self.best.restore(extra)
         self.recorder.resume(done, extra["seconds"])
         return done
 
@@ -285,7 +293,8 @@ class Session:
         config, server = self.config, self.server
 
         def score(own: Models | None) -> ClientScores:
-            return self.evaluator.clients(server.evaluated, server.evaluated_b, config.eval_clients, config.seed, own)
+            v, b = server.evaluated, server.evaluated_b
+            return self.evaluator.clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and self.spec.buffer_sizes
         scores = score(partial(personal.shared, server) if own_statistics else None)
@@ -296,10 +305,5 @@ class Session:
         elif personal.personalises(self.method, self.spec):
             own = score(partial(personal.kept, server))
         federation = self.evaluator.federation
-        figures = {
-            **scores.figures(f"client_{self.task.scored}", federation.client_names),
-            **({} if own is None else own.figures(f"personal_{self.task.scored}", federation.client_names)),
-            "clients_evaluated": len(scores.accuracies),
-            "clients_evaluated_on": scores.measured_on,
-        }
+        figures = over_clients(scores, own, self.metrics, federation.client_names)
         return figures, of_clients(federation, scores, own, self.server.last)

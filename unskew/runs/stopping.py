@@ -1,7 +1,8 @@
-"""Early stopping: a run ends when its rounds bring nothing better on what the clients hold out."""
+"""Validation on what clients hold out: it ends a run early, and decides which model of a run is kept."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,57 +10,73 @@ import numpy as np
 
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
+from unskew.runs.metrics import RunMetrics
+from unskew.simulation import personal
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
+from unskew.tasks.score import WORST, held_out_name
 
 
 class EarlyStopping:
-    """Looks at the global model's accuracy on the clients' held-out samples, never at the test set.
+    """Looks at the global model's objective on the clients' held-out samples, never at the test set.
 
     It follows from the run's history alone, so a resumed run ends where it would have ended without a stop.
 
     Args:
-        config: ``early_stopping`` evaluations without a higher accuracy end the run; None never does.
+        config: ``early_stopping`` evaluations without a better objective end the run; None never does.
         evaluator: Of the run.
         history: The run's rows so far; grows while it runs.
+        metrics: Metrics of the run.
 
     Raises:
         ConfigError: No client holds anything out, or something is asked for that only the last round has.
     """
 
-    def __init__(self, config: Experiment, evaluator: Evaluator, history: Sequence[dict[str, Any]]):
-        self.config, self.evaluator, self.history = config, evaluator, history
-        self.score = f"validation_{evaluator.task.scored}"
-        if config.early_stopping is None:
+    def __init__(
+        self, config: Experiment, evaluator: Evaluator, history: Sequence[dict[str, Any]], metrics: RunMetrics
+    ):
+        self.config, self.evaluator, self.history, self.metrics = config, evaluator, history, metrics
+        self.objective = metrics.objective
+        self.score = held_out_name(self.objective.name)
+        self.worst = self.objective.name == WORST
+        self.selects = config.early_stopping is not None or config.keep == "best"
+        if not (self.selects or self.worst):
             return
-        if config.save_samples:
+        why = "early_stopping" if config.early_stopping is not None else "keep=best" if self.selects else "objective"
+        if config.save_samples and config.early_stopping is not None:
             raise ConfigError(
                 "save_samples draws the last round, and with early_stopping none is known to be; drop one."
             )
         clients = evaluator.federation.clients
         if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
-            raise ConfigError(
-                "early_stopping looks at what clients hold out; give them a holdout above 0, such as 0.1."
-            )
+            raise ConfigError(f"{why} looks at what clients hold out; give them a holdout above 0, such as 0.1.")
         if not config.eval_clients:
-            raise ConfigError("early_stopping looks at eval_clients clients; with eval_clients=0 there are none.")
+            raise ConfigError(f"{why} looks at eval_clients clients; with eval_clients=0 there are none.")
 
     def figures(self, server: Server) -> dict[str, float]:
-        """``validation_accuracy`` (or ``_r2``) and ``validation_loss`` over all that the evaluated clients hold out."""
-        if self.config.early_stopping is None:
+        """``validation_accuracy`` (or ``_r2``), ``validation_loss`` and the objective on what the evaluated clients hold out.
+
+        All held-out samples count alike; the objective ``worst_client`` is the accuracy of the worst client.
+        """
+        if not (self.selects or self.worst):
             return {}
-        v, b = server.evaluated, server.evaluated_b
-        scores = self.evaluator.clients(v, b, self.config.eval_clients, self.config.seed)
+        v, b, scored, name = server.evaluated, server.evaluated_b, self.evaluator.task.scored, self.objective.name
+        others = name not in (scored, "loss", WORST)
+        scores = self.evaluator.clients(v, b, self.config.eval_clients, self.config.seed, together=others)
+        worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
+        if not self.selects:
+            return worst
         sizes = [len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids]
         return {
-            self.score: float(np.average(scores.accuracies, weights=sizes)),
+            f"validation_{scored}": float(np.average(scores.accuracies, weights=sizes)),
             "validation_loss": float(np.average(scores.losses, weights=sizes)),
+            **({self.score: scores.together[name]} if others else worst),
         }
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The first row with the highest accuracy."""
-        return max(self._rows, key=lambda row: float(row[self.score]), default=None)
+        """The first row with the best objective."""
+        return max(self._rows, key=lambda row: self.objective.rank(float(row[self.score])), default=None)
 
     @property
     def due(self) -> bool:
@@ -74,14 +91,62 @@ class EarlyStopping:
         return [row for row in self.history if row.get(self.score) is not None]
 
     def summary(self) -> dict[str, Any]:
-        """The round that was best on what clients hold out, its test accuracy, and how many rounds there could have been."""
+        """The round that was best on what clients hold out, its test figures, and how many rounds there could have been."""
         best = self.best
-        if self.config.early_stopping is None or best is None:
+        if not self.selects or best is None:
             return {}
-        scored = self.evaluator.task.scored
+        judging = {one.name: best[one.name] for one in self.metrics.judging}
         return {
             "validation_round": best["round"],
             self.score: best[self.score],
-            f"{scored}_at_validation_round": best[scored],
+            **{f"{name}_at_validation_round": value for name, value in judging.items()},
             "rounds_at_most": self.config.rounds,
         }
+
+
+class BestModel:
+    """The model of the best evaluated round so far, which ``keep: best`` makes the model of the run.
+
+    The model itself is at the server, ``Server.best``, so that checkpoints have it.
+
+    Args:
+        config: Of the run.
+        stopping: Validation of the run.
+        server: Of the run.
+
+    Raises:
+        ConfigError: If clients keep parts of their models that belong to the last round.
+    """
+
+    def __init__(self, config: Experiment, stopping: EarlyStopping, server: Server):
+        self.active, self.stopping, self.server = config.keep == "best", stopping, server
+        self.round = 0
+        self.value = -math.inf
+        own = personal.keeps(server.method, server.spec) or (config.buffers == "local" and server.spec.buffer_sizes)
+        if self.active and own:
+            raise ConfigError(
+                f"keep=best does not go with method={config.method} and buffers={config.buffers}: clients keep parts of "
+                "their models, and these are of the last round. Use keep=last."
+            )
+
+    def offer(self, round: int, value: float | None) -> None:
+        """Store the server's model if its objective on the held-out samples is the best so far."""
+        if not self.active or value is None or not math.isfinite(value):
+            return
+        rank = self.stopping.objective.rank(value)
+        if rank > self.value:
+            self.round, self.value = round, rank
+            self.server.best = self.server.evaluated.clone(), self.server.evaluated_b.clone()
+
+    def about(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold beside the model."""
+        return {"best": [self.round, self.value]} if self.round else {}
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        if "best" in extra:
+            self.round, self.value = int(extra["best"][0]), float(extra["best"][1])
+
+    def take(self) -> None:
+        """Make it the model of the run, after the last round."""
+        self.server.finished = self.server.best if self.active else None

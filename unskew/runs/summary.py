@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -10,10 +10,10 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.choice import Choice
 from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Recorder, finite, reaching
+from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
 from unskew.simulation.trouble import diverged
-from unskew.tasks.metrics import metric_names
 
 MEASURED = (
     "begin_seconds",
@@ -39,6 +39,7 @@ def summarise(
     recorder: Recorder,
     client_scores: dict[str, Any],
     choice: Choice,
+    metrics: RunMetrics,
 ) -> dict[str, Any]:
     """What ``summary.json`` holds: the run, its last and best figures, its traffic and its time.
 
@@ -49,12 +50,16 @@ def summarise(
         recorder: Of all rounds.
         client_scores: What the models are worth to single clients.
         choice: How its clients were trained.
+        metrics: Metrics of the run.
     """
     federation, spec = prepared.federation, server.spec
     task, own = federation.objective, {figure.name for figure in server.rule.figures}
     traffic, history = server.traffic, recorder.history
     best, best_round = recorder.best(task.scored)
-    final = history[-1]
+    final, objective = history[-1], metrics.objective
+    other = objective.name != task.scored
+    if other:
+        best_value, best_round = recorder.best(objective.name, objective.lower_is_better)
     scored = [row[task.scored] for row in history if row[task.scored] is not None]
     summary: dict[str, Any] = {
         "method": server.method.spelling or server.method.name,
@@ -70,14 +75,17 @@ def summarise(
         "weights": server.weights,
         "engine": choice.engine,
         "together": choice.together,
+        "objective": objective.name,
+        **({"own_metrics": metrics.own} if metrics.own else {}),
         task.scored: final[task.scored],
         f"best_{task.scored}": best,
         "best_round": best_round,
         "best_of_last_five": max(scored[-5:]),
         "loss": final["loss"],
-        **{name: final[name] for name in (*task.figures, *metric_names(config.metrics, federation.names))},
+        **{name: final[name] for name in (*task.figures, *metrics.computed.names)},
         **{f"best_{name}": recorder.best(name)[0] for name in task.figures if name.endswith("f1")},
         **{f"best_{name}": recorder.best(name, lowest=True)[0] for name in task.lower_is_better},
+        **({objective.name: final[objective.name], f"best_{objective.name}": best_value} if other else {}),
         **client_scores,
         **{name: value for name, value in final.items() if name.startswith(MEASURED) or name in own},
         "bytes_up": traffic.up + traffic.buffers_up,
@@ -99,11 +107,41 @@ def summarise(
         summary["local_epochs"] = passes(prepared)
     summary |= prepared.about
     if config.target is not None:
-        row = reaching(history, config.target)
+        row = reaching(history, config.target, objective)
         summary["target"] = config.target
         summary["rounds_to_target"] = None if row is None else row["round"]
         summary["bytes_to_target"] = None if row is None else row["bytes_up"] + row["bytes_down"]
     return summary
+
+
+def kept_figures(history: Sequence[dict[str, Any]], round: int, metrics: RunMetrics) -> dict[str, Any]:
+    """Return the round of the model that a run kept, and its figures on the test set.
+
+    Args:
+        history: Rows of the run.
+        round: Round of the best model, from 1; 0 if no round had a finite objective, and the last one is kept.
+        metrics: Metrics of the run.
+    """
+    row = history[round - 1]
+    return {"kept_round": row["round"], **{f"kept_{one.name}": row[one.name] for one in metrics.judging}}
+
+
+def over_clients(
+    scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, client_names: Sequence[str]
+) -> dict[str, Any]:
+    """Return what a summary says of the evaluated clients.
+
+    Args:
+        scores: Scores of the final model.
+        own: Scores of the clients' own models, or None.
+        metrics: Metrics of the run; the task's own and the objective are summarized.
+        client_names: Names of all clients, if they have any.
+    """
+    figures: dict[str, Any] = {}
+    for one in metrics.judging:
+        figures |= scores.figures("client", one, client_names)
+        figures |= {} if own is None else own.figures("personal", one, client_names)
+    return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
 
 
 def passes(prepared: Prepared) -> float:
@@ -136,13 +174,12 @@ def of_clients(
         took_part: Clients whose updates were taken in.
     """
     scored = federation.objective.scored
-    figures = {
-        k: {scored: accuracy, "loss": loss}
-        for k, accuracy, loss in zip(*(a.tolist() for a in (scores.ids, scores.accuracies, scores.losses)), strict=True)
-    }
+    known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}
+    figures = {int(k): {name: float(of[i]) for name, of in known.items()} for i, k in enumerate(scores.ids)}
     if personal is not None:
-        for k, accuracy in zip(personal.ids.tolist(), personal.accuracies.tolist(), strict=True):
-            figures[k][f"personal_{scored}"] = accuracy
+        known = {scored: personal.accuracies, **personal.others}
+        for i, k in enumerate(personal.ids):
+            figures[int(k)] |= {f"personal_{name}": float(of[i]) for name, of in known.items()}
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and names_of_classes(federation):

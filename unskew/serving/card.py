@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from unskew.config.experiment import Experiment
+from unskew.config.metrics import AUTO, name_of
 from unskew.config.reading import load_yaml
 from unskew.errors import ConfigError
 from unskew.files import read_json
@@ -20,8 +21,7 @@ from unskew.serving.load import Opened
 from unskew.serving.portable import outputs_of, shape_of
 from unskew.simulation.checkpoint import reading
 from unskew.tasks.catalogue import TASKS
-from unskew.tasks.metrics import METRICS
-from unskew.tasks.score import SCORES, score_of
+from unskew.tasks.score import SCORES, metric, score_of
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
 LIBRARIES = {"torch": "pytorch", "torchscript": "pytorch", "onnx": "onnx", "transformers": "transformers"}
@@ -45,7 +45,7 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     own = runs[0]
     rows = [
         (key, name, *spread(runs, key))
-        for key, name in figures(found.inputs.objective.name, found.config.metrics).items()
+        for key, name in figures(found.inputs.objective.name, found.config).items()
         if isinstance(own.get(key), int | float)
     ]
     title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
@@ -96,15 +96,16 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def figures(task: str, metrics: Sequence[str] = ()) -> dict[str, str]:
+def figures(task: str, config: Experiment) -> dict[str, str]:
     """The figures of a summary that the card shows, and what it calls them."""
     key = "r2" if task == "regression" else "accuracy"
+    further = dict.fromkeys(name_of(one) for one in (config.objective, *config.metrics) if one != AUTO)
     name = SCORES[key]
     return {
         key: f"Test {name}, last round",
         "loss": "Test loss, last round",
         **{name: f"Test {name}, last round" for name in TASKS[task].figures},
-        **{metric: f"Test {METRICS.get(metric, metric)}, last round" for metric in metrics},
+        **{name: f"Test {metric(name).title}, last round" for name in further},
         f"client_{key}_mean": f"{name[0].upper()}{name[1:]} at clients, mean",
         f"client_{key}_worst": f"{name[0].upper()}{name[1:]} at clients, worst client",
         f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of the clients' own models, mean",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,8 @@ from unskew.engines.machine import threads
 from unskew.models.trainable import BoundModel
 from unskew.models.vector import ModelSpec
 from unskew.seeding import numpy_generator
-from unskew.tasks.metrics import metric_figures
+from unskew.tasks.metrics import MetricSet
+from unskew.tasks.score import Metric
 from unskew.tasks.task import Task
 
 BATCH = 500
@@ -46,47 +47,44 @@ class ClientScores:
         measured_on: On what.
         losses: Mean loss of each client, ``[K']``.
         ids: Which clients these are, ``[K']``.
+        scored: Name of what ``accuracies`` holds.
+        others: Further metrics of each client by name, ``[K']``; NaN where one is undefined.
+        together: Further metrics on the samples of all these clients together, by name.
     """
 
     accuracies: np.ndarray
     measured_on: str
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored: str = "accuracy"
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)
+    together: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def mean(self) -> float | None:
-        """Mean over clients."""
-        return float(self.accuracies.mean()) if len(self.accuracies) else None
+    def figures(self, whose: str, metric: Metric, client_names: Sequence[str] = ()) -> dict[str, float | str | None]:
+        """Return a metric over clients for the summary: mean, deviation, the worst client and the worst decile.
 
-    @property
-    def std(self) -> float | None:
-        """Standard deviation over clients; these are all there are, so the sum is divided by their number."""
-        return float(self.accuracies.std()) if len(self.accuracies) else None
+        Clients for which the metric is undefined do not count. The standard deviation is divided by the number of clients.
 
-    @property
-    def worst(self) -> float | None:
-        """The worst client."""
-        return float(self.accuracies.min()) if len(self.accuracies) else None
-
-    def figures(self, name: str, client_names: Sequence[str] = ()) -> dict[str, float | str | None]:
-        """The figures of the summary, under names that begin with ``name``; where clients have names, the worst one's."""
-        worst = {}
-        if client_names and len(self.accuracies):
-            worst = {f"{name}_worst_name": client_names[int(self.ids[self.accuracies.argmin()])]}
+        Args:
+            whose: ``"client"`` or ``"personal"``, the beginning of the names.
+            metric: The metric.
+            client_names: Names of all clients, if they have any; then the worst one is named.
+        """
+        values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name, np.zeros(0))
+        there = np.flatnonzero(np.isfinite(values))
+        name = f"{whose}_{metric.name}"
+        if not len(there):
+            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")])
+        values, ids = values[there], self.ids[there] if len(self.ids) else there
+        worst = values.argmax() if metric.lower_is_better else values.argmin()
+        decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
         return {
-            f"{name}_mean": self.mean,
-            f"{name}_std": self.std,
-            f"{name}_worst": self.worst,
-            **worst,
-            f"{name}_worst_decile": self.worst_decile,
+            f"{name}_mean": float(values.mean()),
+            f"{name}_std": float(values.std()),
+            f"{name}_worst": float(values[worst]),
+            **({f"{name}_worst_name": client_names[int(ids[worst])]} if client_names else {}),
+            f"{name}_worst_decile": float(-decile if metric.lower_is_better else decile),
         }
-
-    @property
-    def worst_decile(self) -> float | None:
-        """Mean of the worst tenth of the clients (at least one)."""
-        if not len(self.accuracies):
-            return None
-        return float(np.sort(self.accuracies)[: max(1, len(self.accuracies) // 10)].mean())
 
 
 class Evaluator:
@@ -97,10 +95,18 @@ class Evaluator:
         federation: Test set and clients.
         task: Loss and correctness.
         device: Where to evaluate.
+        metrics: Metrics computed from all predictions at once.
     """
 
-    def __init__(self, spec: ModelSpec, federation: Federation, task: Task, device: torch.device):
-        self.federation, self.task = federation, task
+    def __init__(
+        self,
+        spec: ModelSpec,
+        federation: Federation,
+        task: Task,
+        device: torch.device,
+        metrics: MetricSet | None = None,
+    ):
+        self.federation, self.task, self.metrics = federation, task, metrics or MetricSet()
         self.model = BoundModel(spec, device)
         self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
         x, y = federation.test
@@ -120,7 +126,7 @@ class Evaluator:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of samples in pieces: how right each is, how many predictions it asks for, summed losses, the sum of the tallies.
 
-        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Probabilities
+        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits
         are added to ``kept``, if there is such a list.
         """
         right, asked, losses, tallies = [], [], [], []
@@ -130,7 +136,7 @@ class Evaluator:
                 target = y.to(self.model.device)
                 logits = predict(self.normalise(x)).logits
                 if kept is not None:
-                    kept.append(self.task.probabilities(logits))
+                    kept.append(logits)
                 right.append(self.task.correct(logits, target))
                 asked.append(self.task.predictions(target))
                 if single:
@@ -153,18 +159,48 @@ class Evaluator:
                 found.append(self.task.losses(logits, target).to(torch.float64))
         return torch.cat(found)
 
-    def score(self, v: Tensor, b: Tensor, metrics: Sequence[str] = ()) -> Score:
-        """The model ``v [d], b [m]`` on the test set, with further figures that are asked for."""
-        kept: list[Tensor] | None = [] if metrics else None
+    def score(self, v: Tensor, b: Tensor) -> Score:
+        """The model ``v [d], b [m]`` on the test set."""
+        kept: list[Tensor] | None = [] if self.metrics else None
         right, asked, losses, tally = self._samples(v, b, *self._test, kept=kept)
         loss = float(losses.sum() / asked.sum())
         figures = self.task.measure(tally, loss)
         if kept is not None:
-            sure, true = torch.cat(kept).cpu().numpy(), self.test[1].cpu().numpy()
-            figures |= metric_figures(metrics, sure, true, self.federation.names)
+            figures |= self._of_all(kept, self.test[1], "the test set")
         return Score(figures.pop(self.task.scored, mean(right, asked)), loss, figures)
 
-    def clients(self, v: Tensor, b: Tensor, most: int, seed: int, own: Models | None = None) -> ClientScores:
+    def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return the true values of the test set and the model's probabilities or predictions for it."""
+        kept: list[Tensor] = []
+        self._samples(v, b, *self._test, kept=kept)
+        return self._arrays(kept, self.test[1])
+
+    def _arrays(self, logits: Sequence[Tensor], y: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        scores = torch.cat([self.task.scores(part) for part in logits])
+        return self.task.truth(y).cpu().numpy(), scores.cpu().numpy()
+
+    def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
+        """Compute the metrics of some samples from their logits."""
+        return self.metrics.of(*self._arrays(logits, y), where, defined)
+
+    def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
+        """Compute all metrics of one client but the scored one and the loss."""
+        y = y.to(logits.device)
+        found = self.task.measure(self.task.tally(logits, y), loss)
+        found.pop(self.task.scored, None)
+        where = f"what {self.federation.who(client)} holds out"
+        return found | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
+
+    def clients(
+        self,
+        v: Tensor,
+        b: Tensor,
+        most: int,
+        seed: int,
+        own: Models | None = None,
+        each: bool = False,
+        together: bool = False,
+    ) -> ClientScores:
         """The model on each client's own data.
 
         Clients with held-out samples are measured on these. If no client has any, each is measured on the test set,
@@ -177,6 +213,8 @@ class Evaluator:
             most: At most so many clients, drawn by the seed.
             seed: Of the run.
             own: Gives the models and the statistics that serve the clients, where these differ between them.
+            each: Whether to compute all metrics of each client, beyond the scored one and the loss.
+            together: Whether to compute all metrics on the held-out samples of these clients together.
         """
         total = len(self.federation.clients)
         ids = np.arange(total)
@@ -189,27 +227,47 @@ class Evaluator:
         if not held and self.federation.test[1].dim() > 1:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
         judged, measured_on = held or clients, HELD_OUT if held else BY_CLASS
-        who = np.array([c.id for c in judged], np.int64)
+        who, scored = np.array([c.id for c in judged], np.int64), self.task.scored
         if own is not None:
-            scores = [self.one(*served, c) for c, served in zip(judged, own(who.tolist()), strict=True)]
-            accuracies, losses = np.array(scores).T
-            return ClientScores(accuracies, measured_on, losses, who)
+            scores = [self.one(*served, c, each) for c, served in zip(judged, own(who.tolist()), strict=True)]
+            accuracies, losses = np.array([(score.accuracy, score.loss) for score in scores]).T
+            others = by_name([score.figures for score in scores])
+            return ClientScores(accuracies, measured_on, losses, who, scored, others)
         if not held:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
-            return ClientScores(accuracies, measured_on, losses, who)
+            return ClientScores(accuracies, measured_on, losses, who, scored)
+        # Logits of language models are as many as the vocabulary for every token: they are not kept.
+        language = self.task.name == "language"
+        kept: list[Tensor] | None = [] if (each or together) and not language else None
         inputs = (c.x_test for c in held)  # one client's after another's, not all at once
-        measured = self._samples(v, b, inputs, [c.y_test for c in held], single=True)[:3]
+        right, asked, summed, tally = self._samples(v, b, inputs, [c.y_test for c in held], single=True, kept=kept)
         sizes = [len(c.y_test) for c in held]
-        parts = zip(*(torch.split(t, sizes) for t in measured), strict=True)
+        parts = zip(*(torch.split(t, sizes) for t in (right, asked, summed)), strict=True)
         accuracies, losses = np.array([means(*part) for part in parts]).T
-        return ClientScores(accuracies, measured_on, losses, who)
+        others, pooled = {}, {}
+        if each:
+            logits = torch.split(torch.cat(kept), sizes) if kept is not None else [right] * len(held)
+            trios = zip(held, logits, losses.tolist(), strict=True)
+            others = by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
+        if together:
+            pooled = self.task.measure(tally, float(summed.sum() / asked.sum().clamp_min(1)))
+            pooled.pop(scored, None)
+            if kept is not None and self.metrics:
+                y = torch.cat([c.y_test.to(self.model.device) for c in held])
+                pooled |= self._of_all(kept, y, "what the clients hold out")
+        return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled)
 
-    def one(self, v: Tensor, b: Tensor, client: ClientData) -> tuple[float, float]:
-        """Accuracy and loss of a client's own model on its own data."""
+    def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
+        """A client's own model on its own data; with ``each`` also the metrics beyond the scored one and the loss."""
         if len(client.y_test):
-            return means(*self._samples(v, b, [client.x_test], [client.y_test], single=True)[:3])
+            kept: list[Tensor] | None = [] if each and self.task.name != "language" else None
+            found = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept=kept)
+            accuracy, loss = means(*found[:3])
+            logits = found[0] if kept is None else torch.cat(kept)
+            others = self._others(logits, client.y_test, loss, client.id) if each else {}
+            return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])
-        return float(accuracies[0]), float(losses[0])
+        return Score(float(accuracies[0]), float(losses[0]))
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Accuracy and loss on the test set with its classes weighted as in each client's labels, ``[K]``."""
@@ -232,3 +290,9 @@ def means(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
 def mean(right: Tensor, asked: Tensor) -> float:
     """Accuracy over all predictions: ``right [n]`` of each sample, weighted by how many it asks for."""
     return float((right * asked).sum() / asked.sum().clamp_min(1))
+
+
+def by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+    """Turn the metrics of each client into one array per metric; NaN where a client lacks one."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}

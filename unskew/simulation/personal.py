@@ -26,8 +26,13 @@ def tunes(method: Method) -> bool:
 
 def personalises(method: Method, spec: ModelSpec) -> bool:
     """Whether clients have models of their own."""
+    return tunes(method) or keeps(method, spec)
+
+
+def keeps(method: Method, spec: ModelSpec) -> bool:
+    """Return whether clients keep models, or parts of them, from round to round."""
     kept = any(type(rule).personal is not ClientRule.personal for rule in method.client)
-    return kept or tunes(method) or bool(method.sync and method.sync.own(spec))
+    return kept or bool(method.sync and method.sync.own(spec))
 
 
 def serving(

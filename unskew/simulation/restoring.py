@@ -32,6 +32,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
             raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
         server.state, server.b = state, b
+        server.best = _best(path, server)
         server.version = manifest["version"]
         server.sent = sent
         server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
@@ -152,7 +153,15 @@ def _sized_at_server(name: str) -> str | None:
         return "v" if kind == "sent" else "b"
     if kind == "waiting":
         return UPDATE.get(rest.partition("/")[2])
-    return {"state/v": "v", "mean/v": "v", "b": "b", "mean/b": "b"}.get(name)
+    return {"state/v": "v", "mean/v": "v", "best/v": "v", "b": "b", "mean/b": "b", "best/b": "b"}.get(name)
+
+
+def _best(path: Path, server: Server) -> tuple[Tensor, Tensor] | None:
+    """Read the model of the best round and its statistics; their sizes were checked before."""
+    tensors = load((path / "server.safetensors").read_bytes())
+    return (
+        (tensors["best/v"].to(server.b.device), tensors["best/b"].to(server.b.device)) if "best/v" in tensors else None
+    )
 
 
 def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Server) -> Iterator[tuple[int, Tensors]]:

@@ -48,6 +48,8 @@ class Server:
         traffic: Bytes so far.
         version: Updates taken in so far; ``sent``: what clients on their way were sent, for rules that need it.
         mean: Mean of the clients' whole models and of their statistics, where that is what is evaluated.
+        best: Model and statistics of the best round so far, where the run keeps it; ``finished``: those that the finished
+            run has in the place of the last round's.
         skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
         moved: Whether the model has changed since this server was made or restored.
         evaluates: Whether the model is evaluated after a round.
@@ -96,6 +98,8 @@ class Server:
         self.meter: Callable[[], AbstractContextManager[None]] = nullcontext
         self.exchange = Exchange(method.sync, spec)
         self.mean: tuple[Tensor, Tensor] | None = None
+        self.best: tuple[Tensor, Tensor] | None = None
+        self.finished: tuple[Tensor, Tensor] | None = None
         self.evaluates: Callable[[int], bool] = lambda round: True
         self.wants_models = "mean_model" in self.needs
         self.changes_updates = changes_updates(method.client)
@@ -109,11 +113,15 @@ class Server:
     @property
     def evaluated(self) -> Tensor:
         """The model that is evaluated and returned; some methods average the last ones, or what stays at clients."""
+        if self.finished is not None:
+            return self.finished[0]
         return self.rule.evaluated(self.state) if self.mean is None else self.mean[0]
 
     @property
     def evaluated_b(self) -> Tensor:
         """The statistics that belong to it."""
+        if self.finished is not None:
+            return self.finished[1]
         return self.b if self.mean is None else self.mean[1]
 
     def tensors(self) -> Tensors:
@@ -123,7 +131,8 @@ class Server:
         # Those that were sent out in one round are one tensor.
         sent = {f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None}
         sent |= {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
-        return {**everything(self.state, self.rules, self.b), **mean, **waiting, **sent}
+        best = {} if self.best is None else {"best/v": self.best[0], "best/b": self.best[1]}
+        return {**everything(self.state, self.rules, self.b), **mean, **waiting, **sent, **best}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""

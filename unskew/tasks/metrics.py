@@ -1,15 +1,22 @@
-"""Further figures of a classifier, by scikit-learn, from all its predictions for the test set."""
+"""Metrics that need all predictions for a set of samples at once: scikit-learn's, and functions of the user's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from unskew.errors import ConfigError, shown
+from unskew.tasks.score import RECALL
+
 BINS = 15
 """Of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
-RECALL = "recall/"
-"""What the names of the recalls of single classes begin with."""
+OwnMetric = Callable[[np.ndarray, np.ndarray], float]
+"""A metric of the user's, ``f(y_true, scores)``: classes ``[n]`` and probabilities ``[n, C]``; labels of 0 and 1 and
+probabilities ``[n, L]`` of each; or targets and predictions in their own units, ``[n]``, of several targets ``[n, T]``."""
 
 
 def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str]:
@@ -102,3 +109,61 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], list[float]]] = {
     "recall": recall,
 }
 """What can be asked for, from probabilities ``[n, C]`` and classes ``[n]``."""
+
+
+@dataclass(frozen=True)
+class MetricSet:
+    """Metrics that are computed from all predictions for a set of samples.
+
+    Attributes:
+        known: Some of ``METRICS``.
+        own: The user's functions by name.
+        class_names: Names of the classes.
+    """
+
+    known: tuple[str, ...] = ()
+    own: Mapping[str, OwnMetric] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.known or self.own)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the values, one for each class of ``recall``."""
+        return (*metric_names(self.known, self.class_names), *self.own)
+
+    def of(self, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True) -> dict[str, float]:
+        """Compute every metric; NaN where one is undefined.
+
+        Args:
+            y: True values, as an ``OwnMetric`` takes them.
+            scores: Probabilities or predictions, as an ``OwnMetric`` takes them.
+            where: Name of these samples for errors, such as ``"the test set"``.
+            defined: Whether the user's functions must return a finite number. At single clients they may return NaN.
+
+        Raises:
+            ConfigError: If a function of the user's fails, or returns something else than a number.
+        """
+        if not np.isfinite(scores).all():
+            return dict.fromkeys(self.names, math.nan)
+        found = metric_figures(self.known, scores, y, self.class_names) if self.known else {}
+        return found | {name: own_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
+
+
+def own_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:
+    """Compute a metric of the user's and validate the result; see ``MetricSet.of``."""
+    try:
+        value: Any = f(y.copy(), scores.astype(np.float64))
+    except Exception as error:  # the user's function may fail in any way
+        raise ConfigError(
+            f"The metric {name} failed on {where} ({type(error).__name__}: {error}). It is called as f(y_true, scores) "
+            f"with arrays of shapes {y.shape} and {scores.shape}; return float('nan') for clients where it is undefined."
+        ) from error
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"The metric {name} must return a number, but returned {shown(value)} on {where}.") from None
+    if math.isinf(number) or (defined and math.isnan(number)):
+        raise ConfigError(f"The metric {name} must return a finite number, but returned {number} on {where}.")
+    return number

@@ -67,6 +67,15 @@ class Regression(Task):
         """R², MAE and RMSE."""
         return regression_figures(tally, self.std)
 
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return predictions in the targets' units, ``[B]``, or ``[B, T]`` of several targets."""
+        numbers = self.restored(logits.to(torch.float64))
+        return numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
+
+    def truth(self, y: Tensor) -> Tensor:
+        """Return targets in their own units, shaped as ``scores``."""
+        return self.scores(y)
+
     def standardise(self, y: Tensor) -> Tensor:
         """Targets ``[B, T]`` in their own units as the model predicts them."""
         std, mean = (y.new_tensor(values) for values in (self.std, self.mean))

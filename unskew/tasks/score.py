@@ -1,11 +1,93 @@
-"""The figure that a run is judged by: the accuracy, or R² where numbers are predicted."""
+"""Metrics: what each is called, which direction is better, and which one a run is judged by."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
 """Its names in files, and what readers call it; both are shown in per cent, higher is better, and 1 is perfect."""
+RECALL = "recall/"
+"""What the names of the recalls of single classes begin with."""
+WORST = "worst_client"
+"""The objective that is the task's own metric of the worst client."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a model.
+
+    Attributes:
+        name: Name in files.
+        title: Name for readers.
+        lower_is_better: Direction.
+        percent: Whether it is at most 1 and shown in per cent.
+    """
+
+    name: str
+    title: str
+    lower_is_better: bool = False
+    percent: bool = True
+
+    def rank(self, value: float) -> float:
+        """Return a number that is higher for better values.
+
+        >>> metric("loss").rank(0.5), metric("auroc").rank(0.5)
+        (-0.5, 0.5)
+        """
+        return -value if self.lower_is_better else value
+
+    def default_target(self, best: float) -> float:
+        """Return 90 % of the best value, or that value over 0.9 where lower is better.
+
+        >>> metric("accuracy").default_target(0.8), metric("loss").default_target(0.18)
+        (0.72, 0.2)
+        """
+        if self.percent and not self.lower_is_better:
+            return max(0.0, round(0.9 * best, 3))  # R² may be below 0
+        wider = best / 0.9 if self.lower_is_better == (best > 0) else 0.9 * best
+        return float(f"{wider:.3g}")
+
+
+KNOWN_METRICS = {
+    **{name: Metric(name, title) for name, title in SCORES.items()},
+    "loss": Metric("loss", "loss", lower_is_better=True, percent=False),
+    "mae": Metric("mae", "MAE", lower_is_better=True, percent=False),
+    "rmse": Metric("rmse", "RMSE", lower_is_better=True, percent=False),
+    "perplexity": Metric("perplexity", "perplexity", lower_is_better=True, percent=False),
+    "c_precision": Metric("c_precision", "C-precision"),
+    "c_recall": Metric("c_recall", "C-recall"),
+    "c_f1": Metric("c_f1", "C-F1"),
+    "o_precision": Metric("o_precision", "O-precision"),
+    "o_recall": Metric("o_recall", "O-recall"),
+    "o_f1": Metric("o_f1", "O-F1"),
+    "s_f1": Metric("s_f1", "F1 per sample"),
+    "auroc": Metric("auroc", "AUROC"),
+    "auprc": Metric("auprc", "AUPRC"),
+    "f1": Metric("f1", "F1"),
+    "balanced_accuracy": Metric("balanced_accuracy", "balanced accuracy"),
+    "ece": Metric("ece", "ECE", lower_is_better=True),
+    WORST: Metric(WORST, "worst client"),
+}
+"""Metrics that unskew computes, by name; the recall of a class has a name of its own."""
+
+
+def metric(name: str, own: Mapping[str, str] | None = None) -> Metric:
+    """Return the metric of this name.
+
+    Args:
+        name: Name in files.
+        own: Directions of the user's metrics, ``"lower"`` or ``"higher"``, by name.
+
+    >>> metric("recall/yes").title, metric("cost", {"cost": "lower"}).lower_is_better
+    ('recall of yes', True)
+    """
+    if name in KNOWN_METRICS:
+        return KNOWN_METRICS[name]
+    if name.startswith(RECALL):
+        return Metric(name, f"recall of {name.removeprefix(RECALL)}")
+    return Metric(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 
 def score_of(names: Container[str]) -> str:
@@ -15,3 +97,30 @@ def score_of(names: Container[str]) -> str:
     ('r2', 'accuracy')
     """
     return "r2" if "r2" in names else "accuracy"
+
+
+def objective_of(summary: Mapping[str, Any]) -> Metric:
+    """Return the metric that judges the run of a summary, or of a row of a comparison.
+
+    >>> objective_of({"objective": "ece"}).title, objective_of({"r2": 0.5}).title
+    ('ECE', 'R²')
+    """
+    return metric(summary.get("objective") or score_of(summary), summary.get("own_metrics"))
+
+
+def client_metric(objective: str, scored: str) -> str:
+    """Return the name of the metric of single clients that goes with an objective.
+
+    >>> client_metric("auroc", "accuracy"), client_metric("worst_client", "accuracy")
+    ('auroc', 'accuracy')
+    """
+    return scored if objective == WORST else objective
+
+
+def held_out_name(objective: str) -> str:
+    """Return the name of an objective's value on what the clients hold out, in the rounds of a run.
+
+    >>> held_out_name("auroc"), held_out_name("worst_client")
+    ('validation_auroc', 'worst_client')
+    """
+    return objective if objective == WORST else f"validation_{objective}"

@@ -68,6 +68,14 @@ class Task:
         """Targets of samples that have one label each, ``labels [B]``."""
         raise NotImplementedError
 
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return what metrics of all predictions take: probabilities, of regression predictions in the targets' units."""
+        return self.probabilities(logits)
+
+    def truth(self, y: Tensor) -> Tensor:
+        """Return the true values that belong to ``scores``."""
+        return y
+
     def predictions(self, y: Tensor) -> Tensor:
         """How many predictions a sample asks for, ``[B]``: the loss and the accuracy are means over them."""
         return torch.ones(len(y), dtype=torch.float64, device=y.device)

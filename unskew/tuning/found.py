@@ -12,7 +12,6 @@ from unskew.comparison.compare import Comparison, folder_name
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
 from unskew.files import make_folder, write_atomic
-from unskew.tasks.score import SCORES
 from unskew.tuning.study import Study, as_csv
 from unskew.tuning.trials import Plan
 
@@ -23,7 +22,7 @@ class Tuned:
 
     Attributes:
         options: The best options, by field, or as ``fedprox.mu``.
-        value: What they are worth on what clients hold out: accuracy or R², or the loss of a language model.
+        value: Objective on what clients hold out.
         configured: The value of the first trial, the configuration as it stands; None if that did not come to its end.
         judged_by: The figure that ``value`` is.
         trials: How many came to their end, were ended early, failed.
@@ -67,7 +66,7 @@ def found(plan: Plan, name: str, study: Study, seed: int) -> Tuned:
     options = study.params_of(best)
     first = next((row["value"] for row in rows if row["trial"] == 0), None)
     counts = {state: sum(row["state"] == state for row in rows) for state in ("finished", "ended early", "failed")}
-    figure = f"validation {SCORES.get(plan.scored, plan.scored)}"
+    figure = f"validation {plan.objective.title}"
     figure = f"{figure} of personal models" if name in plan.personal else figure
     config = anchored(plan.of(name, options)).model_copy(update={"seed": seed})
     return Tuned(options, best.value, first, figure, counts, study.importance(), config)

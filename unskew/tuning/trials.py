@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.metrics import AUTO
 from unskew.config.reading import experiment
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
@@ -21,10 +22,12 @@ from unskew.protocol.spaces import Space
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.runs.checks import check_method
+from unskew.runs.metrics import run_metrics
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.simulation.personal import personalises
+from unskew.tasks.score import WORST, Metric, client_metric, held_out_name, metric
 from unskew.tuning.options import applied, as_configured, fixed_in, spaces_for, without_rival
 from unskew.tuning.study import Pruned, Study, Trial, make_storage
 
@@ -71,15 +74,27 @@ class Plan:
         """What is tuned on."""
         return self.federation or federation_of(self.config.data_spec, self.config.seed)
 
-    @property
-    def lowest(self) -> bool:
-        """Whether the loss decides: of a language model the accuracy says little."""
-        return self.data.objective.name == "language"
+    @cached_property
+    def objective(self) -> Metric:
+        """The metric that decides: the loss of a language model if none is chosen, as its accuracy says little."""
+        if self.config.objective == AUTO and self.data.objective.name == "language":
+            return metric("loss")
+        return run_metrics(self.config, self.data).objective
 
-    @property
-    def scored(self) -> str:
-        """The figure that decides."""
-        return "loss" if self.lowest else self.data.objective.scored
+    def value_of(self, history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], personal: bool) -> float:
+        """Return the objective of a finished run on what clients hold out.
+
+        Args:
+            history: Rows of the run.
+            summary: Summary of the run.
+            personal: Whether to take the clients' own models, not the last (with ``keep=best`` the best) global model.
+        """
+        name = self.objective.name
+        own = f"personal_{client_metric(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
+        values = [row.get(held_out_name(name)) for row in history if held_out_name(name) in row]
+        values = [summary.get(own)] if personal else values[-1:] if self.config.keep == "last" else values
+        found = [float(value) for value in values if value is not None]
+        return max(found, key=self.objective.rank, default=float("nan"))
 
     def check(self) -> None:
         """Refuse what no trial could be made of, before the first.
@@ -99,7 +114,7 @@ class Plan:
             first = self.of(name, fixed_in(self.spaces(name)))
             built = method(first.method)
             spec, _ = check_method(first, self.data, self.model, built)
-            if personalises(built, spec) and not self.lowest:
+            if personalises(built, spec) and self.data.objective.name != "language":
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
@@ -126,7 +141,7 @@ class Plan:
                 None if self.folder is None else self.folder / "trials" / str(number),
                 self.trials,
                 self.config.seed,
-                not self.lowest,
+                not self.objective.lower_is_better,
                 # The global model says little of a method that serves each client with a model of its own.
                 None if name in self.personal else warmup,
                 as_configured(name, self.config, self.spaces(name)),
@@ -159,12 +174,12 @@ class Judge(Callback):
     Args:
         trial: Whose.
         rounds: Of its run.
-        scored: The figure that decides.
+        scored: Name of the objective.
     """
 
     def __init__(self, trial: Trial, rounds: int, scored: str):
         self.trial, self.rounds, self.done = trial, rounds, 0
-        self.figure = f"validation_{scored}"
+        self.figure = held_out_name(scored)
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Nothing is to be done."""
@@ -186,7 +201,7 @@ def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback
     """Draw the options of a trial, train with them, and note what came of it."""
     params = trial.params()
     folder, rounds = trial.folder, plan.config.rounds
-    judge = Judge(trial, rounds, plan.scored)
+    judge = Judge(trial, rounds, plan.objective.name)
     try:
         config = plan.of(name, params).model_copy(update={"target": None, "trackers": (), "save_samples": False})
         if config.early_stopping is None:  # never stops so, but looks at what clients hold out
@@ -212,13 +227,6 @@ def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback
     except (ConfigError, DataError) as error:
         trial.tell(None, 0, str(error))
     else:
-        trial.tell(value_of(history, summary, plan.scored, name in plan.personal), len(history))
+        trial.tell(plan.value_of(history, summary, name in plan.personal), len(history))
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def value_of(history: Sequence[dict[str, Any]], summary: Mapping[str, Any], scored: str, personal: bool) -> float:
-    """What a finished run is worth: its last model, or its clients' own models, on what clients hold out."""
-    figure, own = f"validation_{scored}", f"personal_{scored}_mean"
-    values = [summary.get(own)] if personal else [row[figure] for row in history if figure in row]
-    return float("nan") if not values or values[-1] is None else float(values[-1])

@@ -20,7 +20,7 @@ from unskew.engines.machine import watch_parent
 from unskew.errors import ConfigError, UnskewError, items, shown
 from unskew.files import make_folder, occupied, place, read_json, unmake_folder, waiting_for, write_atomic
 from unskew.records.recorder import Callback
-from unskew.runs.crew import Work
+from unskew.runs.crew import Work, sendable
 from unskew.runs.given import unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.side_by_side import MOST, check_parallel, on_cluster, places, side_by_side
@@ -107,7 +107,7 @@ def tune(
         with _helpers(plan, 0 if isinstance(parallel, str) else parallel - 1):
             finish_trials(plan, studies, follow)
         tuned = {name: found(plan, name, study, fresh[0]) for name, study in studies.items()}
-        rows = [row for study in studies.values() for row in study.rows()]
+        rows = [{**row, "objective": plan.objective.name} for study in studies.values() for row in study.rows()]
         if folder is not None:
             write_found(folder, tuned, rows)
         comparison = _compared(plan, tuned, fresh, federation, model, follow, parallel if away else 1)
@@ -220,8 +220,9 @@ def _helpers(plan: Plan, count: int) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")
     # A copy of the fields alone: each loads the data itself.
     helpers = [context.Process(target=_help, args=(replace(plan),)) for _ in range(count)]
-    for helper in helpers:
-        helper.start()
+    with sendable():
+        for helper in helpers:
+            helper.start()
     try:
         yield
     finally:

@@ -117,7 +117,7 @@
         shapes: goal ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target,
           line: { color: colour("--soft"), width: 1, dash: "dash" } }] : [],
         annotations: goal ? [{ xref: "paper", x: 0, y: target, xanchor: "left", yanchor: "bottom", showarrow: false,
-          text: `target ${target.toFixed(1)} %`, font: { color: colour("--soft"), size: 12 } }] : [],
+          text: `target ${+target.toPrecision(3)}${this.content.curves.unit}`, font: { color: colour("--soft"), size: 12 } }] : [],
       }, `${figures[figure]} against ${AXES[axis]}, a line per method; the tables give the same in numbers.`);
     }
 
@@ -185,6 +185,7 @@
       const found = whose && this.content.boxes[whose];
       if (!found) return;
       const traces = [], there = this.methods().filter((one) => found[one.label]);
+      const axis = this.content.axes[whose], unit = axis.endsWith("(%)") ? " &#37;" : "";
       there.forEach((one, place) => {
         const of = found[one.label], y = there.length - 1 - place;
         traces.push({
@@ -194,20 +195,20 @@
         }, {
           x: of.dots, y: of.dots.map((_, i) => y + 0.38 * (((i * 0.618034) % 1) - 0.5)), mode: "markers",
           marker: { color: one.color, size: 5, opacity: 0.55 }, customdata: of.who.map(plain),
-          hovertemplate: `<b>${plain(one.label)}</b><br>%{customdata}: %{x:.1f} &#37;<extra></extra>`,
+          hovertemplate: `<b>${plain(one.label)}</b><br>%{customdata}: %{x:.4~g}${unit}<extra></extra>`,
         }, {
           x: [of.decile], y: [y], mode: "markers",
           marker: { symbol: "diamond", size: 11, color: colour("--ground"), line: { color: one.color, width: 2 } },
-          hovertemplate: `<b>${plain(one.label)}</b><br>mean of the worst tenth: %{x:.1f} &#37;<extra></extra>`,
+          hovertemplate: `<b>${plain(one.label)}</b><br>mean of the worst tenth: %{x:.4~g}${unit}<extra></extra>`,
         });
       });
       const place = this.find("boxes");
       place.style.setProperty("height", `${110 + 62 * Math.max(1, there.length)}px`);
       this.show("boxes", traces, {
-        xaxis: { title: { text: `${this.content.curves.title} on a client's own data (%)` } },
+        xaxis: { title: { text: plain(axis) } },
         yaxis: { tickvals: there.map((_, i) => there.length - 1 - i), ticktext: there.map((one) => plain(short(one.label))),
           showgrid: false, zeroline: false, range: [-0.6, Math.max(1, there.length) - 0.4] },
-      }, "Accuracy of clients, a box per method; the table of fairness gives the same in numbers.");
+      }, "Metrics of clients, a box per method; the table of fairness gives the same in numbers.");
     }
   }
 

@@ -1,0 +1,129 @@
+"""Metrics of a run: the one that judges it, and all that are computed from predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.config.metrics import AUTO, MetricLike, is_own, name_of, path_of
+from unskew.data.federation import Federation
+from unskew.errors import ConfigError
+from unskew.options import imported_callable
+from unskew.simulation.intake import TAKEN
+from unskew.tasks.metrics import METRICS, MetricSet, OwnMetric
+from unskew.tasks.score import RECALL, WORST, Metric, metric
+
+SUMMARY = {
+    *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
+    *(
+        "model",
+        "parameters",
+        "buffers",
+        "weights",
+        "engine",
+        "together",
+        "target",
+        "synthetic",
+        "privacy",
+        "kept_round",
+    ),
+}
+"""Keys of rounds and summaries that no metric may have."""
+PREFIXES = ("best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """Metrics of a run.
+
+    Attributes:
+        objective: Metric that judges the run.
+        scored: Name of the task's own metric.
+        computed: Metrics computed from all predictions at once.
+    """
+
+    objective: Metric
+    scored: str
+    computed: MetricSet
+
+    @property
+    def own(self) -> dict[str, str]:
+        """Directions of the user's metrics by name."""
+        return {name: direction_of(f) for name, f in self.computed.own.items()}
+
+    @property
+    def judging(self) -> list[Metric]:
+        """The task's own metric and the objective, each once."""
+        return [metric(self.scored), *([self.objective] if self.objective.name not in (self.scored, WORST) else [])]
+
+    @property
+    def lowest_is_best(self) -> list[str]:
+        """Names of the computed metrics for which lower is better."""
+        return [name for name in self.computed.names if metric(name, self.own).lower_is_better]
+
+
+def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
+    """Return the metrics of a run, with the user's functions.
+
+    Raises:
+        ConfigError: If a metric does not fit the task, or a function cannot be imported or has a name that is in use.
+    """
+    task, names = federation.objective, federation.names
+    known = [str(one) for one in config.metrics if not is_own(one)]
+    own = {name_of(one): function_of(one) for one in config.metrics if is_own(one)}
+    where = f"the task of {federation.name} is {federation.task}"
+    if known and task.name != "classification":
+        raise ConfigError(f"metrics={known[0]} is for one class per sample; {where}, which has figures of its own.")
+    objective = config.objective
+    name = task.scored if objective == AUTO else name_of(objective)
+    if is_own(objective) and name not in own:
+        own[name] = function_of(objective)
+    if own and task.name == "language":
+        raise ConfigError(f"The metric {next(iter(own))} takes one value per sample; {where}. Use loss or perplexity.")
+    check_free(own)
+    possible = [task.scored, "loss", WORST, *task.figures, *own]
+    if task.name == "classification":
+        possible += [*(one for one in METRICS if one != "recall"), *(f"{RECALL}{one}" for one in names)]
+    if name not in possible:
+        few = [one for one in possible if not one.startswith(RECALL)]
+        more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
+        raise ConfigError(f"objective={name} does not fit: {where}. It can be {', '.join(few)}{more}.")
+    asked = "recall" if name.startswith(RECALL) else name
+    if asked in METRICS and asked not in known:
+        known.append(asked)
+    computed = MetricSet(tuple(known), own, tuple(names))
+    return RunMetrics(metric(name, {one: direction_of(f) for one, f in own.items()}), task.scored, computed)
+
+
+def function_of(value: MetricLike) -> OwnMetric:
+    """Return the function of a metric, imported if it is named by a path.
+
+    Raises:
+        ConfigError: If it cannot be imported, or an untrusted file names it.
+    """
+    return imported_callable(value, f"the metric {value!r}") if isinstance(value, str) else value
+
+
+def direction_of(function: OwnMetric) -> str:
+    """Return ``"lower"`` or ``"higher"``, the direction that the attribute ``lower_is_better`` of a function says.
+
+    Raises:
+        ConfigError: If the attribute is not True or False.
+    """
+    lower: Any = getattr(function, "lower_is_better", False)
+    if not isinstance(lower, bool):
+        raise ConfigError(f"The metric {path_of(function)} has lower_is_better={lower!r}; set it to True or False.")
+    return "lower" if lower else "higher"
+
+
+def check_free(own: Mapping[str, OwnMetric]) -> None:
+    """Validate that no metric of the user's has the name of another figure.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    taken = sorted(name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES))
+    if taken:
+        raise ConfigError(f"The metric {taken[0]} has the name of another figure of runs; rename the function.")
