@@ -157,6 +157,36 @@ def measured(part: Part) -> dict[str, Any]:
     return {"titles": {name: declared.get(name, name) for name in names}, "lines": lines, "dots": dots}
 
 
+KINDS = {
+    "roc": ("ROC", "false positives, share", "true positives, share"),
+    "pr": ("precision and recall", "recall", "precision"),
+    "calibration": ("calibration", "mean probability", "share that is right"),
+}
+"""Curves of classifiers, with the titles of their axes."""
+BEST = 4
+"""Methods whose curves are shown at most."""
+
+
+def best_classifiers(part: Part) -> list[Series]:
+    """Return the best methods whose first run has curves of a classifier."""
+    judge = part.objective
+
+    def rank(one: Series) -> float:
+        values = [value for run in one.runs if number(value := run.summary.get(judge.name))]
+        return judge.rank(float(np.mean(values))) if values else -np.inf
+
+    return sorted((one for one in part.series if one.runs[0].curves), key=rank, reverse=True)[:BEST]
+
+
+def classifier(part: Part) -> dict[str, Any]:
+    """Return the curves of the best methods, of the first seed of each, by kind and method."""
+    lines = {
+        kind: {one.label: one.runs[0].curves[kind] for one in best_classifiers(part) if kind in one.runs[0].curves}
+        for kind in KINDS
+    }
+    return {"axes": {kind: KINDS[kind][1:] for kind in KINDS}, "lines": lines}
+
+
 def at_clients(part: Part) -> dict[str, Metric]:
     """Return the metrics in ``clients.jsonl`` by the name they have there, those of the objective first."""
     runs = [run for one in part.series for run in one.runs]

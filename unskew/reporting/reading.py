@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class RunFiles:
         clients: Its ``clients.jsonl``; empty in folders of earlier versions.
         about: Versions, machine and names of the classes; empty in folders of earlier versions.
         warnings: What the user was told while it ran.
+        curves: Its ``curves.json``; empty without metrics of a classifier.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class RunFiles:
     clients: list[dict[str, Any]]
     about: dict[str, Any]
     warnings: list[str]
+    curves: dict[str, Any] = field(default_factory=dict)
 
 
 def number(value: object) -> bool:
@@ -129,6 +131,7 @@ def read_run(folder: Path) -> RunFiles:
         read_clients(folder / "clients.jsonl"),
         about,
         list(dict.fromkeys(filter(None, map(warning_text, warnings)))),
+        read_curves(folder / "curves.json"),
     )
 
 
@@ -147,6 +150,24 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is damaged: it is no JSON object.")
     return value
+
+
+def read_curves(path: Path) -> dict[str, Any]:
+    """Read ``curves.json``; empty if it is not there.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    found = read_json(path) if path.is_file() else {}
+    lists = [
+        one.get(way) for name, one in found.items() if name != "confusion" and isinstance(one, dict) for way in "xy"
+    ]
+    matrix = found.get("confusion", {"counts": [], "classes": []})
+    lists += matrix["counts"] if isinstance(matrix, dict) and isinstance(matrix.get("counts"), list) else [None]
+    names = matrix.get("classes") if isinstance(matrix, dict) else None
+    if not isinstance(names, list) or not all(isinstance(one, list) and all(map(number, one)) for one in lists):
+        raise CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+    return found
 
 
 def check_summary(summary: dict[str, Any], path: Path) -> None:

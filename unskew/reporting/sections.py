@@ -40,6 +40,7 @@ def content(part: Part, styles: Styles) -> dict[str, Any]:
         "measured": guarded("What the methods did", lambda: figures.measured(part), lambda _: measured),
         "holdings": guarded("Who holds what", lambda: holdings(part), lambda _: []),
         "boxes": guarded("Accuracy of clients", lambda: figures.boxes(part), lambda _: {}),
+        "classifier": guarded("Classifier", lambda: figures.classifier(part), lambda _: {"axes": {}, "lines": {}}),
         "axes": {name: figures.axis(one, " on a client's own data") for name, one in figures.at_clients(part).items()},
     }
 
@@ -54,6 +55,7 @@ def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = T
         ("Paired differences", partial(_differences, part)),
         ("Who holds what", partial(_holdings, shown["holdings"], group)),
         ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
+        ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
         ("Cost", partial(_costs, part)),
         ("What the methods did", partial(_methods, part, shown["measured"], images)),
         ("Run it again", partial(_again, part)),
@@ -160,6 +162,23 @@ def _clients(part: Part, shown: Mapping[str, Any]) -> str:
     where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
     note = f"Measured on {markup.text(', '.join(where))}. {gini}"
     return f'{head}{markup.table(table)}<p class="soft">{note}</p>'
+
+
+def _classifier(part: Part, shown: Mapping[str, Any], group: str) -> str:
+    kinds = {kind: figures.KINDS[kind][0] for kind, lines in shown["lines"].items() if lines}
+    if not kinds:
+        return ""
+    best = figures.best_classifiers(part)
+    pieces = [
+        f'<h3>Classifier on the test set</h3><div class="controls">{markup.choice("kind", "curve", kinds, group)}</div>'
+    ]
+    pieces.append(markup.plot("classifier"))
+    pieces.append(
+        f'<p class="soft">The {len(best)} best methods, first seed of each. With more than two classes ROC and precision are '
+        "means over the classes, each against all others, and calibration is that of the predicted class.</p>"
+    )
+    pieces += [markup.table(found) for one in best if (found := tables.confusion(one)) is not None]
+    return "".join(pieces)
 
 
 def _server_cost(part: Part) -> str:

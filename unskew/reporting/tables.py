@@ -242,6 +242,24 @@ def _better(run: RunFiles, judge: Metric) -> float | None:
     return mean([float(judge.rank(mine) > judge.rank(everyones)) for mine, everyones in pairs])
 
 
+MOST_CLASSES = 20
+"""Classes of a confusion matrix that is shown."""
+
+
+def confusion(one: Series) -> Table | None:
+    """Return the confusion matrix of a method's first run; None if there is none, or it is too large to show."""
+    matrix = one.runs[0].curves.get("confusion")
+    if matrix is None or len(matrix["classes"]) > MOST_CLASSES:
+        return None
+    names = [str(name) for name in matrix["classes"]]
+    rows = [
+        [Cell(name), *(figure(count, 0) for count in counts)]
+        for name, counts in zip(names, matrix["counts"], strict=False)
+    ]
+    caption = f"Confusion matrix of {one.label}, seed {one.runs[0].summary['seed']}: a row per true class"
+    return Table(f"confusion of {one.label}", caption, ["true class", *(f"predicted {name}" for name in names)], rows)
+
+
 COSTS: dict[str, tuple[str, Any]] = {
     "seconds": ("seconds of the run", figure),
     "client_seconds": ("seconds of a client", lambda value: figure(value, 2)),

@@ -24,6 +24,7 @@ def write_finished(
     server: Server,
     clients: list[dict[str, Any]],
     summary: dict[str, Any],
+    curves: dict[str, Any],
 ) -> None:
     """Write the model, what it expects, what it is worth to each client, and last the summary.
 
@@ -33,6 +34,7 @@ def write_finished(
         federation: The data before the method changed them.
         server: After the last round.
         clients: A line for each client.
+        curves: Curves of a classifier, empty without any.
         summary: Its presence says that the run came to its end.
     """
     spec: ModelSpec = server.spec
@@ -43,4 +45,6 @@ def write_finished(
     write_atomic(folder / "model.safetensors", data)
     write_inputs(folder, federation, config)
     write_clients(folder, clients)
+    if curves:
+        write_atomic(folder / "curves.json", (json.dumps(curves) + "\n").encode())
     write_summary(folder, summary)

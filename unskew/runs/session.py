@@ -35,6 +35,7 @@ from unskew.runs.continuation import (
     content_of,
     data_identity,
 )
+from unskew.runs.curves import classifier_curves
 from unskew.runs.finishing import write_finished
 from unskew.runs.inputs import inputs_of
 from unskew.runs.metrics import run_metrics
@@ -167,7 +168,9 @@ class Session:
         summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics)
         if self.folder is not None:
             self.recorder.check_folder()
-            write_finished(self.folder, config, self.evaluator.federation, self.server, clients, summary)
+            write_finished(
+                self.folder, config, self.evaluator.federation, self.server, clients, summary, self._curves()
+            )
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
         for callback in self.callbacks:
@@ -194,7 +197,7 @@ class Session:
         if self.folder is not None:
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
             write_about(self.folder, self.setup.device, names_of_classes(self.evaluator.federation))
-            for name in ("summary.json", "clients.jsonl"):
+            for name in ("summary.json", "clients.jsonl", "curves.json"):
                 (self.folder / name).unlink(missing_ok=True)
             make_folder(self.folder / "checkpoints")
             checkpoint.drop(self.folder / "checkpoints", after=start)
@@ -287,6 +290,13 @@ class Session:
         return begin_where(
             Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.prepared)
         )
+
+    def _curves(self) -> dict[str, Any]:
+        """Compute curves of a classifier of which metrics are requested: they need its probabilities, and scikit-learn."""
+        if not self.metrics.computed.known:
+            return {}
+        y, p = self.evaluator.test_scores(self.server.evaluated, self.server.evaluated_b)
+        return classifier_curves(y, p, self.evaluator.federation.names)
 
     def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What the final model, and the clients' own where there are any, are worth to clients: in all, and to each."""

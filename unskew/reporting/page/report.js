@@ -68,6 +68,7 @@
       this.measured();
       this.map();
       this.boxes();
+      this.classifier();
     }
 
     show(role, traces, more, describe) {
@@ -178,6 +179,21 @@
       this.box.querySelectorAll("[data-partition]").forEach((table) => {
         table.hidden = table.dataset.partition !== String(Number(this.chosen("partition") || 0));
       });
+    }
+
+    classifier() {
+      const kind = this.chosen("kind");
+      if (!kind) return;
+      const [xTitle, yTitle] = this.content.classifier.axes[kind], lines = this.content.classifier.lines[kind];
+      const traces = this.methods().filter((one) => lines[one.label]).map((one) => ({
+        ...lines[one.label], name: plain(one.label), mode: kind === "calibration" ? "lines+markers" : "lines",
+        line: { color: one.color, dash: one.dash, width: 2 }, marker: { color: one.color, symbol: SYMBOLS[one.marker], size: 6 },
+        hovertemplate: `<b>${plain(one.label)}</b><br>${xTitle} %{x:.3f}, ${yTitle} %{y:.3f}<extra></extra>`,
+      }));
+      const chance = { type: "line", x0: 0, y0: 0, x1: 1, y1: 1, line: { color: colour("--soft"), width: 1, dash: "dash" } };
+      this.show("classifier", traces, {
+        uirevision: kind, xaxis: { title: { text: xTitle } }, yaxis: { title: { text: yTitle } }, shapes: kind === "pr" ? [] : [chance],
+      }, `${yTitle} against ${xTitle} on the test set, a line per method.`);
     }
 
     boxes() {

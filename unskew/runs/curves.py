@@ -1,0 +1,50 @@
+"""Curves of a classifier on the test set: ROC, precision and recall, calibration, and the confusion matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+POINTS, BINS, MOST_CLASSES = 101, 10, 50
+"""Points of a curve, bins of the calibration curve, and classes of a confusion matrix at most."""
+
+
+def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """Compute the curves, by scikit-learn; those that need a missing class are absent.
+
+    With two classes the curves are those of the second one. With more, ROC and precision are means over the classes, each
+    against all others, and calibration is that of the predicted class.
+
+    Args:
+        y: Classes, ``[n]``.
+        p: Probabilities, ``[n, C]``.
+        class_names: ``C`` names.
+    """
+    from sklearn.calibration import calibration_curve
+    from sklearn.metrics import confusion_matrix, precision_recall_curve, roc_curve
+
+    if not np.isfinite(p).all():
+        return {}
+    p = p.astype(np.float64)
+    classes = [1] if p.shape[1] == 2 else list(range(p.shape[1]))
+    grid = np.linspace(0, 1, POINTS)
+    found: dict[str, Any] = {}
+    if all(0 < (y == c).sum() < len(y) for c in classes):
+        rocs = [roc_curve(y == c, p[:, c])[:2] for c in classes]
+        pairs = [precision_recall_curve(y == c, p[:, c])[:2] for c in classes]
+        tpr = np.mean([np.interp(grid, *roc) for roc in rocs], axis=0)
+        precision = np.mean([np.interp(grid, recall[::-1], values[::-1]) for values, recall in pairs], axis=0)
+        found["roc"], found["pr"] = curve(grid, tpr), curve(grid, precision)
+    right, sure = (y == 1, p[:, 1]) if len(classes) == 1 else (p.argmax(1) == y, p.max(1))
+    share, mean = calibration_curve(right, sure.clip(0, 1), n_bins=BINS)
+    found["calibration"] = curve(mean, share)
+    if p.shape[1] <= MOST_CLASSES:
+        matrix = confusion_matrix(y, p.argmax(1), labels=range(p.shape[1]))
+        found["confusion"] = {"classes": list(class_names), "counts": matrix.tolist()}
+    return found
+
+
+def curve(x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
+    """Return the points of a curve as they are written."""
+    return {"x": x.round(4).tolist(), "y": y.round(4).tolist()}
