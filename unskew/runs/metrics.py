@@ -56,12 +56,7 @@ class RunMetrics:
     @property
     def judging(self) -> list[Metric]:
         """The task's own metric and the objective, each once."""
-        return [metric(self.scored), *([self.objective] if self.objective.name not in (self.scored, WORST) else [])]
-
-    @property
-    def lowest_is_best(self) -> list[str]:
-        """Names of the computed metrics for which lower is better."""
-        return [name for name in self.computed.names if metric(name, self.own).lower_is_better]
+        return [metric(self.scored), *([self.objective] if self.objective.name != self.scored else [])]
 
 
 def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:

@@ -14,6 +14,7 @@ from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.server import Server
 from unskew.simulation.trouble import diverged
+from unskew.tasks.score import WORST
 
 MEASURED = (
     "begin_seconds",
@@ -138,7 +139,7 @@ def over_clients(
         client_names: Names of all clients, if they have any.
     """
     figures: dict[str, Any] = {}
-    for one in metrics.judging:
+    for one in (one for one in metrics.judging if one.name != WORST):
         figures |= scores.figures("client", one, client_names)
         figures |= {} if own is None else own.figures("personal", one, client_names)
     return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
