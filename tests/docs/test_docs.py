@@ -76,7 +76,7 @@ def test_every_field_of_the_configuration_is_described_with_its_default():
 def test_files_and_figures_of_a_run_are_described(tmp_path):
     folder = tmp_path / "run"
     options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "target": 0.5, "engine": "inline"}
-    result = unskew.run(**options, early_stopping=2, out=folder)
+    result = unskew.run(**options, early_stopping=2, keep="best", out=folder)
     result.plot(folder / "convergence.png")
     assert set(first_names(section(COMMAND_LINE, "summary.json"))) == set(result.summary)
     assert set(first_names(section(COMMAND_LINE, "metrics.jsonl"))) == set(result.history[-1])
@@ -86,6 +86,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
         "cache",
         "clients",
         "coefficients.png",
+        "curves.json",
         "personal",
         "report.html",
         "samples",

@@ -452,7 +452,7 @@ def test_the_verdict_names_the_best_its_lead_and_its_cost(compared, page):
 
 
 def test_the_worst_decile_is_the_same_in_picture_and_table(compared, page):
-    boxes = page.data["parts"][0]["boxes"]["global"]
+    boxes = page.data["parts"][0]["boxes"]["accuracy"]
     names = page.column("fairness", "method")
     for name, model, value in zip(
         names, page.column("fairness", "model"), page.column("fairness", "worst decile, %"), strict=True

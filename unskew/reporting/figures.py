@@ -172,7 +172,7 @@ def best_classifiers(part: Part) -> list[Series]:
     judge = part.objective
 
     def rank(one: Series) -> float:
-        values = [value for run in one.runs if number(value := run.summary.get(judge.name))]
+        values = [float(run.summary[judge.name]) for run in one.runs if number(run.summary.get(judge.name))]
         return judge.rank(float(np.mean(values))) if values else -np.inf
 
     return sorted((one for one in part.series if one.runs[0].curves), key=rank, reverse=True)[:BEST]

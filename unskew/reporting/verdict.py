@@ -43,8 +43,8 @@ def _values(one: Series, name: str) -> list[float]:
 def _lead(best: Series, second: Series, judge: Metric) -> str:
     """How far the best is ahead of the second, and whether that is conclusive."""
     name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
-    pairs = [(a.summary.get(name), b.summary.get(name)) for a in best.runs for b in second.runs if alike(a, b)]
-    leads = [factor * (a - b) for a, b in pairs if number(a) and number(b)]
+    pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if alike(a, b)]
+    leads = [factor * (a[name] - b[name]) for a, b in pairs if number(a.get(name)) and number(b.get(name))]
     if not leads:
         return f"It cannot be compared with {second.label}, the second best: they have no seed in common."
     digits, unit = (1, " points") if judge.percent else (4, "")
