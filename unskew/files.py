@@ -124,6 +124,21 @@ def _real(text: str) -> float:
     return float(text)
 
 
+def check_run(folder: Path, resume: bool = False) -> None:
+    """Reject a folder without a run, before PyTorch is loaded.
+
+    Args:
+        folder: The folder.
+        resume: Whether a run is to be resumed there.
+
+    Raises:
+        CheckpointError: If it has no ``config.yaml``.
+    """
+    if not (folder / "config.yaml").is_file():
+        what = f"There is no run to resume in {folder}" if resume else f"{folder} is not a run folder"
+        raise CheckpointError(f"{what}: config.yaml is missing.")
+
+
 def check_regular(path: Path) -> None:
     """Reject what is not a regular file, such as a folder, a pipe or a device.
 

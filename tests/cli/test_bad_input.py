@@ -2,6 +2,7 @@
 
 import csv
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -302,6 +303,13 @@ def test_near_misses_are_answered_with_what_was_meant(capsys):
     Path("my.yaml").write_text("rounds: 3\nnum_clients: 4\n")
     said = refused(capsys, "run", "my.yaml", files=["my.yaml", "patients.csv"])
     assert said == "unskew: my.yaml: There is no option 'num_clients'. Did you mean 'clients'?"
+
+
+@pytest.mark.parametrize("command", ["predict {} x.csv", "evaluate {} x.csv", "export {}", "resume {}"])
+def test_a_folder_without_a_run_is_noticed_before_pytorch_is_loaded(capsys, monkeypatch, command):
+    for module in ("unskew.serving.load", "unskew.serving.export", "unskew.runs.run", "unskew.deployment.run"):
+        monkeypatch.setitem(sys.modules, module, None)  # importing it fails
+    assert "config.yaml is missing" in refused(capsys, *command.format("nowhere").split())
 
 
 def test_configuration_that_is_not_text(capsys):

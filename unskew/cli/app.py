@@ -49,7 +49,7 @@ from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
 from unskew.errors import ConfigError, UnskewError
-from unskew.files import place
+from unskew.files import check_run, place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,6 +209,7 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Go on with an interrupted run, or make a finished one longer with --rounds."""
+    check_run(folder, resume=True)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.reading import set_field
     from unskew.deployment.plan import is_deployed

@@ -10,7 +10,7 @@ import typer
 
 from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
 from unskew.cli.predict import as_text, check_out, printable
-from unskew.files import place, write_atomic
+from unskew.files import check_run, place, write_atomic
 
 
 def evaluate(
@@ -35,6 +35,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a trained model on other labeled data, overall and per site."""
+    check_run(run)
     check_out(out, run, rows)
     from unskew.cli.progress import waiting
     from unskew.cli.wide import Fitting

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
-from unskew.files import place
+from unskew.files import check_run, place
 
 
 def export(
@@ -23,6 +23,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a trained model with its preprocessing for other programs, and a model card."""
+    check_run(run)
     from unskew.serving.export import export as write
 
     done = write(run, kind, out=out, client=client, trust_code=trust_code)

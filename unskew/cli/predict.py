@@ -12,7 +12,7 @@ import typer
 
 from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
 from unskew.errors import ConfigError
-from unskew.files import place, write_atomic
+from unskew.files import check_run, place, write_atomic
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -42,6 +42,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
+    check_run(run)
     check_out(out, run, rows)
     from unskew.cli.progress import waiting
     from unskew.data.spec import names_in

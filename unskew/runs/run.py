@@ -19,7 +19,7 @@ from unskew.data.reading.telling import told
 from unskew.engines.catalogue import pick_device
 from unskew.engines.machine import plain_torch
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import locked, new_folder, place, read_json
+from unskew.files import check_run, locked, new_folder, place, read_json
 from unskew.methods.catalogue import MethodLike, check_names
 from unskew.methods.catalogue import method as method_of
 from unskew.protocol.rules import Method
@@ -113,8 +113,7 @@ def resumed(folder: Path | None) -> Iterator[None]:
     """
     if folder is None:
         raise ConfigError("resume goes on with the run in out: name its folder there.")
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"There is no run to resume in {folder}: it has no config.yaml.")
+    check_run(folder, resume=True)
     with locked(folder):
         yield
 

@@ -15,7 +15,7 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import place
+from unskew.files import check_run, place
 from unskew.methods.catalogue import method as method_of
 from unskew.models.vector import ModelSpec
 from unskew.provenance import TRUST
@@ -103,8 +103,7 @@ def opened(
 ) -> Opened:
     """A finished run with its model; see ``load``."""
     folder = place(run)
-    if folder is None or not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{run} is no run folder: it has no config.yaml.")
+    check_run(folder)
     if not (folder / FINAL).is_file():
         raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
     inputs = read_inputs(folder)
