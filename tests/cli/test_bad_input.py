@@ -219,6 +219,12 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --seeds 0,0", "seeds='0,0'"),
         ("compare fedavg --seeds 99999999999", "seeds='0..99999999998' is not a list of seeds"),
         ("compare fedavg --target 2", "target=2"),
+        ("compare fedavg --class-weights 1,1e39", "class_weights"),
+        ("run --out s3://bucket/run", "s3://bucket/run is an address; unskew reads and writes local files"),
+        ("run --out file:///tmp/x", "is an address"),
+        ("models cnn --classes 999999999999999999999999999999", "must be numbers from 1 to"),
+        ("models logistic --shape 111111111111111111111111111111", "must be numbers from 1 to"),
+        ("models logistic --shape 0,3", "must be numbers from 1 to"),
         ("compare fedavg --class-weights 1,x", "'1,x' is neither balanced nor numbers"),
         ("compare fedavg --resume", "--out"),
         ("compare fedavg --model cn", "no model 'cn'"),
@@ -715,3 +721,25 @@ def test_local_models_of_several_labels_and_of_parts_that_stay(tmp_path):
 def test_ft_without_evaluated_clients_warns():
     with pytest.warns(UserWarning, match="no personal figures"):
         unskew.run(method="fedavg+ft", model="logistic", rounds=1, clients=3, eval_clients=0, engine="inline")
+
+
+def test_a_library_that_finds_no_memory_is_no_traceback(capsys, monkeypatch):
+    def load(*_, **__):
+        raise ImportError("libfreetype.so.6: failed to map segment from shared object")
+
+    monkeypatch.setattr("unskew.cli.app.print_json", load)
+    monkeypatch.setattr("unskew.cli.info.print_json", load)
+    outcome = call(capsys, "methods", "--json")
+    assert outcome.code == 2
+    assert "not enough memory" in outcome.err
+
+
+def test_diverged_runs_are_marked_in_tables_and_notes(capsys):
+    """A rate at which every update of one method's clients is infinite."""
+    args = ["--clients", 2, "--model", "mlp", "--local-steps", 6, "--rounds", 1, "--engine", "inline"]
+    rows = call(capsys, "compare", "fedavg", "--seeds", 1, *args, "--lr", 1e6, "--json").json()
+    assert rows["rows"][0]["diverged"] == 1
+    assert "fedavg (1 of 1 seeds)" in rows["notes"][0]
+    table = call(capsys, "compare", "fedavg", "--seeds", 1, *args, "--lr", 1e6).out
+    assert "(diverged)" in " ".join(table.split())
+    assert "(diverged)" not in call(capsys, "compare", "fedavg", "--seeds", 1, *args).out

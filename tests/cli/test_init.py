@@ -135,3 +135,21 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     Path("cost.csv").write_text("\n".join(counts) + "\n")
     number = call(capsys, "partition", "table:cost.csv", "--label", "cost", "--clients", "3", "--partition", "iid")
     assert (number.code, "--task regression" in number.err) == (2, True)
+
+
+def test_columns_of_types_that_no_model_takes_are_not_the_end(capsys, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    n = 60
+    columns = {
+        "lists": pa.array([[1, 2]] * n),
+        "structs": pa.array([{"x": 1}] * n),
+        "maps": pa.array([[("k", 1)]] * n, pa.map_(pa.string(), pa.int64())),
+        "half": pa.array(np.arange(n).astype(np.float16)),
+        "large": pa.array([2**60 + k // 2 for k in range(n)], pa.uint64()),
+        "number": pa.array([k / 7 for k in range(n)]),
+        "label": pa.array([k % 2 for k in range(n)]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    outcome = call(capsys, "init", tmp_path / "t.parquet", "--out", tmp_path / "c.yaml")
+    assert outcome.code == 0, outcome.err
+    assert "label: label" in (tmp_path / "c.yaml").read_text()

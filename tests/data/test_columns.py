@@ -8,7 +8,8 @@ import unskew
 from unskew.cli.tables import columns_table
 from unskew.data.load import load_federation
 from unskew.data.partition.spelling import column_of
-from unskew.data.reading.columns import SHOWN, described
+from unskew.data.reading.columns import SHOWN, Choice, choose, described
+from unskew.data.reading.encoders import Encoder, read_columns
 from unskew.data.sources import catalogue as sources
 from unskew.data.sources.catalogue import load_source
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
@@ -199,3 +200,27 @@ def test_capital_suffixes_are_read(tmp_path, train):
     for name in (f"table:{tmp_path}/{train}", f"{tmp_path}/{train}", *([f"table:{tmp_path}"] * (train != "T.CSV"))):
         source = load_source(name, label="outcome")
         assert (len(source.train), len(source.test)) == ((14, 4) if train == "T.CSV" else (18, 6))
+
+
+class Counting:
+    """A table that counts how often the list of its columns is made, which takes as long as there are columns."""
+
+    def __init__(self, table):
+        self.table, self.asked = table, 0
+
+    def __getattr__(self, name):
+        return getattr(self.table, name)
+
+    @property
+    def column_names(self):
+        self.asked += 1
+        return self.table.column_names
+
+
+def test_the_work_on_a_wide_table_is_not_that_of_all_columns_for_each_of_them():
+    names = tuple(f"g{number}" for number in range(300))
+    counting = Counting(pa.table({**{name: [1.0, 2.0] for name in names}, "y": [0, 1]}))
+    read = read_columns(counting, [Encoder(name) for name in names], "a table")
+    assert read.tolist() == [[1.0] * 300, [2.0] * 300]
+    choose(counting, ("y",), Choice(features=names), "a table")
+    assert counting.asked < 20

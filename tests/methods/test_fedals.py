@@ -357,6 +357,7 @@ def test_a_budget_below_one_average_an_epoch_is_refused():
     ("chosen", "words"),
     [
         ("fedals:alpha=10", "never averages first: 10 rounds lie between two averages"),
+        ("fedals:alpha=10", "Set rounds to at least 10, or fedals:alpha to at most 3"),
         ("fedals:alpha=10,split=2", "never averages first, head: 10 rounds"),
     ],
 )

@@ -1,5 +1,6 @@
 """A trained model as files: they give what the run's model gives to raw inputs, and a card says what it is."""
 
+import errno
 import json
 import shutil
 
@@ -265,3 +266,16 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
     else:
         with pytest.raises(ConfigError, match="unskew export"):
             unskew.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["torch", "onnx", "torchscript"])
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(ditto, tmp_path, monkeypatch, kind):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("unskew.files.write_synced", full)
+    with pytest.raises(CheckpointError, match="The disk is full"):
+        unskew.export(ditto, kind, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert unskew.export(ditto, kind, out=tmp_path / "out").file.exists()

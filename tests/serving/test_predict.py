@@ -281,6 +281,10 @@ def test_a_diverged_run_predicts_nothing(patients, diverged, capsys):
         assert "diverged" in outcome.err
         assert "Traceback" not in outcome.err
     assert not (patients / "never.csv").exists()
+    for more in (("diagnose", diverged, "--no-curvature"), ("export", diverged, "--format", "torchscript")):
+        outcome = call(capsys, *more)
+        assert outcome.code == 2
+        assert "not finite: the run diverged" in " ".join(outcome.err.split())
     outcome = call(capsys, "report", diverged)
     assert outcome.code == 0
     assert "diverged" in (diverged / "report.html").read_text()

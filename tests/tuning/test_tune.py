@@ -14,7 +14,7 @@ from support.running import Process, call, metrics
 
 import unskew
 from unskew.config.reading import experiment, load_yaml
-from unskew.errors import ConfigError
+from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.options import options_of
 from unskew.protocol.spaces import Choice, Range, log, one_of, read_space
@@ -22,7 +22,7 @@ from unskew.reporting.about import again
 from unskew.reporting.parts import parts_of
 from unskew.reporting.reading import read_runs
 from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
-from unskew.tuning.study import Study, make_storage
+from unskew.tuning.study import Study, database, make_storage
 from unskew.tuning.trials import Plan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -330,3 +330,26 @@ def test_a_database_of_somebody_else_names_no_code(key, value):
     Stored.params = {**good, key: value}
     with pytest.raises(ConfigError, match=f"study.db holds {key}='{value}'".replace("+", r"\+")):
         study.params_of(Stored)
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    """SQLite says of its own accord that its file may not grow."""
+    import sqlalchemy
+
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'study.db'}")
+    with pytest.raises(CheckpointError, match="study.db, could not be used: database or disk is full"), database():
+        with engine.connect() as connection:
+            connection.execute(sqlalchemy.text("PRAGMA max_page_count=2"))
+            for number in range(5):
+                connection.execute(sqlalchemy.text(f"CREATE TABLE t{number} (x TEXT)"))
+
+
+def test_a_tuning_whose_database_fails_is_a_sentence(tmp_path, monkeypatch):
+    import optuna
+
+    def full(*_, **__):
+        raise optuna.exceptions.StorageInternalError("the disk is full")
+
+    monkeypatch.setattr(optuna.storages.RDBStorage, "create_new_trial", full)
+    with pytest.raises(CheckpointError, match="continue with --resume"):
+        unskew.tune(methods=["fedavg"], trials=1, seeds=1, out=tmp_path / "t", data="digits", clients=2, **TINY)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
+from unskew.errors import DataError
 from unskew.measures import lemma
 from unskew.measures.probe import Moments, Probe, Products, largest
 from unskew.seeding import derive, generator, normal, numpy_generator
@@ -141,6 +142,11 @@ def measure(
             pool.add(1, theirs.mean)
             together += float(apart @ (theirs.mean - pool.mean))
         gradients.add(1, mine.mean)
+    if not bool(torch.isfinite(gradients.mean).all()):
+        raise DataError(
+            f"At the {place} the gradients are not finite: the run diverged, so there is nothing to measure. Repeat it with a "
+            "smaller learning rate."
+        )
     sigma2, sigma2_made, distance = (np.array(column) for column in zip(*noise, strict=True))
     zeta2 = gradients.variance
     figures: Figures = {

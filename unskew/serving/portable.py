@@ -144,6 +144,10 @@ def write(found: Opened, kind: str, file: Path) -> float:
     portable = Portable(found).eval()
     with torch.no_grad(), _quiet(), _as_sentence(kind):
         ask = WRITERS[kind](portable, examples(found, 2), facts(found), file)
+        if not bool(torch.isfinite(portable(examples(found, max(SIZES)))).all()):
+            raise ConfigError(
+                "The outputs of the model are not finite: the run diverged. Train with a smaller learning rate."
+            )
         apart = max(_apart(portable(x), ask(x)) for x in (examples(found, size) for size in SIZES))
     targets = found.inputs.targets
     apart /= max(targets.std) if targets else 1.0
