@@ -336,12 +336,16 @@ def test_a_full_disk_is_a_sentence(tmp_path):
     """SQLite says of its own accord that its file may not grow."""
     import sqlalchemy
 
-    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'study.db'}")
-    with pytest.raises(CheckpointError, match="study.db, could not be used: database or disk is full"), database():
-        with engine.connect() as connection:
-            connection.execute(sqlalchemy.text("PRAGMA max_page_count=2"))
-            for number in range(5):
-                connection.execute(sqlalchemy.text(f"CREATE TABLE t{number} (x TEXT)"))
+    with sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'study.db'}").connect() as connection:
+        connection.execute(sqlalchemy.text("PRAGMA max_page_count=2"))
+        connection.execute(sqlalchemy.text("CREATE TABLE first (x TEXT)"))
+
+        @database()
+        def grow():
+            connection.execute(sqlalchemy.text("CREATE TABLE second (x TEXT)"))
+
+        with pytest.raises(CheckpointError, match=r"study\.db, could not be used: database or disk is full"):
+            grow()
 
 
 def test_a_tuning_whose_database_fails_is_a_sentence(tmp_path, monkeypatch):

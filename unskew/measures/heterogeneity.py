@@ -144,8 +144,8 @@ def measure(
         gradients.add(1, mine.mean)
     if not bool(torch.isfinite(gradients.mean).all()):
         raise DataError(
-            f"At the {place} the gradients are not finite: the run diverged, so there is nothing to measure. Repeat it with a "
-            "smaller learning rate."
+            f"At the {place} the gradients are not finite: the run diverged, so there is nothing to measure. Repeat it with "
+            "a smaller learning rate."
         )
     sigma2, sigma2_made, distance = (np.array(column) for column in zip(*noise, strict=True))
     zeta2 = gradients.variance
