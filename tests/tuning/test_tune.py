@@ -354,6 +354,6 @@ def test_a_tuning_whose_database_fails_is_a_sentence(tmp_path, monkeypatch):
     def full(*_, **__):
         raise optuna.exceptions.StorageInternalError("the disk is full")
 
-    monkeypatch.setattr(optuna.storages.RDBStorage, "create_new_trial", full)
+    monkeypatch.setattr(optuna.study.Study, "ask", full)
     with pytest.raises(CheckpointError, match="continue with --resume"):
         unskew.tune(methods=["fedavg"], trials=1, seeds=1, out=tmp_path / "t", data="digits", clients=2, **TINY)
