@@ -160,7 +160,10 @@ def check_plain(folder: Path) -> None:
     """
     for place, folders, names in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *names)):
-            mode = path.lstat().st_mode
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:  # another process has removed it by now
+                continue
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 raise ConfigError(
                     f"{path} is a link, a pipe or a device, and unskew works only in folders of plain files. Remove it, or "
@@ -214,7 +217,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 def _left_over(path: Path) -> bool:
     """Whether a killed process left this file: a lock, or a temporary file of ours."""
     ours = path.name == ".lock" or re.fullmatch(r"\.[0-9a-f]{16,32}\.new", path.name)
-    return bool(ours) and stat.S_ISREG(path.lstat().st_mode)
+    return bool(ours) and not path.is_symlink() and (path.is_file() or not path.exists())
 
 
 def occupied(folder: Path) -> bool:
@@ -337,7 +340,7 @@ def locked(folder: Path | None) -> Iterator[None]:
         try:
             check_plain(folder)
             for path in filter(_left_over, folder.glob(".*.new")):
-                path.unlink()
+                path.unlink(missing_ok=True)
             yield
         finally:
             (folder / ".lock").unlink(missing_ok=True)

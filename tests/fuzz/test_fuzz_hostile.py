@@ -123,6 +123,19 @@ def test_a_folder_of_a_link_is_not_empty(here, capsys):
     assert not occupied(here / "new")
 
 
+def test_no_export_and_no_tuning_through_a_link(here, capsys, made):
+    sent = shutil.copytree(made, here / "sent")
+    (here / "outside" / "victim").unlink()
+    (sent / "export-torch").symlink_to(here / "outside")
+    assert "already there" in answered(capsys, "export", sent, "--format", "torch", codes=(2,)).err
+    tuned = here / "tuned"
+    tuned.mkdir()
+    (tuned / "study.db").symlink_to(here / "outside" / "study.db")
+    command = ["tune", "fedavg", "--data", "digits", "--trials", 1, "--out", tuned, "--resume"]
+    assert "is a link" in answered(capsys, *command, codes=(2,)).err
+    (here / "outside" / "victim").write_text("mine")
+
+
 def test_writing_replaces_a_link_and_never_follows_it(here):
     (here / "p.csv").symlink_to(here / "outside" / "victim")
     write_atomic(here / "p.csv", b"new")

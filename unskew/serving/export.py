@@ -62,7 +62,7 @@ def export(
     found = opened(run, client, model, trust_code)
     whose = "" if client is None else f"-client-{client}"
     folder = place(out) if out is not None else found.folder / f"export-{format}{whose}"
-    if occupied(folder):
+    if occupied(folder) or (out is None and folder.is_symlink()):
         raise ConfigError(f"{folder} is already there; choose another folder with --out.")
     added = make_folder(folder)
     try:

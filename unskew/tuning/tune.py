@@ -18,7 +18,7 @@ from unskew.config.reading import experiment
 from unskew.data.federation import Federation
 from unskew.engines.machine import watch_parent
 from unskew.errors import ConfigError, UnskewError, items, shown
-from unskew.files import make_folder, occupied, place, read_json, unmake_folder, waiting_for, write_atomic
+from unskew.files import check_plain, make_folder, occupied, place, read_json, unmake_folder, waiting_for, write_atomic
 from unskew.records.recorder import Callback
 from unskew.runs.crew import Work, sendable
 from unskew.runs.given import unnamed, values_of
@@ -172,6 +172,7 @@ def _in(folder: Path | None, resume: bool) -> Iterator[None]:
     if not fresh and not resume:
         raise ConfigError(f"The folder {folder} is already there; choose another with --out, or go on with --resume.")
     added = make_folder(folder)
+    check_plain(folder)
     try:
         yield
     except BaseException:
