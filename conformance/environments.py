@@ -8,7 +8,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-MINUTES = 10
+MINUTES = 30
+"""Default time limit per library, and the limit of an installation."""
 
 
 def constant(module: Path, name: str) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """unskew in the conformance suite: every method with a convex meaning against the papers in NumPy."""
 
+import subprocess
 from dataclasses import replace
 
 import pytest
 from support.slow import slow_but
 
+import conformance.__main__ as conformance_command
 from conformance import invariants
 from conformance.adapters import unskew as adapter
 from conformance.cases import TABLE, case, distance, measured
@@ -124,3 +126,20 @@ def test_the_problem_has_what_it_promises():
     best = one.optimum()
     assert abs(sum(one.gradient(k, best) for k in range(one.clients))).max() < 1e-12
     assert distance(paper(case("fedavg", rounds=10)).models[-1], one) > 0.1
+
+
+@pytest.mark.parametrize(("asked", "code"), [(["unskew"], 1), ([], 1), (["fedlab"], 1)])
+def test_a_library_that_takes_too_long_is_named_and_the_command_fails(monkeypatch, capsys, tmp_path, asked, code):
+    def slow(*command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(conformance_command, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(conformance_command, "interpreter", lambda library: "python")
+    monkeypatch.setattr(conformance_command, "TABLE", {})
+    monkeypatch.setattr(conformance_command.subprocess, "run", slow)
+    monkeypatch.setattr("sys.argv", ["conformance", *asked, "--minutes", "0.5"])
+    assert conformance_command.main() == code
+    assert (
+        f"{(asked or ['unskew'])[0]}: not run, it took more than 0.5 minutes, raise --minutes"
+        in capsys.readouterr().out
+    )

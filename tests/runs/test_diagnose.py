@@ -17,7 +17,7 @@ from torch import nn
 
 import unskew
 from unskew.data.federation import ArrayClients, Federation
-from unskew.diagnosis.synthetic import POOL
+from unskew.diagnosis.synthetic import POOL, checked
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.measures import lemma
 from unskew.measures.gradients import Gradients
@@ -163,6 +163,24 @@ def test_power_iteration_is_exact_on_the_eigenspace_and_never_above():
     assert one[1] == two[1] == 5
     assert math.sqrt(30 / 3) == pytest.approx(float(one[0]))  # ||H u|| of the first direction
     assert float(two[0]) == near(5)
+
+
+def test_the_power_iteration_converges_where_eigenvalues_are_close():
+    """At the tolerance of ``diagnose``, with many products allowed."""
+    H = torch.diag(torch.tensor([1.0, 0.99, 0.985, 0.5, 0.1], dtype=torch.float64))
+    (found,) = largest(lambda u: u @ H, torch.ones(1, 5, dtype=torch.float64), 300, Scope().tolerance)
+    assert 1 - 1e-4 < float(found) <= 1
+
+
+def test_given_arrays_keep_their_precision():
+    A, b = problem(SIZES)
+    fed, _ = quadratics(A, b)
+    x = np.full((2, 3), 0.1)
+    kept, _ = checked((x, np.array([0, 0])), fed, "the set")
+    assert kept.dtype == torch.float64
+    assert np.array_equal(kept.numpy(), x)
+    single = replace(fed, test=(fed.test[0].float(), fed.test[1]))
+    assert np.array_equal(checked((x, np.array([0, 0])), single, "the set")[0].numpy(), x)
 
 
 @pytest.mark.slow

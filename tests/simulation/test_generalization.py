@@ -8,7 +8,8 @@ from support.tolerance import TRAINING, near
 
 import unskew
 from unskew.data.partition.rules import iid
-from unskew.errors import DataError
+from unskew.errors import ConfigError, DataError
+from unskew.measures.bounds import fedcog_bound, feddle_rate
 
 
 def log_loss(v, x, y, classes=3):
@@ -47,6 +48,49 @@ def test_gaps_and_skew_are_those_by_hand():
     assert row["generalization/bound_second"] == near(second, TRAINING)
     assert row["generalization/round"] == near(2 * first + np.sqrt(2) * second, TRAINING)
     assert row["generalization/ratio"] == near(gap / big, TRAINING)
+
+
+def test_the_bound_under_partial_participation_is_that_by_hand():
+    """Two of four clients take part: both schemes of Appendix C, with the sum over all clients estimated from two."""
+    fed = blobs([12, 20, 16, 9])
+    run = {"model": "logistic", "rounds": 1, "lr": 0.1, "precision": "fp64", "engine": "inline", "participation": 0.5}
+    row = unskew.run(fed, **run, diagnose="generalization").history[0]
+    spy = Spy()
+    unskew.run(fed, method=spy, **run)
+    taking_part = [k for k, n in enumerate((12, 20, 16, 9)) if n in {int(w) for _, w in spy.seen}]
+    models = [v.numpy() for v, _ in spy.seen]
+    counts = np.array([12, 20, 16, 9])[taking_part]
+    mean = sum(n * v for n, v in zip(counts / counts.sum(), models, strict=True))
+    x, y = fed.test[0].flatten(1).double().numpy(), fed.test[1].numpy()
+    expected = dict.fromkeys(("scheme1_first", "scheme1_second", "scheme2_first", "scheme2_second"), 0.0)
+    for k, v in zip(taking_part, models, strict=True):
+        client = fed.clients[k]
+        cx, cy = client.x.flatten(1).double().numpy(), client.y.numpy()
+        at = (np.bincount(cy, minlength=3) / len(cy))[y] / np.bincount(y, minlength=3)[y]
+        local = (at * log_loss(v, x, y)).sum() - log_loss(v, cx, cy).mean()
+        skew = log_loss(mean, cx, cy).mean() - log_loss(v, cx, cy).mean()
+        w = len(cy) / 57
+        for scheme, inner in (("scheme1", 1 / 2), ("scheme2", w * 4 / 2)):
+            expected[f"{scheme}_first"] += 4 / 2 * w * inner**2 * local
+            expected[f"{scheme}_second"] += 4 / 2 * w * 2 * inner * np.sqrt(max(skew, 0) * max(local, 0))
+    for name, value in expected.items():
+        assert row[f"generalization/{name}"] == near(value, TRAINING)
+
+
+def test_bounds_of_fedcog_and_feddle_are_the_formulas():
+    """Two clients, three steps and small whole numbers, by hand."""
+    given = {"smoothness": 2.0, "lr": 0.05, "local_steps": 3, "rounds": 10, "sigma2": 4.0, "beta2": 0.5, "kappa2": 2.0}
+    bound = fedcog_bound(gap=1.5, weights=[0.25, 0.75], **given)
+    # 4 * 1.5 / 1.5 + 4 * 0.1 * 4 * 0.625 + 3 * 2 * 0.01 * 4 + 6 * 3 * 2 * 0.01 * 2
+    assert bound == pytest.approx(4 + 1 + 0.24 + 0.72)
+    assert fedcog_bound(1.5, [1.0], 2.0, 0.25, 1, 10, 4.0, 0.5, 2.0) == pytest.approx(2.4 + 8.0)  # 1 / (2 tau) exactly
+    with pytest.raises(ConfigError, match=r"at most 0.1667, not 0.168"):
+        fedcog_bound(1.5, [1.0], **{**given, "lr": 0.084, "beta2": 0.0})
+    with pytest.raises(ConfigError, match=r"at most 0.09129, not 0.1"):
+        fedcog_bound(1.5, [1.0], **{**given, "beta2": 4.5})
+    # sqrt(4 * 1 * 9) = 6; C_T = 2 * (1 - 1/16) = 1.875; 9 - sqrt(1/4) = 8.5
+    assert feddle_rate(4, 1, 9, 2, 2.0) == pytest.approx(6 / (6 + 1.875 * 8.5))
+    assert feddle_rate(4, 1, 9, 0, 2.0) == 1
 
 
 def test_the_trend_is_the_mean_over_evaluated_rounds_also_after_a_resume(tmp_path):

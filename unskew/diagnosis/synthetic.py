@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from unskew.data.checks import as_inputs, as_targets, check_targets
+from unskew.data.checks import as_targets, check_targets, given_inputs, laid_out, without_padding
 from unskew.data.federation import Federation, cat_inputs, take
 from unskew.data.reading.files import joined
 from unskew.data.reading.images import decode_column
@@ -103,12 +103,14 @@ def checked(pair: object, federation: Federation, who: str) -> Pair:
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
-    x, y = as_inputs(pair[0], who), as_targets(pair[1], who, federation.task)
+    x, y = (
+        laid_out(without_padding(given_inputs(pair[0], who), "classification")),
+        as_targets(pair[1], who, federation.task),
+    )
     check_targets(y, federation.classes, who)
     stored = federation.test[0].dtype
-    if x.is_floating_point() and stored.is_floating_point:
-        x = x.to(stored)
-    if tuple(x.shape[1:]) != federation.shape or len(x) != len(y) or x.dtype != stored:
+    same_type = x.dtype == stored or (x.is_floating_point() and stored.is_floating_point)  # of any precision
+    if tuple(x.shape[1:]) != federation.shape or len(x) != len(y) or not same_type:
         raise DataError(
             f"{who} has {len(x)} inputs of shape {tuple(x.shape[1:])} and type {x.dtype} with {len(y)} labels; the clients' "
             f"are of shape {federation.shape} and type {stored}."

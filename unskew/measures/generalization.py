@@ -9,7 +9,9 @@ client's distribution, ``theta_k`` its model after local training, ``w_k`` its w
 
 Theorem 4.1 bounds the expected gap after one round, for a ``mu``-strongly convex and ``L``-smooth loss, by
 ``sum_k w_k [(L w_k^2 / mu) Delta_k + 2 sqrt(L / mu) w_k sqrt(delta_k Delta_k)]``. ``L`` and ``mu`` are not measured: the two
-sums are given without them. Theorem 4.3 bounds the gap after ``R`` rounds by a mean over them,
+sums are given without them. If ``K'`` of ``K`` clients take part (Appendix C), the inner ``w_k`` is replaced: by ``1 / K'``
+if they are drawn with replacement (scheme 1), by ``w_k K / K'`` if without (scheme 2). The sum over all clients is estimated
+from those that take part, each with ``w_k K / K'``. Theorem 4.3 bounds the gap after ``R`` rounds by a mean over them,
 ``1/R sum_r sum_k w_k [2 (L w_k^2 / mu) A + sqrt(8 L / mu) w_k sqrt(A B)]``, where ``A`` and ``B`` bound ``Delta_k`` and
 ``delta_k`` up to constants that it does not give. Its trend is measured with ``Delta_k`` and ``delta_k`` in their place and
 ``L = mu``, over the rounds that are evaluated.
@@ -57,6 +59,7 @@ class Generalization(Diagnosis):
         b = torch.stack([w * u.buffers for w, u in zip(weights, self.updates, strict=True)]).sum(0)
         everywhere = self.evaluator.losses(mean, b, *self.evaluator.test)
         gap = local = skew = first = second = 0.0
+        pairs: list[tuple[float, float]] = []
         for w, v, update in zip(weights, models, self.updates, strict=True):
             client = self.federation.clients[update.client]
             seen = float(self.evaluator.losses(v, update.buffers, client.x, client.y).mean())
@@ -67,8 +70,9 @@ class Generalization(Diagnosis):
             gap += w * (mean_unseen - mean_seen)
             local += big / len(models)
             skew += small / len(models)
+            pairs.append((big, 2 * math.sqrt(max(0.0, small) * max(0.0, big))))
             first += w**3 * big
-            second += 2 * w**2 * math.sqrt(max(0.0, small) * max(0.0, big))
+            second += w**2 * pairs[-1][1]
         term = 2 * first + math.sqrt(2) * second
         earlier = [row["generalization/round"] for row in self.history if row.get("generalization/round") is not None]
         return {
@@ -80,7 +84,24 @@ class Generalization(Diagnosis):
             "generalization/bound_second": second,
             "generalization/round": term,
             "generalization/trend": (sum(earlier) + term) / (len(earlier) + 1),
+            **self._partial(pairs),
         }
+
+    def _partial(self, pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Return the sums of Theorem 4.1 under partial participation, from each update's ``Delta_k`` and second term."""
+        facts, taking_part = self.server.facts, len(self.updates)
+        if taking_part == facts.clients:
+            return {}
+        figures = dict.fromkeys(
+            (f"generalization/scheme{n}_{part}" for n in (1, 2) for part in ("first", "second")), 0.0
+        )
+        total = facts.total_weight()
+        for update, (big, second) in zip(self.updates, pairs, strict=True):
+            outer = update.weight / total * facts.clients / taking_part
+            for scheme, inner in ((1, 1 / taking_part), (2, outer)):
+                figures[f"generalization/scheme{scheme}_first"] += outer * inner**2 * big
+                figures[f"generalization/scheme{scheme}_second"] += outer * inner * second
+        return figures
 
     def _expected(self, losses: Tensor, client: ClientData) -> float:
         """Mean of the test set's losses on the client's distribution."""

@@ -59,7 +59,7 @@ class Scope:
     shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
     curvature: bool = True
     iterations: int = 30
-    tolerance: float = 1e-3
+    tolerance: float = 1e-6
     tau: float = 10.0
     batch: int = 64
     epsilon: float | None = None
