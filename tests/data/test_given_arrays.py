@@ -61,6 +61,12 @@ def test_a_client_has_its_own_rows_in_its_own_order(shape, dtype):
     assert torch.equal(changed.x_test, fed.clients[1].x_test)
 
 
+def test_a_seed_may_be_a_number_of_numpy():
+    clients = given(n=10, clients=2)
+    splits = [federation(clients, holdout=0.2, seed=seed).clients[1].y for seed in (5, np.int64(5))]
+    assert torch.equal(*splits)
+
+
 def test_a_federation_can_be_copied_to_another_process():
     for fed in (federation(given()), unskew.load_federation("digits", clients=3)):
         fed.clients[1].x  # noqa: B018

@@ -213,7 +213,7 @@ class Federation:
         check_clients(clients)
         names = as_names(client_names, len(clients))
         whole_number(seed, "seed")
-        given, ys, splits = given_clients(clients, task, holdout, seed)
+        given, ys, splits = given_clients(clients, task, holdout, int(seed))
         pairs = {"the test set": checked_pair(*given_pair(test, "test"), "the test set", task)}
         if server is not None:
             pairs["the server"] = checked_pair(*given_pair(server, "server"), "the server", task)
