@@ -175,6 +175,19 @@ def test_two_sums_of_one_round_are_not_opened(count, off, tmp_path, monkeypatch)
     assert cosine(difference, world.updates[-1]) > 0.999999 if off else cosine(difference, world.updates[-1]) < CHANCE
 
 
+def test_runs_at_the_same_time_do_not_open_two_sums(tmp_path):
+    """Both are asked to sign before either is opened."""
+    one, two = (Ledger(tmp_path / "sums.json", run) for run in ("a" * 8, "b" * 8))
+    for ledger in (one, two):
+        ledger.check(0, (0, 1, 2))
+    one.record(0, (0, 1, 2))
+    with pytest.raises(UnskewError, match="second run"):
+        two.record(0, (0, 1))
+    with pytest.raises(UnskewError, match="has already opened the sum of clients 0, 1, 2 in round 1"):
+        one.record(0, (0, 1))
+    one.record(1, (0, 1))
+
+
 def test_the_same_sum_of_one_round_may_be_opened_again(tmp_path):
     """As when the server was killed before it had stored the model."""
     world = World(4, tmp_path)

@@ -6,8 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from unskew.errors import ConfigError, UnskewError
+from unskew.deployment.state import Forgotten
+from unskew.errors import ConfigError
 from unskew.files import make_folder, write_atomic
+
+
+class Opened(Forgotten):
+    """Another sum of this round was opened, so this site takes no part in the one that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +61,22 @@ class Ledger:
         """Validate that opening this sum would not be the second, different one of its round.
 
         Raises:
-            UnskewError: If another sum of this round was opened.
+            Opened: If another sum of this round was opened.
         """
         before = self.opened(round)
         if before and before != clients:
-            raise UnskewError(
+            raise Opened(
                 f"this site has already opened the sum of clients {', '.join(map(str, before))} in round {round + 1}; the "
                 "difference from another sum could reveal the update of one site"
             )
 
     def record(self, round: int, clients: tuple[int, ...]) -> None:
-        """Store on disk that a sum is being opened; call this before the first share leaves the site."""
+        """Store on disk that a sum is being opened; call this before the first share leaves the site.
+
+        Raises:
+            Opened: If another sum of this round was opened.
+        """
+        self.check(round, clients)
         make_folder(self.path.parent)
         self.path.parent.chmod(0o700)
         write_atomic(self.path, json.dumps({"run": self.run, "round": round, "clients": clients}).encode())

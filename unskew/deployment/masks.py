@@ -34,7 +34,6 @@ from unskew.deployment.messages import text
 from unskew.deployment.roster import Identity, is_signed
 from unskew.deployment.state import Forgotten
 from unskew.deployment.thin.frames import Frame, encode_header
-from unskew.errors import UnskewError
 from unskew.protocol.messages import Update, flat
 from unskew.simulation.intake import FIGURES
 
@@ -263,15 +262,12 @@ class Open:
 
         Raises:
             Nonsense: If it lists sites without a part in the sum, or too few, or not this one.
-            Forgotten: If another sum of this round was opened.
+            Opened: If another sum of this round was opened.
         """
         alive = {int(k) for k in parsed(config, "alive")}
         if not alive <= {*self.shares} or self.client not in alive or len(alive) < self.needed:
             raise Nonsense("the sites whose masked updates arrived are not sites of this sum, or too few")
-        try:
-            self.ledger.check(self.round, tuple(sorted(alive)))
-        except UnskewError as error:
-            raise Forgotten(str(error)) from error
+        self.ledger.check(self.round, tuple(sorted(alive)))
         self.alive = tuple(sorted(alive))
         return Frame("agreed", {"client": self.client, "signature": self.identity.sign(self._survivors())})
 
@@ -283,6 +279,7 @@ class Open:
 
         Raises:
             Nonsense: If too few sites of the list have signed it.
+            Opened: If another sum of this round was opened meanwhile.
         """
         signatures = parsed(config, "signatures")
         given = {k for k in self.alive if is_signed(self.identity.roster, k, self._survivors(), signatures.get(str(k)))}

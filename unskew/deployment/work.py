@@ -133,9 +133,11 @@ class Work:
             Nonsense: If they are not those of the experiment and of this site's samples.
         """
         budget = {name for name in ("counted", "local_epochs") if name in asked.config}
-        sizes = {float(update.examples), *((float(asked.config["counted"]),) if "counted" in budget else ())}
-        expected = {1.0} if weights_of(self.config, self.method) == "uniform" else sizes
-        if update.weight not in expected or (budget and not self.method.data):
+        counted = whole(asked.config, "counted") if "counted" in budget else update.examples
+        good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))
+        uniform = weights_of(self.config, self.method) == "uniform"
+        expected = {1.0} if uniform else {float(update.examples), float(counted)}
+        if not good or update.weight not in expected:
             raise Nonsense(
                 f"the weight {update.weight:g} or the budget is not that of the experiment and of {self.site.name}"
             )
