@@ -196,6 +196,20 @@ def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
     assert not (tmp_path / "state").exists()
 
 
+def test_check_names_each_of_several_experiments(tmp_path, capsys):
+    (tmp_path / "agreed").mkdir()
+    for name, changes in {"a": {}, "b": {"method": "scaffold"}, "c": {"rounds": 9}}.items():
+        (tmp_path / "agreed" / f"{name}.yaml").write_text(experiment({**TINY, **changes}).to_yaml())
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({**MINE, "experiments": "agreed"}))
+    rows = [
+        (row["what"], row["text"]) for row in call(capsys, "deploy", "check", tmp_path / "site.yaml", "--json").json()
+    ]
+    assert ("configuration", "a, client 0, 3 experiment(s)") in rows
+    blocks = [text for what, text in rows if what in ("experiment", "model")]
+    assert blocks[::2] == ["a.yaml, c.yaml, alike for sites", "b.yaml"]
+    assert [text.rpartition(" ")[2] for text in blocks[1::2]] == ["fedavg", "scaffold"]
+
+
 @pytest.mark.parametrize("which", ["good", "foreign", "expired", "plain"])
 def test_check_tests_the_certificate_of_the_superlink(which, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DAYS", "-1" if which == "expired" else "300")

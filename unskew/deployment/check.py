@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
+from unskew.deployment.agreement import digest_of
 from unskew.deployment.folder import is_private
 from unskew.deployment.holdings import own_holding, reference_alone, reference_of, split
 from unskew.deployment.joining import SKEW
@@ -23,7 +24,7 @@ from unskew.deployment.messages import cast_frame, update_frame
 from unskew.deployment.received import Received
 from unskew.deployment.roster import identity_of
 from unskew.deployment.settling import said
-from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
+from unskew.deployment.site_config import SiteConfig, load_site, read_experiments
 from unskew.deployment.state import SiteState
 from unskew.deployment.thin.frames import Frame
 from unskew.deployment.work import Work
@@ -57,12 +58,19 @@ def check(path: Path) -> Iterator[Finding]:
     try:
         site = load_site(path)
         folder = path.parent.absolute()
-        experiments = experiments_of(site, folder)
+        experiments = read_experiments(site, folder)
     except UnskewError as error:
         yield Finding("configuration", False, str(error))
         return
     yield Finding("configuration", True, f"{site.name}, client {site.client}, {len(experiments)} experiment(s)")
-    for experiment in experiments.values():
+    same: dict[str, list[Path]] = {}
+    for file, one in experiments.items():
+        same.setdefault(digest_of(one), []).append(file)
+    for files in same.values():
+        experiment = experiments[files[0]]
+        if len(experiments) > 1:
+            alike = "" if len(files) == 1 else ", alike for sites"
+            yield Finding("experiment", None, ", ".join(file.name for file in files) + alike)
         yield from _guarded("data", lambda one=experiment: _experiment(site, folder, one))  # type: ignore[misc]
     yield from _guarded("node key", lambda: _key(site, folder))
     yield from _guarded("roster", lambda: _roster(site, folder, experiments.values()))

@@ -33,7 +33,8 @@ FACTOR = 30.0
 def norms_of(update: Update) -> dict[str, float]:
     """Return the Euclidean norms of an update's tensors by name, of those that are finite."""
     tensors = {"delta": update.delta, **flat("upload", update.upload)}
-    norms = {name: float(torch.linalg.vector_norm(t.double())) for name, t in tensors.items()}
+    floats = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    norms = {name: float(torch.linalg.vector_norm(t, dtype=torch.float64)) for name, t in floats.items()}
     return {name: norm for name, norm in norms.items() if math.isfinite(norm)}
 
 

@@ -146,7 +146,12 @@ def load_site(path: Path) -> SiteConfig:
 
 
 def experiments_of(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
-    """The experiments that a site has agreed to, by their digests.
+    """The experiments that a site has agreed to, by their digests."""
+    return {digest_of(one): one for one in read_experiments(config, folder).values()}
+
+
+def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]:
+    """Read the experiments that a site has agreed to, by their files.
 
     Raises:
         ConfigError: There is none, or one is not valid, or has too few clients.
@@ -163,5 +168,5 @@ def experiments_of(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
             raise ConfigError(
                 f"{file} has {one.clients} clients, numbered from 0; there is none with number {config.client}."
             )
-        found[digest_of(one)] = one
+        found[file] = one
     return found
