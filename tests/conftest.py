@@ -29,6 +29,14 @@ def undrawn(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
+def unreferenced():
+    """Reference rows double the time of a small comparison; tests that are about them ask for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unskew.comparison.references.BY_DEFAULT", False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def unsynced():
     """What a test writes need not outlive a power cut; nothing else than one could tell the difference."""
     with pytest.MonkeyPatch.context() as patch:

@@ -161,7 +161,20 @@ def test_images_that_several_runs_need_are_made_once(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_saves_every_run_and_leaves_no_process(tmp_path):
     methods, options = ("fedavg", "scaffold"), ("--rounds", 4000, "--set", "checkpoint_every=4000")
-    command = [sys.executable, "-m", "unskew", "compare", *methods, *TINY, *options, "--out", "c", "--parallel", 2]
+    command = [
+        sys.executable,
+        "-m",
+        "unskew",
+        "compare",
+        *methods,
+        *TINY,
+        *options,
+        "--out",
+        "c",
+        "--parallel",
+        2,
+        "--no-references",
+    ]
     process = subprocess.Popen(
         list(map(str, command)), cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
     )

@@ -118,6 +118,13 @@ def compare(
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
     parallel: Parallel = "1",
+    references: Annotated[
+        bool | None,
+        typer.Option(
+            "--references/--no-references",
+            help="Also train on all data in one place (pooled) and each client alone (local). [default: on]",
+        ),
+    ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -168,13 +175,17 @@ def compare(
             resume=again,
             target=target,
             parallel=at_once,
+            references=references,
             follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
             each=each,
             **values,
         )
     rows = result.rows()
+    ranked = [row for row in rows if not row["reference"]]
+    others = [row for row in rows if row["reference"]]
+    of_methods = {name: result.histories[name] for name in result.ranked}
     if as_json:
-        found = [] if target is None else target_costs(result.histories, target, result.objective)
+        found = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(one) for one in found]
         print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         report_at_the_end(console, [folder])
@@ -182,10 +193,11 @@ def compare(
     costs = None
     if target is not None:
         judge = result.objective
-        costs = reaching_table(target_costs(result.histories, target, judge), target, judge)
+        costs = reaching_table(target_costs(of_methods, target, judge), target, judge)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
-    for table in filter(None, (comparison_table(rows), metrics_table(rows), clients_table(rows), costs)):
+    tables = [comparison_table(ranked), comparison_table(others) if others else None]
+    for table in filter(None, (*tables, metrics_table(rows), clients_table(ranked), costs)):
         console.print(table)
     if not LOUDNESS.quiet:
         text = f"{folder}/convergence.png and clients.png show the curves and what each client holds."
@@ -194,7 +206,7 @@ def compare(
     if not LOUDNESS.quiet:
         from unskew.cli.tables import several
 
-        console.print(f"{several(len(methods) * len(which), 'run')} in {time.perf_counter() - started:.0f} s.")
+        console.print(f"{several(len(rows) * len(which), 'run')} in {time.perf_counter() - started:.0f} s.")
 
 
 @app.command()

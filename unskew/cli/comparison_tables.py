@@ -16,6 +16,7 @@ from unskew.comparison.target import TargetCost
 from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
 from unskew.tasks.score import SCORES, Metric, client_metric, metric, objective_of, score_of
 
+REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
 WORDS = ("model", "over")
 """Columns that hold words, not figures."""
 COST = ("MB up", "MB down", "seconds")
@@ -84,15 +85,21 @@ def spread(row: dict[str, Any], name: str) -> float | None:
     return row.get(f"{name}_std") if row["seeds"] > 1 else None
 
 
+def megabytes_cell(value: float | None) -> str:
+    """Traffic; references have none."""
+    return "-" if value is None else megabytes(value)
+
+
 def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of ``unskew compare`` for language models: losses, lower is better."""
     title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
+    title = REFERENCES if rows[0].get("reference") else title
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds_title(rows[0]))
     table = ByMethod(title, map(method_title, rows), *figures, *COST)
     for row in rows:
         losses = [number(row.get(name), spread(row, name)) for name in ("loss", "best_loss", "perplexity")]
         shares = [percent(row[name], spread(row, name)) for name in ("accuracy", "client_accuracy_mean")]
-        traffic = [megabytes(row[name]) for name in ("bytes_up", "bytes_down")]
+        traffic = [megabytes_cell(row[name]) for name in ("bytes_up", "bytes_down")]
         table.add_row(
             Spelling(method_title(row)), *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}"
         )
@@ -110,7 +117,9 @@ def value_cell(row: dict[str, Any], one: Metric, name: str) -> str:
 
 
 def rounds_cell(row: dict[str, Any]) -> str:
-    """Rounds to the target, or how many seeds reached it."""
+    """Rounds to the target, or how many seeds reached it; without a global model nothing."""
+    if row.get(objective_of(row).name) is None:
+        return "-"
     reached = row["rounds_to_target"]
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
 
@@ -128,6 +137,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns |= {"clients, mean": f"client_{own}_mean", "worst client": f"client_{own}_worst"}
     better = " (lower is better)" if judge.lower_is_better else ""
     title = f"Test {judge.title}{unit(judge)}{better}, {over_seeds(rows[0])}"
+    title = REFERENCES if rows[0].get("reference") else title
     table = ByMethod(title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *COST)
     for row in rows:
         table.add_row(
@@ -136,8 +146,8 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             rounds_cell(row),
             *(number(row.get(name), spread(row, name)) for name in errors),
             *(percent(row[name], spread(row, name)) for name in several.values()),
-            megabytes(row["bytes_up"]),
-            megabytes(row["bytes_down"]),
+            megabytes_cell(row["bytes_up"]),
+            megabytes_cell(row["bytes_down"]),
             f"{row['seconds']:.1f}",
         )
     return table

@@ -12,8 +12,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unskew.comparison import references as reference_rows
 from unskew.comparison.each import check_same_data, check_same_objective, fields_of
 from unskew.comparison.one_run import Given, last, one_run
+from unskew.comparison.references import fitting, is_local, is_reference, reference_config, served_alone
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment
 from unskew.data.federation import Federation
@@ -94,6 +96,9 @@ class Comparison:
         target: Value of the objective for which rounds are counted: the requested one, or 90% of the best mean reached.
         folder: Where the runs, the figures and ``comparison.json`` are, or None.
         unequal: Whether clients train on different numbers of samples.
+        left_out: A sentence for each reference that does not fit.
+
+    Reference rows (``pooled``, ``local``) come after the methods.
     """
 
     histories: dict[str, list[list[dict[str, Any]]]]
@@ -101,6 +106,12 @@ class Comparison:
     target: float
     folder: Path | None
     unequal: bool = False
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def ranked(self) -> dict[str, list[dict[str, Any]]]:
+        """The summaries of the methods, without the reference rows."""
+        return {name: group for name, group in self.summaries.items() if not is_reference(name)}
 
     @property
     def objective(self) -> Metric:
@@ -109,12 +120,12 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """What must be known to read the table: where its methods train differently long, or do not count clients alike."""
-        rounds = {name: summaries[0]["rounds"] for name, summaries in self.summaries.items()}
-        told = []
+        rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
+        told = list(self.left_out)
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
-            told = [f"The methods were trained for different numbers of rounds: {each}."]
-        uneven = counted_unalike({name: summaries[0].get("weights") for name, summaries in self.summaries.items()})
+            told.append(f"The methods were trained for different numbers of rounds: {each}.")
+        uneven = counted_unalike({name: summaries[0].get("weights") for name, summaries in self.ranked.items()})
         if self.unequal and uneven:
             told.append(uneven)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
@@ -126,7 +137,9 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
 
-        Figures called ``personal`` are None for methods without personal models.
+        Figures called ``personal`` are None for methods without personal models. In the rows of references, ``reference`` is
+        true, traffic is None, and figures of the global model are None for ``local``, whose ``client`` figures are those of
+        the clients' own models.
         """
         table = []
         for name, summaries in self.summaries.items():
@@ -134,6 +147,7 @@ class Comparison:
             reached = (reaching(history, self.target, self.objective) for history in histories)
             rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
+            row["reference"] = is_reference(name)
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics") if key in summaries[0]}
             figures = [key for key in summaries[0] if is_figure(key)]
@@ -148,7 +162,7 @@ class Comparison:
                 "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
                 "seconds": mean_std([s["seconds"] for s in summaries])[0],
             }
-            table.append(row)
+            table.append({**row, "bytes_up": None, "bytes_down": None} if row["reference"] else row)
         return table
 
     def to_pandas(self) -> pd.DataFrame:
@@ -178,7 +192,8 @@ class Comparison:
 
     def plot(self, path: str | Path) -> Path:
         """Draw the convergence of all methods, mean and standard deviation over seeds."""
-        return convergence(self.histories, Path(path), self.objective)
+        curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
+        return convergence(curves, Path(path), self.objective)
 
 
 def folder_name(spelling: str) -> str:
@@ -203,6 +218,7 @@ def compare(
     follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
     each: Mapping[str, Mapping[str, Any]] | None = None,
     parallel: int | str = 1,
+    references: bool | None = None,
     **options: Any,
 ) -> Comparison:
     """Run several methods on the same data, cohorts and initial models.
@@ -220,6 +236,8 @@ def compare(
         each: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
         parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size. On a Ray cluster
             ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
+        references: Whether the rows ``pooled`` (centralized training on the data of all clients) and ``local`` (each client
+            alone) are added, which are not ranked; those that do not fit are left out with a note. None is yes.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
@@ -236,12 +254,13 @@ def compare(
         raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {shown(follow)}.")
     check_parallel(parallel)
     names = [spelling_of(m) for m in methods]
-    if not names:
-        raise ConfigError("Name at least one method.")
+    if all(map(is_reference, names)):
+        raise ConfigError("Name at least one method; pooled and local are references to compare it with.")
     twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
     if twice:
         raise ConfigError(f"Name each method only once: {twice} is there twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
+    names.sort(key=is_reference)  # stable: references come last
     which = seed_list(seeds)
     folder = None if out is None else place(out).absolute()
     if not {"method", "seed"}.isdisjoint(options):
@@ -252,11 +271,12 @@ def compare(
     makers = {name for name, m in by_name.items() if any(rule.makes for rule in m.data)}
     others = {name: {"synthetic": None} for name in names if makers and name not in makers}
     own = fields_of(each, names)
-    configs = {
-        (name, seed): experiment({**values, **others.get(name, {}), **own[name], "seed": seed, "method": name}, m)
-        for seed in which
-        for name, m in by_name.items()
-    }
+
+    def config_of(name: str, seed: int) -> Experiment:
+        fields = {**values, **others.get(name, {}), **own[name], "seed": seed, "method": name}
+        return experiment(reference_config(fields, name) if is_reference(name) else fields, by_name[name])
+
+    configs = {(name, seed): config_of(name, seed) for seed in which for name in names}
     check_same_data(configs[name, which[0]] for name in names)
     check_same_objective(configs[name, which[0]] for name in names)
     result, unequal = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder), False
@@ -283,6 +303,14 @@ def compare(
             spec, _ = check_method(configs[name, which[0]], data, own_model, m)
             check_given_set(configs[name, which[0]], m)
             size = max(size, spec.size)
+        if reference_rows.BY_DEFAULT if references is None else references:
+            base = "fedavg" if "fedavg" in names else names[0]
+            more, left_out = fitting(configs[base, which[0]], data, own_model, names)
+            by_name |= more
+            own |= dict.fromkeys(more, own[base])
+            names += more
+            result = replace(result, left_out=tuple(left_out))
+            configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
             (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {which[0]}"
             clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
@@ -294,12 +322,13 @@ def compare(
                 run = finished.get((name, seed))
                 if run is None:
                     run = one_run(given, *arguments(name, seed), followers(name, seed))
-                result.histories[name].append(run[0])
-                result.summaries[name].append(run[1])
-            if len({group[0]["weights"] for group in result.summaries.values()}) > 1:
+                alone = is_local(name)
+                result.histories.setdefault(name, []).append(list(map(served_alone, run[0])) if alone else run[0])
+                result.summaries.setdefault(name, []).append(served_alone(run[1]) if alone else run[1])
+            if len({group[0]["weights"] for group in result.ranked.values()}) > 1:
                 unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:
-            target = default_target(result.summaries.values())
+            target = default_target(result.ranked.values())
         result = replace(result, target=target, unequal=unequal)
         if folder is not None:
             result.plot(folder / "convergence.png")

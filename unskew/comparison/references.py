@@ -2,14 +2,94 @@
 
 from __future__ import annotations
 
-REFERENCES = ("pooled", "local")
-"""Methods that are shown below the others and never ranked."""
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation
+from unskew.errors import UnskewError
+from unskew.methods.catalogue import REFERENCES, method
+from unskew.protocol.rules import Method
+from unskew.runs.checks import check_method
+from unskew.runs.model import ModelLike
+from unskew.tasks.score import score_of
+
+BY_DEFAULT = True
+"""Whether a comparison has reference rows where nothing else is asked for."""
+ROUNDS = 10_000_000
+"""Largest number of rounds: evaluated every so many, a model is evaluated after the last round only."""
+OF_CLIENTS = "personal_"
+"""Beginning of the names of figures of the clients' own models."""
 
 
 def is_reference(spelling: str) -> bool:
-    """Whether a method is a reference row.
+    """Whether a method is a reference row, which is shown and never ranked.
 
-    >>> is_reference("pooled"), is_reference("fedavg")
+    >>> is_reference("pooled:participation=0.5"), is_reference("fedavg")
     (True, False)
     """
-    return spelling in REFERENCES
+    return spelling.partition(":")[0] in REFERENCES
+
+
+def is_local(spelling: str) -> bool:
+    """Whether a method trains each client alone, so that it has no global model."""
+    return spelling.partition(":")[0] == "local"
+
+
+def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]:
+    """Return the fields of a reference's run, from those of the methods: what concerns an exchange is left at its default."""
+    fields = {**values, "network": "none", "secure_aggregation": "off", "diagnose": [], "synthetic": None}
+    fields |= {"save_samples": False, "to_be_continued": False, "weights": "auto", "buffers": "average"}
+    if is_local(spelling):
+        return {**fields, "early_stopping": None, "keep": "last", "eval_every": ROUNDS}
+    return {**fields, "participation": 1.0}
+
+
+def fitting(
+    config: Experiment, federation: Federation, model: ModelLike | None, names: Sequence[str]
+) -> tuple[dict[str, Method], list[str]]:
+    """Choose the references of a comparison.
+
+    Args:
+        config: The run of one of its methods.
+        federation: The data.
+        model: The model, if it was given in Python.
+        names: The methods that are compared.
+
+    Returns:
+        Those that fit the data and the model, by name, and a sentence for each that does not.
+    """
+    if config.start_from is not None:
+        return {}, ["pooled and local are left out: the runs continue another one (start_from)."]
+    found: dict[str, Method] = {}
+    notes = []
+    share = "" if config.participation == 1 else f":participation={config.participation:g}"
+    for spelling in (f"pooled{share}", "local"):
+        if any(name.partition(":")[0] == spelling.partition(":")[0] for name in names):
+            continue
+        chosen = method(spelling)
+        try:
+            check_method(config.model_copy(update={"diagnose": ()}), federation, model, chosen)
+        except UnskewError as error:
+            notes.append(f"{spelling} is left out: {error}")
+        else:
+            found[spelling] = chosen
+    return found, notes
+
+
+def served_alone(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row, a summary or a client's line of ``local`` without the global model, which is never trained.
+
+    Figures of the clients' own models take the names of those of the global one on the clients' data.
+    """
+    from unskew.comparison.compare import is_figure
+
+    own = {key.removeprefix(OF_CLIENTS): value for key, value in row.items() if key.startswith(OF_CLIENTS)}
+    whose = "" if "client" in row else "client_"
+    found = {key: value for key, value in row.items() if not key.startswith(OF_CLIENTS)}
+    scored = score_of(row)
+    bare = ("loss", "best_round", "best_of_last_five", scored, f"best_{scored}", *(row.get("own_metrics") or ()))
+    for key in found:
+        if is_figure(key) or key in bare:
+            found[key] = None
+    return {**found, **{whose + key: value for key, value in own.items()}}

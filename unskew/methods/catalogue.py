@@ -61,6 +61,12 @@ CATALOGUE: dict[str, str] = {
     "feddm": "unskew.methods.feddm:FedDM",
 }
 
+REFERENCES: dict[str, str] = {
+    "pooled": "unskew.methods.references:Pooled",
+    "local": "unskew.methods.references:Local",
+}
+"""Reference rows of a comparison; they are no methods of federated learning, so no list of methods has them."""
+
 MethodLike: TypeAlias = "str | Rule | Method | Sequence[str | Rule | Method]"
 
 
@@ -70,7 +76,7 @@ def check_name(name: str) -> None:
     Raises:
         ConfigError: It is none of the catalogue, no other package's, and no dotted path.
     """
-    if name not in CATALOGUE and "." not in name:
+    if name not in CATALOGUE and name not in REFERENCES and "." not in name:
         plugins.find(plugins.METHODS, "method", name, CATALOGUE)
 
 
@@ -83,10 +89,11 @@ def rule_class(name: str) -> type[Rule]:
     check_name(name)
     from unskew.protocol.rules import Rule
 
-    if name not in CATALOGUE and "." not in name:
+    path = CATALOGUE.get(name) or REFERENCES.get(name)
+    if path is None and "." not in name:
         cls = plugins.find(plugins.METHODS, "method", name, CATALOGUE).load()
-    elif name in CATALOGUE:
-        cls = own_object(CATALOGUE[name])
+    elif path is not None:
+        cls = own_object(path)
     else:
         with on_behalf_of(name):
             cls = imported(":".join(name.rsplit(".", 1)), f"the method {str(name)!r}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from unskew.comparison.compare import counted_unalike
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import CATALOGUE, check_names, rule_class, slots_of
+from unskew.methods.catalogue import CATALOGUE, REFERENCES, check_names, rule_class, slots_of
 from unskew.reporting.parts import Part, Series
 from unskew.reporting.reading import RunFiles, number
 from unskew.reporting.tables import Cell, Table
@@ -45,7 +45,7 @@ def facts(spelling: str) -> list[MethodFacts]:
     for piece in pieces:
         name = piece.partition(":")[0].strip()
         known = name.lower() if "." not in name else name
-        if known not in CATALOGUE:
+        if known not in CATALOGUE and known not in REFERENCES:
             found.append(MethodFacts(name, "", OWN, "", ""))
             continue
         kind = rule_class(known)
@@ -78,7 +78,7 @@ def warnings_of(part: Part) -> list[tuple[str, str]]:
             for text in run.warnings:
                 told.setdefault(text, []).append(f"{one.label}, seed {run.summary['seed']}")
     found = [("; ".join(runs), text) for text, runs in told.items()]
-    uneven = counted_unalike({one.label: one.runs[0].summary.get("weights") for one in part.series})
+    uneven = counted_unalike({one.label: one.runs[0].summary.get("weights") for one in part.ranked})
     unequal = any(len({row["samples"] for row in run.clients}) > 1 for one in part.series for run in one.runs)
     return [("all runs", uneven), *found] if uneven and unequal else found
 
@@ -95,19 +95,21 @@ def made_with(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
 
 def again(part: Part) -> list[str]:
     """The commands that repeat the part: one comparison, or each of its runs where they are not of one."""
-    seeds = {tuple(run.summary["seed"] for run in one.runs) for one in part.series}
-    runs = [run for one in part.series for run in one.runs]
-    plain = all(one.label == one.method for one in part.series) and len(seeds) == 1
+    series = part.ranked or part.series
+    seeds = {tuple(run.summary["seed"] for run in one.runs) for one in series}
+    runs = [run for one in series for run in one.runs]
+    plain = all(one.label == one.method for one in series) and len(seeds) == 1
     if not plain or len(runs) == 1 or any(run.config.get("start_from") for run in runs):
         return [shlex.join(["unskew", "run", str(run.folder / "config.yaml")]) for run in runs]
     files, which = (
-        [str(one.runs[0].folder / "config.yaml") for one in part.series],
+        [str(one.runs[0].folder / "config.yaml") for one in series],
         ["--seeds", ",".join(map(str, *seeds))],
     )
-    if alike(one.runs[0].config for one in part.series):
-        words = ["unskew", "compare", *(one.method for one in part.series), *which, "--config", files[0]]
+    if alike(one.runs[0].config for one in series):
+        words = ["unskew", "compare", *(one.method for one in series), *which, "--config", files[0]]
     else:  # each is a method with fields of its own, as after a tuning
         words = ["unskew", "compare", *files, *which]
+    words += [] if len(series) < len(part.series) else ["--no-references"]
     return [shlex.join([*words, *([] if part.language else ["--target", f"{part.target:g}"])])]
 
 

@@ -148,7 +148,7 @@ def order(series: list[Series]) -> list[Series]:
     listed = [row.get("method") for row in table]
     if all(one.method in listed for one in series):
         return sorted(series, key=lambda one: listed.index(one.method))
-    return sorted(series, key=lambda one: one.method != "fedavg")
+    return sorted(series, key=lambda one: (is_reference(one.method), one.method != "fedavg"))
 
 
 def _table(series: Sequence[Series]) -> list[dict[str, Any]]:
@@ -169,7 +169,10 @@ def _target(series: Sequence[Series]) -> float:
     asked = [run.config.get("target") for one in series for run in one.runs]
     listed = [row.get("target") for row in _table(series)]
     found: list[float] = [value for value in (*asked, *listed) if isinstance(value, int | float) and number(value)]
-    return float(found[0]) if found else default_target([run.summary for run in one.runs] for one in series)
+    ranked = [one for one in series if not is_reference(one.method)] or series
+    if found:
+        return float(found[0])
+    return default_target([run.summary for run in one.runs] for one in ranked)
 
 
 def _title(run: RunFiles) -> str:

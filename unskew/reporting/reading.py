@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import averaged, is_figure
+from unskew.comparison.references import is_local, served_alone
 from unskew.config.reading import load_yaml
 from unskew.data.reading.telling import tell
 from unskew.errors import CheckpointError, ConfigError
@@ -123,12 +124,15 @@ def read_run(folder: Path) -> RunFiles:
         warnings = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.is_file() else []
     except OSError as error:
         raise CheckpointError(f"{told} cannot be read: {error.strerror}.") from error
+    clients = read_clients(folder / "clients.jsonl")
+    if is_local(summary["method"]):  # it has no global model
+        history, clients, summary = [*map(served_alone, history)], [*map(served_alone, clients)], served_alone(summary)
     return RunFiles(
         folder,
         config,
         summary,
         history,
-        read_clients(folder / "clients.jsonl"),
+        clients,
         about,
         list(dict.fromkeys(filter(None, map(warning_text, warnings)))),
         read_curves(folder / "curves.json"),

@@ -64,11 +64,13 @@ def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = T
 
 
 def _verdict(part: Part) -> str:
-    return f"<h3>Result</h3>{markup.listed(verdict(part), 'verdict')}"
+    lines = verdict(part)
+    return f"<h3>Result</h3>{markup.listed(lines, 'verdict')}" if lines else ""
 
 
 def _comparison(part: Part, methods: Sequence[Mapping[str, str]]) -> str:
-    return f"{markup.legend(methods)}<h3>Comparison</h3>{markup.table(tables.comparison(part))}"
+    both = (tables.comparison(part), tables.comparison(part, references=True))
+    return f"{markup.legend(methods)}<h3>Comparison</h3>{''.join(markup.table(one) for one in both if one)}"
 
 
 def _costs(part: Part) -> str:

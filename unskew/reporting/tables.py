@@ -8,6 +8,7 @@ from typing import Any
 
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
+from unskew.comparison.references import is_local, is_reference
 from unskew.records.recorder import reaching
 from unskew.reporting.figures import gini
 from unskew.reporting.parts import Part, Series
@@ -85,9 +86,12 @@ def over_seeds(part: Part) -> str:
     return f"mean ± standard deviation over {most} seeds" if most > 1 else "1 seed"
 
 
-def comparison(part: Part) -> Table:
-    """A line per method, the figures of ``comparison.json``."""
-    rows, judge, own = part.comparison().rows(), part.objective, part.at_clients
+def comparison(part: Part, references: bool = False) -> Table | None:
+    """A line per method, or per reference, with the figures of ``comparison.json``; None if there is none."""
+    everything, judge, own = part.comparison().rows(), part.objective, part.at_clients
+    rows = [row for row in everything if row["reference"] == references]
+    if not rows:
+        return None
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
     personal = any(row[f"personal_{own.name}_mean"] is not None for row in rows)
     columns: dict[str, Any] = {}
@@ -120,6 +124,11 @@ def comparison(part: Part) -> Table:
     counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
     titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
+    if references:
+        caption = (
+            "References, not ranked: all data in one place (pooled); each client alone, with its own model (local)"
+        )
+        return Table("references", caption, titles, lines)
     return Table("comparison", f"{what}, {over_seeds(part)}", titles, lines)
 
 
@@ -129,8 +138,8 @@ def differences(part: Part) -> Table | None:
     names = (judge.name, f"best_{judge.name}")
     factor = 100 if judge.percent else 1
     rows, groups = [], []
-    for base in part.series:
-        for one in part.series:
+    for base in part.ranked:
+        for one in part.ranked:
             pairs = [(a, b) for a in one.runs for b in base.runs if alike(a, b)]
             if one is base or not pairs:
                 continue
@@ -177,7 +186,7 @@ def reaching_target(part: Part) -> Table | None:
     if not part.counts:
         return None
     rows, judge = [], part.objective
-    for one in part.series:
+    for one in part.ranked:
         found = [row for run in one.runs if (row := reaching(run.history, part.target, judge)) is not None]
         cells = [Cell("")] * 3
         if len(found) == len(one.runs):
@@ -209,6 +218,7 @@ def fairness(part: Part) -> Table | None:
             )  # R² may be negative, and is no amount that clients get a part of
             gap = mean([gini(values) for values in scored if values]) if shares else None
             cells = [value_of(judge)(value) for value in means]
+            label = "own" if is_local(one.method) else label
             rows.append([Cell(one.label), Cell(label), *cells, figure(gap, 3), share(better)])
     if not rows:
         return None
@@ -292,7 +302,8 @@ def costs(part: Part) -> Table:
 
 def _cost(run: RunFiles, name: str) -> float | None:
     value = run.summary.get(name)
-    return value if number(value) else None
+    counted = "bytes" not in name or not is_reference(run.summary["method"])
+    return value if number(value) and counted else None
 
 
 def runs(part: Part) -> Table:

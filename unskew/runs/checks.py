@@ -11,7 +11,7 @@ from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, MethodConflict, unknown
-from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.catalogue import CATALOGUE, REFERENCES
 from unskew.methods.fedavg import FedAvg
 from unskew.models.catalogue import MODELS
 from unskew.models.vector import ModelSpec
@@ -145,7 +145,7 @@ def check_declared(rule: Rule) -> None:
     name = getattr(rule, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"{type(rule).__name__} needs a name of letters, digits, '-', '_' and '.', not {name!r}.")
-    if name in CATALOGUE and not type(rule).__module__.startswith("unskew."):
+    if (name in CATALOGUE or name in REFERENCES) and not type(rule).__module__.startswith("unskew."):
         raise ConfigError(
             f"{type(rule).__name__} calls itself {name!r}, as a method of unskew does; give it another name."
         )

@@ -18,6 +18,7 @@ from unskew.engines.choice import Asked, Choice, choose
 from unskew.errors import CheckpointError
 from unskew.files import make_folder, write_atomic
 from unskew.measures.catalogue import make_diagnoses
+from unskew.methods.catalogue import REFERENCES
 from unskew.methods.fedavg import FedAvg
 from unskew.models.vector import ModelSpec
 from unskew.protocol.rules import Method
@@ -147,7 +148,7 @@ class Session:
                 self.recorder.warn(text)
             rounds = range(start, start if self.stopping.due else self.config.rounds)
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
-            foretold = self.method.sync is not None and self.warnings
+            foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(trouble.stuck(self.network, len(rounds)))
             if problem := trouble.diverged(self.recorder.history[-1]):

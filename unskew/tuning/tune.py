@@ -276,6 +276,7 @@ def _compared(
             out=out,
             resume=out is not None,
             parallel=parallel,
+            references=False,
             follow=lambda name, seed, _: follow(f"{name}, seed {seed}"),
             **common,
         )

@@ -1,0 +1,163 @@
+"""The reference rows: what they train is what one would train by hand, and they are shown without being ranked."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.html_page import Page
+from support.running import TINY, call
+from torch import nn
+
+import unskew
+from unskew.errors import ConfigError, MethodConflict
+from unskew.methods.references import steps_per_round
+from unskew.protocol.training import Training
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+QUICK = {"model": "logistic", "rounds": 3, "local_epochs": 1, "batch_size": 16, "lr": 0.2, "engine": "inline"}
+
+
+def digits(**options):
+    return unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, keep_samples=300, **options)
+
+
+def test_pooled_is_fedavg_of_one_client_with_all_training_data():
+    fed = digits()
+    pooled = unskew.run(fed, method="pooled", **QUICK)
+    x, y = (np.concatenate([getattr(client, name).numpy() for client in fed.clients]) for name in "xy")
+    test = tuple(t.numpy() for t in fed.test)
+    union = unskew.Federation.from_arrays([(x, y, x[:9], y[:9])], test=test, classes=10, normalise=fed.normalisation)
+    by_hand = unskew.run(union, method="fedavg", **QUICK)
+    assert [row["accuracy"] for row in pooled.history] == [row["accuracy"] for row in by_hand.history]
+    assert np.array_equal(pooled.vector, by_hand.vector)
+    held_out = sum(len(client.y_test) for client in fed.clients)
+    assert len(y) + held_out == 300, "what the clients hold out is not trained on"
+
+
+def test_local_trains_each_client_alone():
+    """Ditto without its pull trains personal models alone, next to FedAvg, by another code."""
+    fed = digits()
+    local, ditto = (unskew.run(fed, method=name, **QUICK) for name in ("local", "ditto:lam=0"))
+    assert [row["personal_accuracy"] for row in local.clients] == [row["personal_accuracy"] for row in ditto.clients]
+    assert local.summary["bytes_up"] == local.summary["bytes_down"] == 0
+
+
+@pytest.mark.parametrize(
+    ("training", "sizes", "participation", "steps"),
+    [
+        (Training(local_epochs=2, batch_size=8), [8, 24], 1.0, 8),  # 64 samples, 8 a step
+        (Training(local_epochs=2, batch_size=8), [8, 24], 0.5, 4),
+        (Training(local_steps=3, local_epochs=None, batch_size=8), [8, 8, 8, 8], 0.5, 6),
+        (
+            Training(local_steps=4, local_epochs=None, batch_size=8),
+            [4, 12],
+            1.0,
+            6,
+        ),  # 16 + 24 samples, 16 in 2 steps: 5
+        (Training(local_epochs=1, batch_size=8, drop_last=True), [12, 12], 1.0, 2),
+    ],
+)
+def test_pooled_processes_as_many_samples_as_a_cohort(training, sizes, participation, steps):
+    expected = {6: 5} if sizes == [4, 12] else {}
+    assert steps_per_round(training, sizes, participation) == expected.get(steps, steps)
+
+
+def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light_page):
+    result = unskew.compare(
+        methods=["scaffold", "fedavg"],
+        seeds=2,
+        out=tmp_path / "c",
+        clients=4,
+        keep_samples=300,
+        references=True,
+        **QUICK,
+    )
+    rows = {row["method"]: row for row in result.rows()}
+    assert list(rows) == ["scaffold", "fedavg", "pooled", "local"]
+    assert [row["reference"] for row in rows.values()] == [False, False, True, True]
+    best = max(rows[name]["best_accuracy"] for name in ("scaffold", "fedavg"))
+    assert rows["pooled"]["accuracy"] > best
+    assert result.target == pytest.approx(0.9 * best, abs=5.1e-4)
+    assert (rows["local"]["accuracy"], rows["local"]["rounds_to_target"], rows["pooled"]["bytes_up"]) == (
+        None,
+        None,
+        None,
+    )
+    own = [
+        np.mean([json.loads(line)["personal_accuracy"] for line in path.read_text().splitlines()])
+        for path in (tmp_path / "c" / "local").glob("*/clients.jsonl")
+    ]
+    assert rows["local"]["client_accuracy_mean"] == pytest.approx(np.mean(own))
+    page = Page(unskew.report(result).read_text())
+    assert page.column("comparison", "method") == ["scaffold", "fedavg"]
+    assert page.column("references", "method") == ["pooled", "local"]
+    assert page.column("references", "last round, %")[1] == "-"
+    assert {*page.column("differences", "method"), *page.column("differences", "minus")} == {"scaffold", "fedavg"}
+    assert any(" is the best of 2 methods" in text for text in page.texts)
+    assert page.column("costs", "MB up")[2:] == ["-", "-"]
+    assert page.column("fairness", "model") == ["global", "global", "global", "own"]
+    again = next(text for text in page.texts if text.startswith("unskew compare"))
+    assert again.startswith("unskew compare scaffold fedavg --seeds 0,1 --config")
+
+
+@pytest.fixture
+def light_page(monkeypatch):
+    for module in ("page", "report"):
+        monkeypatch.setattr(f"unskew.reporting.{module}.plotly_script", lambda: "var drawn = 1;")
+
+
+def test_the_terminal_has_them_in_a_table_of_their_own_and_they_are_resumed(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("unskew.comparison.references.BY_DEFAULT", True)
+    args = ("compare", "fedavg", *TINY, "--seeds", "0", "--rounds", 2, "--out", "c")
+    first, second = call(capsys, *args), call(capsys, *args, "--resume")
+    for outcome in (first, second):
+        methods, references = outcome.out.split("References, not ranked")
+        assert ("pooled" in methods.split("worst client")[-1], "pooled" in references, "local" in references) == (
+            False,
+            True,
+            True,
+        )
+    assert (
+        first.out.split("Test accuracy")[1].split("Everything")[0].split(" run")[0]
+        == (second.out.split("Test accuracy")[1].split("Everything")[0].split(" run")[0])
+    )
+    assert sorted(path.name for path in Path("c").iterdir() if path.is_dir()) == ["fedavg", "local", "pooled"]
+    call(capsys, *args[:-1], "d", "--no-references")
+    assert [path.name for path in Path("d").iterdir() if path.is_dir()] == ["fedavg"]
+
+
+@pytest.mark.parametrize("task", ["regression", "language"])
+def test_other_tasks_have_references_too(task):
+    rng = np.random.default_rng(0)
+    if task == "regression":
+        x = rng.normal(size=(60, 3)).astype("float32")
+        data, model = (x, x.sum(1)), "logistic"
+    else:
+        tokens = rng.integers(1, 9, size=(60, 5))
+        data, model = (tokens[:, :-1], tokens[:, 1:]), lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    parts = [tuple(part[k::3] for part in data) for k in range(3)]
+    fed = unskew.Federation.from_arrays(
+        parts, test=parts[0], task=task, **({"classes": 9} if task == "language" else {})
+    )
+    result = unskew.compare(fed, methods=["fedavg"], seeds=1, references=True, **{**QUICK, "model": model})
+    scored = "r2" if task == "regression" else "accuracy"
+    assert [row["method"] for row in result.rows()] == ["fedavg", "pooled", "local"]
+    assert result.rows()[2][scored] is None
+    assert result.rows()[2][f"client_{scored}_mean"] is not None
+
+
+def test_what_does_not_fit_is_left_out_with_a_sentence():
+    class Lazy(list):
+        """Clients that are loaded one by one."""
+
+    fed = digits()
+    lazy = unskew.data.federation.replace(fed, clients=Lazy(fed.clients))
+    result = unskew.compare(lazy, methods=["fedavg"], seeds=1, references=True, **QUICK)
+    assert list(result.summaries) == ["fedavg", "local"]
+    assert any(note.startswith("pooled is left out: ") for note in result.notes())
+    with pytest.raises(ConfigError, match="Name at least one method; pooled and local are references"):
+        unskew.compare(methods=["pooled", "local"])
+    with pytest.raises(MethodConflict, match="pooled is a reference and is not combined"):
+        unskew.method("pooled+fedprox")

@@ -1,0 +1,148 @@
+"""Reference rows of a comparison, which are not federated learning: all data in one place, and each client alone.
+
+``pooled`` trains one model on the union of the clients' training data, in rounds of as many local steps as make its samples
+per round equal to those that FedAvg's cohort processes, with the run's optimizer and learning rate. Evaluation is that of
+every method: on the test set and on the clients' held-out data.
+
+``local`` trains one model per client, from the same initial model, in the rounds in which the client takes part, with the
+same local budget. Nothing is exchanged. A client is evaluated with its own model on its held-out data; none is global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from unskew.data.federation import ArrayClients, cat_inputs
+from unskew.errors import ConfigError
+from unskew.models.vector import ModelSpec
+from unskew.protocol.proposed import Proposed
+from unskew.protocol.rules import DataRule, Method, Slices, Sync, Tensors
+from unskew.protocol.training import Training
+from unskew.protocol.workspace import NOWHERE, Prepared, Workspace
+
+LARGEST = 4_000_000_000
+"""Bytes that the models of all clients may take under ``local``, which keeps each of them."""
+
+
+def alone(name: str, whole: Method) -> str | None:
+    """Explain that a reference cannot be in a sum; None for the reference itself."""
+    return f"{name} is a reference and is not combined with other methods." if len(whole.rules) > 1 else None
+
+
+@dataclass(frozen=True)
+class Pooled(DataRule):
+    """Centralized training on the union of the clients' training data.
+
+    Attributes:
+        participation: Share of clients per round in the comparison, from which the samples per round follow.
+    """
+
+    name: ClassVar[str] = "pooled"
+    summary: ClassVar[str] = "reference: centralized training on the data of all clients"
+    paper: ClassVar[str] = ""
+
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def refuses(self, whole: Method) -> str | None:
+        """Stand alone."""
+        return alone(self.name, whole)
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Check that the clients' data can be brought together.
+
+        Raises:
+            ConfigError: Clients are loaded one by one, or the learning rate changes by local steps.
+        """
+        if not isinstance(run.federation.clients, ArrayClients):
+            raise ConfigError("pooled brings the data of all clients together, but these are loaded client by client.")
+        if run.training.scheduled and run.training.lr_schedule_per == "step":
+            raise ConfigError(
+                "pooled takes more steps per round, so lr_schedule must count rounds (lr_schedule_per=round)."
+            )
+        return ()
+
+    def of_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
+        """Reject sites, whose data cannot be brought together.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "pooled brings the data of all clients together, which sites do not allow; simulate it instead."
+        )
+
+    def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
+        """Replace all clients by one that holds their training data."""
+        federation, sizes = prepared.federation, prepared.federation.sizes.tolist()
+        clients = list(federation.clients)
+        x, y = cat_inputs([c.x for c in clients]), torch.cat([c.y for c in clients])
+        everything = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))
+        pooled = replace(federation, clients=everything, client_names=(), kinds=None, told=None)
+        steps = steps_per_round(prepared.training, sizes, self.participation)
+        training = replace(prepared.training, local_steps=steps, local_epochs=None)
+        return replace(prepared, federation=pooled, training=training)
+
+
+def steps_per_round(training: Training, sizes: Sequence[int], participation: float) -> int:
+    """Compute the steps on the union that process as many samples as a cohort does on average.
+
+    Args:
+        training: The clients' budget.
+        sizes: Training samples of each client.
+        participation: Share of clients per round.
+
+    Returns:
+        The number of steps, at least 1.
+
+    >>> steps_per_round(Training(local_steps=None, local_epochs=5, batch_size=10), [20, 40], 1.0)
+    30
+    """
+    samples = 0
+    for client, size in enumerate(sizes):
+        lengths = [cut.stop - cut.start for cut in training.cuts(size)]
+        whole, rest = divmod(training.steps(size, client), len(lengths))
+        samples += whole * sum(lengths) + sum(lengths[:rest])
+    cohort = max(1, round(participation * len(sizes)))
+    union = [cut.stop - cut.start for cut in training.cuts(sum(sizes))]
+    return int(max(1, round(samples * cohort / len(sizes) * len(union) / sum(union))))
+
+
+@dataclass(frozen=True)
+class Local(Sync):
+    """Training of each client alone, without any exchange."""
+
+    name: ClassVar[str] = "local"
+    summary: ClassVar[str] = "reference: each client trains alone"
+    paper: ClassVar[str] = ""
+
+    def refuses(self, whole: Method) -> str | None:
+        """Stand alone."""
+        return alone(self.name, whole)
+
+    def check(self, run: Proposed) -> Sequence[str]:
+        """Check that the models of all clients can be kept.
+
+        Raises:
+            ConfigError: They are too large, or updates are delayed.
+        """
+        needed = 4 * run.spec.size * len(run.federation.clients)
+        if needed > LARGEST:
+            raise ConfigError(f"local keeps a model for each client, which takes {needed / 1e9:.0f} GB here.")
+        return super().check(run)
+
+    def own(self, spec: ModelSpec) -> Slices:
+        """Return the whole model."""
+        return (slice(0, spec.size),)
+
+    def travels(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
+        """Exchange nothing."""
+        return (), ()
