@@ -202,6 +202,8 @@ def test_a_comparison_ranks_by_it(fed):
     assert all(
         one.rounds is None or one.rounds >= 1 for one in target_costs(found.histories, found.target, found.objective)
     )
+    assert "best_cost" in found._repr_html_()
+    assert "cost" in repr(found)
     table = comparison_table(rows)
     assert "Test cost (lower is better)" in table.title
     assert any(str(column.header).startswith("rounds to") and "%" not in str(column.header) for column in table.columns)

@@ -173,8 +173,9 @@ class Comparison:
         """Return what notebooks show of each method."""
         table = []
         for row in self.rows():
-            scored = score_of(self.summaries[row["method"]][0])
-            means = {name: with_std(row[name], row[f"{name}_std"]) for name in (scored, f"best_{scored}", "loss")}
+            judged = objective_of(row).name
+            shown = dict.fromkeys([judged, f"best_{judged}", "loss"])
+            means = {name: with_std(row[name], row[f"{name}_std"]) for name in shown}
             sent = {f"MB {way}": with_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
             reached = {f"rounds to {self.target:g}": with_std(row["rounds_to_target"])}
             table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
