@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from unskew.errors import ConfigError, shown
+from unskew.provenance import on_behalf_of
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
     ends = (space.low, space.high) if isinstance(space, Range) else space.values
     if not ends:
         raise ConfigError(f"The space of {name} is empty; write for instance {name}=0.001:0.3:log or {name}=1|2|4.")
-    for one in ends:
-        check(one)
+    with on_behalf_of(value):  # the pieces of a text have no mark of the file that it comes from
+        for one in ends:
+            check(one)
     if isinstance(space, Choice):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
