@@ -108,11 +108,12 @@ def checked(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 f"{rule.name}.{hook} raised StopIteration: an iterator has no more values. Create it anew, or call "
                 "next(iterator, default)."
             ) from error
-        if valid is not None and not valid(value, arguments):
+        given = (*arguments, *named.values())
+        if valid is not None and not valid(value, given):
             raise ConfigError(f"{rule.name}.{hook} must return {described}, not {shown(value)[:200]}.")
         if hook in WRITES:
             for place in ("state", "upload"):
-                if not _tensors(getattr(arguments[0], place)):
+                if not _tensors(getattr(given[0], place)):
                     raise ConfigError(
                         f"{rule.name}.{hook} must write tensors by name to ctx.{place}, and nothing else."
                     )
