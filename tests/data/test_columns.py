@@ -1,5 +1,7 @@
 """Columns of a table: what is done to each, what the user chooses, and what is refused."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,8 @@ from unskew.data.reading.encoders import Encoder, read_columns
 from unskew.data.sources import catalogue as sources
 from unskew.data.sources.catalogue import load_source
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
+from unskew.runs.inputs import Inputs
+from unskew.serving.rows import rows_of_table
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -223,4 +227,6 @@ def test_the_work_on_a_wide_table_is_not_that_of_all_columns_for_each_of_them():
     read = read_columns(counting, [Encoder(name) for name in names], "a table")
     assert read.tolist() == [[1.0] * 300, [2.0] * 300]
     choose(counting, ("y",), Choice(features=names), "a table")
+    inputs = Inputs(task="classification", shape=(300,), kind="float", classes=2, features=names)
+    assert torch.equal(rows_of_table(counting, Path("t.csv"), inputs), torch.from_numpy(read))
     assert counting.asked < 20

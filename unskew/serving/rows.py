@@ -124,8 +124,9 @@ def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
             f"The model was trained on arrays, so nothing says which columns of {path} are its inputs; "
             "load it in Python and give it arrays."
         )
+    there = set(table.column_names)
     for column in wanted:
-        if column not in table.column_names:
+        if column not in there:
             raise DataError(f"{path}: {unknown('column', column, table.column_names)} The model was trained on it.")
     if inputs.text:
         texts = strings(table, inputs.text, str(path))
