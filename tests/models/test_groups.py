@@ -18,7 +18,7 @@ def groups_of(module, shape=(3, 32, 32), classes=10):
     return spec, layer_groups(spec)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if not entry.pretrained])
+@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)])
 def test_groups_hold_every_number_once_and_end_with_the_head(name):
     spec, groups = groups_of(build_model(name, (3, 32, 32), 10))
     for size, slices in (
@@ -95,7 +95,7 @@ def test_the_command_shows_layers_sizes_and_the_split(capsys):
     assert "Several clients are trained as one network." in narrow
     listed = json.loads(call(capsys, "models", "--json").out)
     assert [row["name"] for row in listed] == list(MODELS)
-    assert [row["together"] for row in listed] == [not entry.pretrained for entry in MODELS.values()]
+    assert [row["together"] for row in listed] == [not (entry.pretrained or entry.texts) for entry in MODELS.values()]
 
 
 @pytest.mark.parametrize(

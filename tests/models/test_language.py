@@ -288,7 +288,7 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
         with pytest.raises(error, match=words):
             load_federation(name, **options)
 
-    refused(ConfigError, "Texts need a tokeniser", tokenizer=None)
+    refused(ConfigError, "Texts need a tokenizer", tokenizer=None)
     refused(DataError, "tokeniser '/nowhere' cannot be loaded", tokenizer="/nowhere")
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -17,7 +17,7 @@ from unskew.models.zoo.cnn import CNNA
 from unskew.models.zoo.resnet import PaddedShortcut, ResNet20
 from unskew.models.zoo.vision import MLP
 
-BUILT = [name for name, entry in MODELS.items() if not entry.pretrained]
+BUILT = [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)]
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 SMALL = (1, 8, 8)
 
@@ -191,7 +191,7 @@ def test_group_norm_has_no_buffers_and_batch_norm_has():
         ("mlp", (), 2, {}, "shape of a sample"),
         ("cnn", (3, 3, 3), 2, {}, "at least 4x4 pixels, but got 3x3"),
         ("cnn-b", (1, 8, 7), 2, {}, "at least 8x8 pixels, but got 8x7"),
-        ("vgg11", (64,), 2, {}, "but got (64,). For rows of numbers take mlp or logistic"),
+        ("vgg11", (64,), 2, {}, "but got (64,). For rows of a table use table-mlp"),
         ("cnn", SMALL, 0, {}, "at least one class"),
     ],
 )

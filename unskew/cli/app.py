@@ -36,6 +36,7 @@ from unskew.cli.options import (
     console_for,
     free_name,
     is_config,
+    name_default_model,
     overridden_by,
     print_json,
     resuming,
@@ -82,7 +83,9 @@ def run(
     """Train one model across clients with one method."""
     from unskew.config.reading import experiment
 
-    checked = experiment(values_of(config, context))  # a mistake is told before PyTorch is loaded
+    values = values_of(config, context)
+    checked = experiment(values)  # a mistake is told before PyTorch is loaded
+    name_default_model(checked, values)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
     from unskew.runs.run import check_unfinished, run_experiment
@@ -162,6 +165,7 @@ def compare(
     for name in ("method", "seed"):
         values.pop(name, None)
     checked = experiment({**next(iter(each.values()), {}), **values})
+    name_default_model(checked, {**next(iter(each.values()), {}), **values})
     target = values.pop("target", None)
     folder = out or free_name(Path("runs") / f"compare-{short_name(checked)}")
     console = console_for(as_json)

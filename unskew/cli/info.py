@@ -83,7 +83,12 @@ def models(
 
     if model is None:
         rows: list[dict[str, Any]] = [
-            {"name": m.name, "description": m.description, "reference": m.reference, "together": not m.pretrained}
+            {
+                "name": m.name,
+                "description": m.description,
+                "reference": m.reference,
+                "together": not (m.pretrained or m.texts),
+            }
             for m in MODELS.values()
         ]
         rows += offered_models()

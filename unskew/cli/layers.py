@@ -9,7 +9,7 @@ import torch
 
 from unskew.config.reading import experiment, set_field
 from unskew.errors import ConfigError
-from unskew.models.catalogue import resolve_model
+from unskew.models.catalogue import MODELS, resolve_model
 from unskew.models.groups import layer_groups, split_at
 from unskew.models.naming import HUB
 from unskew.models.together import stacked_form
@@ -43,7 +43,8 @@ def spec_of(model: str, shape: str | None, classes: int | None, sets: Sequence[s
     if not {"model", "model_options", "head"} >= set(values):
         raise ConfigError("unskew models takes --set model_options.NAME=VALUE and --set head=NAME, no other field.")
     config = experiment(values)
-    texts = config.model.startswith(HUB) and (shape is None or "," not in shape)
+    own = config.model in MODELS and MODELS[config.model].texts
+    texts = own or (config.model.startswith(HUB) and (shape is None or "," not in shape))
     shape = ("8" if texts else "3,32,32") if shape is None else shape
     try:
         sides = tuple(int(side) for side in shape.split(","))
@@ -51,7 +52,7 @@ def spec_of(model: str, shape: str | None, classes: int | None, sets: Sequence[s
         raise ConfigError(f"--shape {shape!r} is not a shape such as 3,32,32.") from None
     if not all(1 <= side <= LARGEST for side in sides) or not 1 <= (classes or 1) <= LARGEST:
         raise ConfigError(f"--shape {shape} and --classes must be numbers from 1 to {LARGEST:,}.")
-    task = "language" if texts and classes is None else "classification"
+    task = "language" if texts and classes is None and not own else "classification"
     count = classes or (1 if task == "language" else 10)
     module = resolve_model(config.model, sides, count, config.model_options, task)
     ids = torch.int64 if texts else None

@@ -146,6 +146,13 @@ def numbers_in(text: str) -> list[float]:
         raise ConfigError(f"--class-weights {text!r} is neither balanced nor numbers such as 1,5.") from None
 
 
+def name_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
+    """Print which model is used where none is named and it is not the usual one."""
+    if "model" not in values and config.model in ("table-mlp", "text-mlp"):
+        kind = "texts" if config.model == "text-mlp" else "tables"
+        print(f"unskew: model: {config.model}, the default for {kind}; --model names another", file=sys.stderr)
+
+
 def which_seeds(text: str, first: int = 0) -> list[int]:
     """Read the seeds of ``--seeds``: a list names them; a single number from 1 is how many, and then they are printed.
 

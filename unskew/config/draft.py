@@ -15,8 +15,9 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.reading.columns import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
 from unskew.data.reading.encoders import where_not
-from unskew.data.reading.files import TABLES, class_folders, joined, table_files
+from unskew.data.reading.files import class_folders, joined, table_files
 from unskew.data.sources.catalogue import SOURCES
+from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"

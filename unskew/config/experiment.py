@@ -17,7 +17,7 @@ from pydantic_core import PydanticSerializationError
 
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_own, name_of, path_of
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
-from unskew.data.spec import DataSpec, TextSpec, names_in, parse_split
+from unskew.data.spec import DataSpec, TextSpec, as_texts, is_table, names_in, parse_split
 from unskew.errors import ConfigError, unknown
 from unskew.methods.catalogue import method, own_diagnoses
 from unskew.models.naming import HUB, named_model
@@ -30,6 +30,7 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5
+OWN_TOKENIZERS = {"text-mlp": "words"}
 LEAST_RATE = 1e-30
 """Of a schedule's end; smaller ones cannot be computed with in float32."""
 AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients", "updates")
@@ -225,6 +226,7 @@ class Experiment(Section):
             values["network"] = {"delay": values["network"]}
         if isinstance(values.get("text"), str | list | tuple):
             values["text"] = {"columns": values["text"]}
+        _fill_for_texts_and_tables(values)
         for name in ("trackers", "diagnose"):
             if isinstance(values.get(name), str):
                 values[name] = [values[name]]
@@ -301,7 +303,9 @@ class Experiment(Section):
         """The data, with the model's own tokeniser for texts where none is named."""
         from unskew.data.reading.text import is_text
 
-        own = self.model.removeprefix(HUB) if self.model.startswith(HUB) and is_text(self.data) else None
+        own = None
+        if is_text(self.data):
+            own = self.model.removeprefix(HUB) if self.model.startswith(HUB) else OWN_TOKENIZERS.get(self.model)
         tokenizer = self.text.tokenizer or own
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataSpec)}
         text = TextSpec(self.text.columns, tokenizer, self.text.block)
@@ -316,3 +320,17 @@ class Experiment(Section):
                 f"model_options cannot be written to config.yaml ({error}); "
                 "give the model as a function that has these options built in."
             ) from error
+
+
+def _fill_for_texts_and_tables(values: dict[str, Any]) -> None:
+    """Name a table with text columns as a source of texts, and the default model of texts with labels and of tables."""
+    data, text = values.get("data"), values.get("text")
+    if not isinstance(data, str):
+        return
+    columns = text.get("columns") if isinstance(text, Mapping) else getattr(text, "columns", ())
+    data = values["data"] = as_texts(data, columns or ())
+    if values.get("model") is None and values.get("label") is not None:
+        if data.partition(":")[0] in ("text", "sentences", "multi_nli"):
+            values["model"] = "text-mlp"
+        elif is_table(data) and values.get("image") is None:
+            values["model"] = "table-mlp"

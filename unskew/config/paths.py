@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.data.reading.files import TABLES
 from unskew.data.sources.catalogue import PATHS
+from unskew.data.spec import TABLES
 from unskew.models.naming import HUB
 from unskew.provenance import derived
 

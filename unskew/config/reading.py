@@ -173,7 +173,7 @@ def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         hint = ""
-        from unskew.data.reading.files import TABLES
+        from unskew.data.spec import TABLES
 
         if path.suffix.lower() in (*TABLES, ".npz"):
             hint = f" For data, take unskew init {path}, or --data {path}."

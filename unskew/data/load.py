@@ -21,7 +21,7 @@ from unskew.data.reading.text import is_text, load_texts
 from unskew.data.remote import at_hand
 from unskew.data.server_samples import generator, in_channels, server_data
 from unskew.data.sources.catalogue import load_source
-from unskew.data.spec import DETECTED, CsvSpec, DataSpec, Split, TextSpec, csv_spec, names_in, parse_split
+from unskew.data.spec import DETECTED, CsvSpec, DataSpec, Split, TextSpec, as_texts, csv_spec, names_in, parse_split
 from unskew.data.splits import held_samples
 from unskew.errors import ConfigError, shown, unknown
 from unskew.tasks.catalogue import TASKS
@@ -128,7 +128,7 @@ def load_federation(
         )
         data_path = path
     spec = DataSpec(
-        data=name,
+        data=as_texts(name, names_in(text)),
         data_path=data_path,
         label=label,
         label_separator=label_separator,

@@ -26,6 +26,8 @@ class TextSpec:
     block: int = 128
 
 
+TABLES = (".parquet", ".csv", ".jsonl")
+"""Endings of the files of tables."""
 MARKS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
 """Names of separators, for places where the character itself is hard to write."""
 
@@ -156,6 +158,23 @@ def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
         if name not in known:
             raise ConfigError(unknown("option", str(name), known, "csv"))
     return CsvSpec(**values)
+
+
+def as_texts(data: str, columns: Sequence[str]) -> str:
+    """Return the name of a table as that of a source of texts, if text columns are chosen.
+
+    >>> as_texts("table:reviews.csv", ["review"]), as_texts("table:patients.csv", [])
+    ('text:reviews.csv', 'table:patients.csv')
+    """
+    prefix, colon, path = data.partition(":")
+    if not columns or not is_table(data):
+        return data
+    return f"text{colon}{path}" if prefix == "table" else f"text:{data}"
+
+
+def is_table(data: str) -> bool:
+    """Return whether a data source is a table: ``table:PATH`` or the name of a table's file."""
+    return data.partition(":")[0] == "table" or (":" not in data and data.lower().endswith(TABLES))
 
 
 def names_in(value: object) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
 from unskew.models.zoo.resnet import ResNet20
 from unskew.models.zoo.table import TableMLP
+from unskew.models.zoo.text import TextMLP
 from unskew.models.zoo.vision import MLP, VGG11, Logistic
 from unskew.options import imported
 
@@ -42,6 +43,7 @@ class ModelEntry:
         description: One line for the list of models.
         reference: The paper that the model is taken from.
         pretrained: Whether its weights come from the Hugging Face hub (the extra ``transformers``).
+        texts: Whether its inputs are token ids.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModelEntry:
     description: str
     reference: str
     pretrained: bool = False
+    texts: bool = False
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -101,6 +104,13 @@ MODELS: dict[str, ModelEntry] = {
             TableMLP,
             "Multilayer perceptron on the numbers of a table and embeddings of its categories",
             "Guo and Berkhahn 2016, arXiv:1604.06737",
+        ),
+        ModelEntry(
+            "text-mlp",
+            TextMLP,
+            "Pooled embeddings of a text's words and pairs of words, and a linear layer; needs no download",
+            "Joulin et al. 2016, arXiv:1607.01759",
+            texts=True,
         ),
         ModelEntry(
             "resnet-18",

@@ -140,7 +140,14 @@ class ModelSpec:
                 out = self.module.eval()(torch.zeros(2, *self.shape, dtype=self.input_dtype))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            hint = " Integers reach the model as they are; give floats if they are features." if self.integers else ""
+            hint = ""
+            if self.integers:
+                hint = (
+                    " The inputs are integers, such as the token ids of texts: use text-mlp or hf:NAME for texts; give "
+                    "floats if they are features."
+                )
+            elif "Long" in reason:
+                hint = " The model takes token ids of texts; for numbers use table-mlp, mlp or logistic."
             raise ConfigError(f"The model does not accept inputs of shape {self.shape}: {reason}.{hint}") from error
         finally:
             for hook in hooks:

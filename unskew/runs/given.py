@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from unskew.data.federation import Federation
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, shown
@@ -33,6 +35,9 @@ def values_of(
             if field.name in values and not same:
                 raise ConfigError(f"{field.name}={shown(value)} has no effect on a federation that is given.")
         values = {**names, **values}
+    if federation is not None and model is None and "model" not in options and len(federation.shape) == 1:
+        texts = federation.test[0].dtype == torch.int64 and federation.task == "classification"
+        values["model"] = "text-mlp" if texts else "table-mlp"
     if model is not None:
         named = isinstance(model, str | Mapping)
         values["model"] = model if named else str(getattr(model, "__name__", type(model).__name__))

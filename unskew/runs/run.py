@@ -14,8 +14,8 @@ from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.objective import trained_for
-from unskew.data.reading.files import TABLES
 from unskew.data.reading.telling import told
+from unskew.data.spec import TABLES
 from unskew.engines.catalogue import pick_device
 from unskew.engines.machine import plain_torch
 from unskew.errors import CheckpointError, ConfigError

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from unskew.data.reading.encoders import Encoder, filled, read_columns, texts
-from unskew.data.reading.files import TABLES
 from unskew.data.reading.images import decode_column
 from unskew.data.reading.parsing import read_file
 from unskew.data.reading.text import encoded, padded, strings
 from unskew.data.reading.tokens import make_tokenizer
+from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown
 from unskew.runs.inputs import Inputs
 

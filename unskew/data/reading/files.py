@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 from unskew.data.reading.hub import hub_or_cache, unreachable
 from unskew.data.reading.parsing import read_file
 from unskew.data.reading.telling import tell
-from unskew.data.spec import DETECTED, CsvSpec
+from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
-
-TABLES = (".parquet", ".csv", ".jsonl")
 
 
 class Hub(NamedTuple):

@@ -80,8 +80,8 @@ def load_texts(
         raise ConfigError("The data set 'sentences' needs no file; it takes no path.")
     if tokenizer is None:
         raise ConfigError(
-            "Texts need a tokeniser: take a model hf:NAME, whose own is used, or set text.tokenizer to a name at the hub, a "
-            "folder, or bytes."
+            "Texts need a tokenizer: use the model text-mlp (texts with a label) or hf:NAME, which have their own, or set "
+            "text.tokenizer (--tokenizer) to words, bytes, a name at the hub, or a folder."
         )
     if len(columns) > 2:
         raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")

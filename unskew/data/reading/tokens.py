@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +43,28 @@ class Bytes:
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
         """See ``Tokenizer``; of a text that is too long the end is cut off."""
         return [[i for part in text for i in (256, *part.encode())][:most] for text in texts]
+
+
+class Words:
+    """Words, marks and pairs of neighboring words, hashed to 16,384 ids. Needs no download and no vocabulary.
+
+    The pairs follow the words, so a long text loses its pairs first.
+    """
+
+    size = 1 << 14
+
+    def join(self, texts: Sequence[Text]) -> list[list[int]]:
+        """Raise an error: ids of pairs of words do not follow one another."""
+        raise DataError("The tokenizer words is for texts with labels; to predict the next token, use bytes.")
+
+    def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
+        """See ``Tokenizer``; the two texts of a pair have ids of their own."""
+        return [self._ids(text)[:most] for text in texts]
+
+    def _ids(self, text: Text) -> list[int]:
+        words = [[f"{place}{w}" for w in re.findall(r"\w+|[^\w\s]", part.lower())] for place, part in enumerate(text)]
+        neighbors = [" ".join(two) for part in words for two in pairwise(part)]
+        return [zlib.crc32(word.encode()) % self.size for word in [*chain(*words), *neighbors]]
 
 
 class HuggingFace:
@@ -93,9 +118,10 @@ class HuggingFace:
 
 @lru_cache(maxsize=4)
 def make_tokenizer(name: str) -> Tokenizer:
-    """The tokeniser of a name: ``bytes``, or one of ``transformers``.
+    """The tokeniser of a name: ``bytes``, ``words``, or one of ``transformers``.
 
     >>> make_tokenizer("bytes").join([("ab", "c")])
     [[256, 97, 98, 10, 99]]
     """
-    return Bytes() if name == "bytes" else HuggingFace(name)
+    own: dict[str, type[Bytes | Words]] = {"bytes": Bytes, "words": Words}
+    return own[name]() if name in own else HuggingFace(name)

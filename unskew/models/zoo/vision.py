@@ -125,7 +125,7 @@ def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(
             f"{name} needs an image shape (channels, height, width), but got {tuple(shape)}. "
-            "For rows of numbers take mlp or logistic; unskew models lists all."
+            "For rows of a table use table-mlp, mlp or logistic, for texts text-mlp; unskew models lists all."
         )
     return shape[0], shape[1], shape[2]
 
