@@ -153,3 +153,61 @@ def test_columns_of_types_that_no_model_takes_are_not_the_end(capsys, tmp_path):
     outcome = call(capsys, "init", tmp_path / "t.parquet", "--out", tmp_path / "c.yaml")
     assert outcome.code == 0, outcome.err
     assert "label: label" in (tmp_path / "c.yaml").read_text()
+
+
+def test_suspicious_columns_are_reported_and_constants_excluded(capsys):
+    draws = np.random.default_rng(0)
+    rows = [["subject", "pain", "score", "almost", "unit", "city", "total"]]
+    for i in range(120):
+        total = round(float(draws.normal(30, 9)), 2)
+        noise = draws.normal(size=2)
+        rows.append([f"S{i % 4}", i % 5, round(noise[0], 2), round(total + 3 * noise[1], 2), "mmHg", "XYZ"[i % 3], total])
+    with open("study.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    outcome = call(capsys, "init", "table:study.csv", "--label", "total")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["data"], values["partition"], values["exclude"]) == ("study.csv", "natural:subject", ["unit"])
+    assert "left out: unit: the same value in every row" in outcome.out
+    assert "almost is nearly the label (correlation 0.9" in outcome.out
+    assert "score is nearly" not in outcome.out
+    assert (
+        "integers of few values: pain; those that are codes, not amounts, belong in categories: [pain]" in outcome.out
+    )
+    Path("owners.csv").write_text("\n".join(",".join(map(str, row[1:])) for row in rows) + "\n")
+    other = call(capsys, "init", "owners.csv", "--label", "total", "--out", "o.yaml")
+    assert "names the clients, write partition: natural:COLUMN: city" in other.out
+
+
+def test_a_table_of_texts_is_proposed_as_texts_and_runs(capsys):
+    words = ("that is one awful,bad", "this was a lovely,good", "we saw a lovely,good")
+    texts = [words[i % 3].split(",") for i in range(60)]
+    rows = [f"shop {'ab'[i % 2]},{text} number {i},{opinion}" for i, (text, opinion) in enumerate(texts)]
+    Path("reviews.csv").write_text("source,review,opinion\n" + "\n".join(rows) + "\n")
+    outcome = call(capsys, "init", "reviews.csv")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["text"], values["model"], values["partition"]) == ("review", "text-mlp", "natural:source")
+    assert runs(capsys)["model"] == "text-mlp"
+
+
+@pytest.mark.parametrize(("sizes", "side"), [([(12, 12)], None), ([(12, 12), (12, 14)], 32), ([(80, 80)], 32)])
+def test_images_in_parquet_as_at_the_hub_keep_a_small_common_size(capsys, sizes, side):
+    import io
+
+    from PIL import Image
+
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def png(i):
+        data = io.BytesIO()
+        Image.new("L", sizes[i % len(sizes)], i).save(data, "png")
+        return {"bytes": data.getvalue(), "path": None}
+
+    columns = {"image": [png(i) for i in range(60)], "label": [i % 2 for i in range(60)], "domain": list("abc") * 20}
+    parquet.write_table(pa.table(columns), "images.parquet")
+    outcome = call(capsys, "init", "images.parquet")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["image"], values["partition"], values.get("image_size")) == ("image", "natural:domain", side)
+    assert ("all images have 12 x 12 pixels" in outcome.out) == (side is None)

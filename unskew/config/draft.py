@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from unskew.data.load import federation_of
 from unskew.data.reading.columns import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
 from unskew.data.reading.encoders import where_not
 from unskew.data.reading.files import class_folders, joined, table_files
+from unskew.data.reading.images import encoded, is_image
+from unskew.data.reading.labels import class_names_of, is_list
 from unskew.data.sources.catalogue import SOURCES
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown
@@ -23,14 +28,17 @@ from unskew.errors import ConfigError, DataError, unknown
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
 OWNERS = (
     r"(client|site|hospital|clinic|ward|user|patient|writer|device|cent(er|re)|institution|station|plant|machine|branch|"
-    r"shop|school|region)"
+    r"shop|school|region|subject|speaker|source|domain|district|airline|product|drawer|author|person|participant|role)"
 )
 MOST_CLASSES, MOST_VALUES = 100, 50
 """A number with more values is predicted as a number; a text with more of them is no category."""
 RARE = 0.4
 """A class is rare that has less than this share of what each would have if all had as many."""
-SIDE = 32
-"""Larger images are brought to this side: small models are made for it."""
+SIDE, KEPT_SIDE = 32, 64
+"""Images are brought to the first side, unless all have one size and no side is above the second: models are small."""
+CODES, WORDS, NEARLY = 12, 3, 0.9
+"""Integers of this many values may be codes; texts have this many words on average; a label has a near-duplicate from this
+correlation on."""
 
 
 @dataclass
@@ -84,6 +92,7 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
         DataError: The data cannot be used.
     """
     made = Draft()
+    data = data if data is None else data.removeprefix("table:")
     path = Path(data).expanduser() if data else Path("digits")
     if data is not None and path.exists():
         _look(made, path, data, label)
@@ -136,10 +145,10 @@ def _look(made: Draft, path: Path, data: str, label: str | None) -> None:
         _table(made, path, f"table:{data}", label)
     elif path.is_dir():
         parts = class_folders(path)  # says what such a folder needs
-        images = sum(file.is_file() for file in parts["train"].rglob("*"))
+        files = [file for file in parts["train"].rglob("*") if file.is_file()]
         made.set("data", f"folder:{data}", "one folder of images per class")
-        made.set("image_size", SIDE, "images are brought to this side; larger ones take longer")
-        _images(made, images)
+        _image_size(made, files)
+        _images(made, len(files))
     else:
         raise DataError(
             f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
@@ -161,7 +170,7 @@ def _images(made: Draft, images: int = 1000) -> None:
     texts = made.values["data"] in ("sentences", "multi_nli") or str(made.values["data"]).startswith("text")
     if texts:
         raise ConfigError(
-            "Texts need a model of transformers, which init does not choose; write data, text and model: hf:NAME yourself."
+            "init looks at files, not at names of texts: write data, text, label and model: text-mlp or hf:NAME yourself."
         )
     flat = made.values["data"] == "gaussians"
     made.set("model", "mlp" if flat else "cnn", "unskew models lists others")
@@ -187,10 +196,18 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     """Fields for a table, after a look at its columns."""
     table = joined(table_files(path)[0])
     n, columns = table.num_rows, list(table.column_names)
-    distinct = {c: _distinct(table.column(c)) for c in columns}
+    images = [c for c in columns if is_image(table.column(c).type)]
+    nested = [c for c in columns if c in images or is_list(table.column(c).type)]
+    distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
+    named = [c for c in columns if class_names_of(table, c)]
     if label is not None and label not in columns:
         raise ConfigError(unknown("column", label, columns))
-    guessed = None if label else _label([c for c in columns if not table.column(c).null_count], distinct, n)
+    guessed = (
+        None
+        if label
+        else next(iter(named), None)
+        or _label([c for c in columns if not table.column(c).null_count and c not in nested], distinct, n)
+    )
     label = label or guessed
     if label is None:
         raise ConfigError(
@@ -206,7 +223,9 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         (
             c
             for c in columns
-            if c != label and re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I) and 2 <= distinct[c] <= n // 10
+            if c not in (label, *nested)
+            and re.fullmatch(OWNERS + r"(_?(id|name|no))?", c, re.I)
+            and 2 <= distinct[c] <= n // 10
         ),
         None,
     )
@@ -219,19 +238,41 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.seen.append(f"columns with gaps were not thought of as the label: {', '.join(gaps)}")
     made.set("data", data)
     made.set("label", label, f"{distinct[label]} values; another one with --label")
-    if is_numeric(table.column(label).type) and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label))):
+    if (
+        label not in named
+        and is_numeric(table.column(label).type)
+        and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label)))
+    ):
         made.set("task", "regression", "a number is predicted, not a class")
+    if images:
+        made.set("image", images[0], "the inputs are these images")
+        _image_size(made, [io.BytesIO(blob) for blob in encoded(table.column(images[0]), str(path), path.parent)])
+        _owner(made, owner, distinct, table, label)
+        made.set("model", "cnn", "unskew models lists others")
+        return
     rest = [c for c in columns if c not in (label, owner)]
+    constant = [c for c in rest if c not in nested and len(table.column(c).drop_null().unique()) <= 1]
+    rest = [c for c in rest if c not in constant]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
     texts = [c for c in rest if is_string(table.column(c).type)]
     categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4)]
     dates = [c for c in rest if is_date(table.column(c).type)]
     identifiers = [c for c in numbers if is_identifier(table.column(c), c)]
     infinite = [c for c in numbers if c not in identifiers and _is_infinite(table.column(c))]
-    left_out = [*identifiers, *infinite, *(c for c in texts if c not in categories)]
+    _suspects(made, table, label, [c for c in numbers if c not in (*identifiers, *infinite)])
+    text = max(texts, key=partial(_words, table), default=None)
+    alone = len(rest) == len(texts) and not categories and "task" not in made.values
+    if text is not None and alone and _words(table, text) >= WORDS:
+        made.set("text", text, "each text becomes words and pairs of words")
+        _owner(made, owner, distinct, table, label)
+        made.set("model", "text-mlp", "needs no download; hf:NAME is a pretrained one")
+        made.set("optimizer", "adam")
+        return
+    left_out = [*constant, *identifiers, *infinite, *(c for c in texts if c not in categories)]
     if left_out:
         made.set("exclude", left_out, "left out, for the reasons above")
         reasons = dict.fromkeys(identifiers, "another number in every row") | dict.fromkeys(infinite, "infinite values")
+        reasons |= dict.fromkeys(constant, "the same value in every row")
         made.seen += [f"left out: {c}: {reasons.get(c) or _why_text(table.column(c))}" for c in left_out]
     if categories:
         made.set("categories", categories, "each value gets an embedding")
@@ -239,14 +280,73 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.set("dates", dates, "days since 1970")
     if any(table.column(c).null_count for c in [*numbers, *dates] if c not in identifiers):
         made.set("missing", "indicator", "numbers are missing: the mean is filled in, and a further input says so")
+    _owner(made, owner, distinct, table, label)
+    made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
+
+
+def _owner(made: Draft, owner: str | None, distinct: dict[str, int], table: Any, label: str) -> None:
+    """Set the partition: by the column that names clients, or else by label."""
+    n = table.num_rows
     if owner is not None:
         made.set("partition", f"natural:{owner}", f"a client for each of the {distinct[owner]} values of {owner}")
+        return
+    kind = "iid" if "task" in made.values else "dirichlet:0.3,min=2"
+    skew = "" if "task" in made.values else "label skew; "
+    made.set("partition", kind, f"{skew}no column looks as if it named clients")
+    made.set("clients", max(2, min(10, n // 40)))
+    may = [c for c in distinct if c != label and is_string(table.column(c).type) and 2 <= distinct[c] <= n // 10]
+    if may:
+        made.seen.append(
+            f"if one of these columns names the clients, write partition: natural:COLUMN: {', '.join(may)}"
+        )
+
+
+def _suspects(made: Draft, table: Any, label: str, numbers: list[str]) -> None:
+    """Report integers that may be codes of categories, and columns that are nearly the label."""
+    y, coded = table.column(label), []
+    known = y.cast("float64").to_numpy() if is_numeric(y.type) else None
+    if known is None and len(y.unique()) == 2:
+        known = np.unique(y.to_numpy().astype(str), return_inverse=True)[1].reshape(-1).astype(float)
+    for column in numbers:
+        values = table.column(column).cast("float64").to_numpy()
+        there = np.isfinite(values)
+        codes = np.unique(values[there])
+        if 3 <= len(codes) <= CODES and not (codes % 1).any():
+            coded.append(column)
+        if known is not None and len(codes) > 1 and np.ptp(known[there]) > 0:
+            together = abs(np.corrcoef(values[there], known[there])[0, 1])
+            if together >= NEARLY:
+                made.seen.append(
+                    f"{column} is nearly the label (correlation {together:.2f}): exclude it if it is not known beforehand"
+                )
+    if coded:
+        made.seen.append(
+            f"integers of few values: {', '.join(coded)}; those that are codes, not amounts, belong in categories: "
+            f"[{', '.join(coded)}]"
+        )
+
+
+def _words(table: Any, column: str) -> float:
+    """Return the mean number of words in a column of text."""
+    values = table.column(column).drop_null().to_pylist()
+    return sum(len(value.split()) for value in values) / max(1, len(values))
+
+
+def _image_size(made: Draft, images: Sequence[Path | io.BytesIO]) -> None:
+    """Set the size of images, unless all have one that small models take."""
+    from PIL import Image, UnidentifiedImageError
+
+    sizes = set()
+    for image in images:
+        try:
+            with Image.open(image) as opened:
+                sizes.add(opened.size)
+        except UnidentifiedImageError:  # such as a list of files next to the images
+            continue
+    if len(sizes) == 1 and max(width_height := sizes.pop()) <= KEPT_SIDE:
+        made.seen.append("all images have {} x {} pixels, so no image_size is set".format(*width_height))
     else:
-        kind = "iid" if "task" in made.values else "dirichlet:0.3,min=2"
-        skew = "" if "task" in made.values else "label skew; "
-        made.set("partition", kind, f"{skew}no column looks as if it named clients")
-        made.set("clients", max(2, min(10, n // 40)))
-    made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
+        made.set("image_size", SIDE, "images are brought to this side; larger ones take longer")
 
 
 def _distinct(column: Any) -> int:
@@ -268,7 +368,7 @@ def _why_text(column: Any) -> str:
     import pyarrow as pa
 
     if has_decimal_commas(column):
-        return "numbers with decimal commas; write points"
+        return "numbers with decimal commas; see csv.decimal"
     bad, many = where_not(column, pa.float64()), "another text in nearly every row"
     numbers = sum(_is_number(value) for value in column.drop_null().to_pylist())
     return f"numbers, but {bad}; empty it or mend it" if 2 * numbers > len(column) else many
@@ -305,5 +405,7 @@ def _budget(made: Draft) -> None:
     made.set("rounds", 20)
     made.set("local_epochs", 1, "passes over a client's data in each round; or local_steps")
     made.set("batch_size", 16)
-    made.set("lr", 0.05, "too large if the loss grows, too small if nothing happens")
+    made.set(
+        "lr", 0.003 if "optimizer" in made.values else 0.05, "too large if the loss grows, too small if nothing happens"
+    )
     made.set("seed", 0, "decides every random draw")

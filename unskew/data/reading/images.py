@@ -119,6 +119,13 @@ def encoded(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes
             yield data
 
 
+def is_image(kind: Any) -> bool:
+    """Return whether a pyarrow type is that of encoded images: bytes, or the hub's struct of bytes and path."""
+    import pyarrow as pa
+
+    return is_binary(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+
 def is_binary(kind: Any) -> bool:
     """Whether a pyarrow type is a run of bytes."""
     import pyarrow as pa

@@ -17,7 +17,6 @@ from unskew import plugins
 from unskew.data.checks import as_inputs, as_targets
 from unskew.data.reading.columns import Choice
 from unskew.data.reading.files import (
-    TABLES,
     Hub,
     class_folders,
     existing,
@@ -34,7 +33,7 @@ from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import folder_of_arrays, npz_source
 from unskew.data.sources.shapes import shapes
-from unskew.data.spec import DETECTED, CsvSpec
+from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "Source", "Table", "load_source"]
