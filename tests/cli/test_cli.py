@@ -305,9 +305,81 @@ def test_partition(capsys):
     assert not Path("clients.png").exists()
 
 
-def test_partition_draws_its_plot_here_by_default(capsys):
-    assert call(capsys, "partition").code == 0
-    assert Path("clients.png").exists()
+def test_partition_writes_no_picture_unless_it_is_named(capsys):
+    outcome = call(capsys, "partition")
+    assert (outcome.code, "--out clients.png draws it" in outcome.out) == (0, True)
+    assert not Path("clients.png").exists()
+
+
+def test_many_clients_and_classes_are_shortened_with_a_hint_and_classes_without_clients_reported(capsys):
+    draws = np.random.default_rng(0)
+    rows = [f"{draws.normal():.3f},c{i % 25:02},u{i % 25}" for i in range(400)]
+    Path("many.csv").write_text("\n".join(["a,kind,user", *rows]))
+    table = ("partition", "table:many.csv", "--label", "kind", "--partition", "natural:user")
+    shown = call(capsys, *table)
+    assert "20 of 25 clients are shown, --clients-shown 25 shows all" in " ".join(shown.out.split())
+    assert "20 of 25 classes are shown" in shown.out
+    assert "u9" not in shown.out
+    assert "clients are shown" not in call(capsys, *table, "--clients-shown", 25).out
+    assert "of which no client" not in shown.err
+    few = call(capsys, *table, "--clients", 3)
+    assert "the test set has 22 classes of which no client has a sample: c" in few.err
+
+
+def test_the_partition_of_numbers_shows_their_means_and_the_variance_between_clients(capsys):
+    draws = np.random.default_rng(0)
+    cost = {"a": 10, "b": 30}
+    rows = [
+        ("ab"[i % 3 == 0], round(draws.normal(), 3), round(cost["ab"[i % 3 == 0]] + draws.normal(), 3))
+        for i in range(90)
+    ]
+    Path("cost.csv").write_text("\n".join(["site,age,cost", *(",".join(map(str, row)) for row in rows)]))
+    args = ("partition", "table:cost.csv", "--label", "cost", "--task", "regression", "--partition", "natural:site")
+    found = call(capsys, *args, "--json").json()
+    fed = unskew.load_federation("table:cost.csv", label="cost", task="regression", partition="natural:site", holdout=0)
+    values = [fed.objective.restored(client.y.double()).numpy()[:, 0] for client in fed.clients]
+    everything = np.concatenate(values)
+    within = sum(((v - v.mean()) ** 2).sum() for v in values)
+    expected = 1 - within / ((everything - everything.mean()) ** 2).sum()
+    assert found["variance_between_clients"]["cost"] == pytest.approx(expected)
+    shown = call(capsys, *args).out
+    assert f"{expected:.0%} of the variance of cost is between clients" in shown
+    assert f"{values[0].mean():.4g} ± " in shown
+    assert "total" not in shown
+
+
+def test_the_partition_of_a_language_model_counts_rows(capsys):
+    rows = [f'{{"role": "r{i % 3}", "text": "some words {i}"}}' for i in range(30)]
+    Path("roles.jsonl").write_text("\n".join(rows))
+    shown = call(capsys, "partition", "text:roles.jsonl", "--tokenizer", "bytes", "--partition", "natural:role")
+    assert shown.code == 0, shown.err
+    header = next(line for line in shown.out.splitlines() if "client" in line and "name" in line)
+    assert "r1" not in header
+    assert "total" in header
+
+
+def test_numeric_labels_of_many_values_and_several_problems_of_a_table_are_reported_at_once(capsys):
+    rows = [
+        f"{i},{i % 20},{i % 9 / 2},{'' if i % 5 else 3},{'' if i % 4 else 1},2024-01-{i % 28 + 1:02}" for i in range(60)
+    ]
+    Path("t.csv").write_text("\n".join(["id,grade,half,dose,weight,day", *rows]))
+    args = ("partition", "table:t.csv", "--partition", "iid", "--clients", 2, "--exclude", "id,dose,weight")
+    assert (
+        "'grade' has 20 different numbers, and each is a class; --task regression"
+        in call(capsys, *args, "--label", "grade").err
+    )
+    assert "use --task regression" in call(capsys, *args, "--label", "half").err
+    outcome = call(capsys, *args[:-2], "--label", "grade", "--set", "keep_samples=30")
+    told = " ".join(outcome.err.split())
+    for words in (
+        "'id' looks like an identifier",
+        "dose (48), weight (45)",
+        "'day' holds dates",
+        "unskew init proposes",
+    ):
+        assert words in told
+    Path("texts.csv").write_text("review,stars\ngood,a\nbad,b\n")
+    assert "for texts with text.columns" in call(capsys, "partition", "table:texts.csv", "--label", "stars").err
 
 
 @pytest.mark.parametrize("holdout", [0, 0.3])

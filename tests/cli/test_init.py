@@ -161,7 +161,9 @@ def test_suspicious_columns_are_reported_and_constants_excluded(capsys):
     for i in range(120):
         total = round(float(draws.normal(30, 9)), 2)
         noise = draws.normal(size=2)
-        rows.append([f"S{i % 4}", i % 5, round(noise[0], 2), round(total + 3 * noise[1], 2), "mmHg", "XYZ"[i % 3], total])
+        rows.append(
+            [f"S{i % 4}", i % 5, round(noise[0], 2), round(total + 3 * noise[1], 2), "mmHg", "XYZ"[i % 3], total]
+        )
     with open("study.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     outcome = call(capsys, "init", "table:study.csv", "--label", "total")

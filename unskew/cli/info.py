@@ -113,9 +113,10 @@ def partition(
             "--out",
             parser=place,
             metavar="PATH",
-            help="Image file for the plot; clients.png by default, none with --json.",
+            help="Image file for a plot; none by default.",
         ),
     ] = None,
+    clients_shown: Annotated[int, typer.Option("--clients-shown", min=1, help="Most clients in the table.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show what each client would hold: a table, a plot, and the partition's hash."""
@@ -129,17 +130,19 @@ def partition(
         values["data"] = source
     checked = experiment(values)
     from unskew.cli.progress import waiting
-    from unskew.cli.tables import columns_table, partition_table
+    from unskew.cli.tables import columns_table, partition_table, targets_table
     from unskew.data.load import federation_of
     from unskew.plots.curves import clients_by_class
 
     with waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
     counts, names = fed.holdings()
-    plot = out if out is not None or as_json else Path("clients.png")
-    if plot is not None:
+    if fed.task == "language" and names == fed.client_names:
+        counts, names = fed.sizes[:, None], ("samples",)
+    if out is not None:
         title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
-        clients_by_class(counts, names, plot, title, client_names=fed.client_names)
+        clients_by_class(counts, names, out, title, client_names=fed.client_names)
+    targets, between = targets_table(fed, clients_shown) if fed.task == "regression" else (None, {})
     if as_json:
         sizes = fed.sizes
         print_json(
@@ -154,14 +157,18 @@ def partition(
                 "class_names": list(names),
                 "client_names": list(fed.client_names),
                 "counts": counts.tolist(),
+                **({"variance_between_clients": between} if between else {}),
             }
         )
         return
     console = console_for()
     if fed.columns:
         console.print(columns_table(fed.columns))
-    console.print(partition_table(counts, names, sizes=fed.sizes, client_names=fed.client_names))
-    console.print(f"partition hash {fed.fingerprint}, plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+    console.print(targets or partition_table(counts, names, clients_shown, fed.sizes, fed.client_names))
+    shares = [f"{share:.0%} of the variance of {name} is between clients, " for name, share in between.items()]
+    plot = f"plot in {out}" if out is not None else "--out clients.png draws it"
+    line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 START = """unskew: federated learning on data that differ between clients

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +16,7 @@ from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent,
 from unskew.tasks.score import client_metric, metric, objective_of, score_of
 
 if TYPE_CHECKING:
-    import numpy as np
+    from unskew.data.federation import Federation
 
 
 def over_clients(summary: dict[str, Any], whose: str) -> str:
@@ -112,6 +113,31 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+CLASSES_SHOWN = 20
+
+
+def targets_table(fed: Federation, most: int) -> tuple[Table, dict[str, float]]:
+    """Return a table of the clients' targets of regression, and the share of each target's variance between clients."""
+    values = [fed.objective.restored(client.y.double()).numpy() for client in fed.clients]  # type: ignore[attr-defined]
+    sizes, means = np.array([len(y) for y in values]), np.stack([y.mean(0) for y in values])
+    table = Fitting(title="Training samples and targets per client", title_justify="left")
+    for name in (
+        "client",
+        *(["name"] if fed.client_names else []),
+        "samples",
+        *(f"{n}, mean ± std" for n in fed.names),
+    ):
+        table.add_column(name, justify="left" if name == "name" else "right")
+    for k, y in enumerate(values[:most]):
+        spread = [f"{mean:.4g} ± {std:.3g}" for mean, std in zip(means[k], y.std(0), strict=True)]
+        table.add_row(str(k), *map(escape, fed.client_names[k : k + 1]), str(sizes[k]), *spread)
+    if len(values) > most:
+        table.caption = f"{most} of {len(values)} clients are shown, --clients-shown {len(values)} shows all"
+    all_rows = np.concatenate(values)
+    between = sizes @ (means - all_rows.mean(0)) ** 2 / len(all_rows)
+    return table, dict(zip(fed.names, (between / all_rows.var(0).clip(1e-300)).tolist(), strict=True))
+
+
 def partition_table(
     counts: np.ndarray,
     class_names: Sequence[str],
@@ -126,16 +152,17 @@ def partition_table(
     table.add_column("client", justify="right")
     if client_names:
         table.add_column("name")
-    for name in ("total", *classes[:20]):
+    for name in ("total", *(classes[:CLASSES_SHOWN] if classes != ["samples"] else ())):
         table.add_column(name, justify="right")
-    if len(classes) > 20:
-        table.add_column("...")
+    shortened = [f"{CLASSES_SHOWN} of {len(classes)} classes are shown"] if len(classes) > CLASSES_SHOWN else []
     for client, row in enumerate(counts[:most]):
-        cells = [str(int(n)) if n else "·" for n in row[:20]]
+        cells = [str(int(n)) if n else "·" for n in (row[:CLASSES_SHOWN] if classes != ["samples"] else ())]
         named = [escape(client_names[client])] if client_names else []
         table.add_row(str(client), *named, str(int(sizes[client])), *cells)
     if len(counts) > most:
-        table.caption = f"{most} of {len(counts)} clients"
+        shortened.append(f"{most} of {len(counts)} clients are shown, --clients-shown {len(counts)} shows all")
+    if shortened:
+        table.caption = "; ".join(shortened) + "; --json has all numbers"
     return table
 
 

@@ -251,7 +251,7 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.set("model", "cnn", "unskew models lists others")
         return
     rest = [c for c in columns if c not in (label, owner)]
-    constant = [c for c in rest if c not in nested and len(table.column(c).drop_null().unique()) <= 1]
+    constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
     rest = [c for c in rest if c not in constant]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
     texts = [c for c in rest if is_string(table.column(c).type)]
@@ -304,11 +304,11 @@ def _owner(made: Draft, owner: str | None, distinct: dict[str, int], table: Any,
 def _suspects(made: Draft, table: Any, label: str, numbers: list[str]) -> None:
     """Report integers that may be codes of categories, and columns that are nearly the label."""
     y, coded = table.column(label), []
-    known = y.cast("float64").to_numpy() if is_numeric(y.type) else None
+    known = y.cast("float64", safe=False).to_numpy() if is_numeric(y.type) else None
     if known is None and len(y.unique()) == 2:
         known = np.unique(y.to_numpy().astype(str), return_inverse=True)[1].reshape(-1).astype(float)
     for column in numbers:
-        values = table.column(column).cast("float64").to_numpy()
+        values = table.column(column).cast("float64", safe=False).to_numpy()
         there = np.isfinite(values)
         codes = np.unique(values[there])
         if 3 <= len(codes) <= CODES and not (codes % 1).any():

@@ -26,8 +26,9 @@ from unskew.data.arrays import (
 )
 from unskew.data.checks import as_names, check_differ, check_targets
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, cat_inputs, joined_clients, take
+from unskew.data.frames import without_frames, without_text_labels
 from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import described
+from unskew.data.reading.columns import INPUT, described
 from unskew.data.reading.encoders import Encoder
 from unskew.data.targets import standardised
 from unskew.errors import DataError, shown, unknown
@@ -179,7 +180,9 @@ class Federation:
 
         Args:
             clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are
-                ``[n, H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``; tables are ``[n, f]``.
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``; tables are ``[n, f]``, or data frames of
+                pandas, whose columns are matched by name. Labels may be text: then the classes are its sorted values,
+                and ``class_names`` are known.
             test: ``(x, y)`` of the global test set.
             server: ``(x, y)`` held by the server.
             task: ``"classification"``, where ``y`` is one class index per sample; ``"multilabel"``, where ``y`` is
@@ -213,6 +216,17 @@ class Federation:
         check_clients(clients)
         names = as_names(client_names, len(clients))
         whole_number(seed, "seed")
+        everyone, columns = [*clients, test, *([] if server is None else [server])], ()
+        if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
+            everyone, columns = without_frames(everyone)
+            if task == "classification":
+                own = len(clients) + 1 + (server is not None and server_in_domain)
+                everyone[:own], class_names = without_text_labels(everyone[:own], class_names)
+            clients, test, server = (
+                everyone[: len(clients)],
+                everyone[len(clients)],
+                (*everyone, None)[len(clients) + 1],
+            )
         given, ys, splits = given_clients(clients, task, holdout, int(seed))
         pairs = {"the test set": checked_pair(*given_pair(test, "test"), "the test set", task)}
         if server is not None:
@@ -258,6 +272,7 @@ class Federation:
             fingerprint=fingerprint,
             trained_for=trained_for,
             told=told,
+            columns=dict.fromkeys(columns, INPUT),
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from unskew.data.divided import Divided
 from unskew.data.federation import Federation
 from unskew.data.partition.make import make_partition
 from unskew.data.partition.spelling import column_of
-from unskew.data.reading.columns import Choice
+from unskew.data.reading.columns import Choice, shortened
 from unskew.data.reading.tables import Source
 from unskew.data.reading.text import is_text, load_texts
 from unskew.data.remote import at_hand
@@ -26,6 +27,7 @@ from unskew.data.splits import held_samples
 from unskew.errors import ConfigError, shown, unknown
 from unskew.tasks.catalogue import TASKS
 
+LOG = logging.getLogger("unskew")
 MISSING = ("refuse", "mean", "indicator")
 """What may be done to missing numbers of a table."""
 
@@ -34,7 +36,7 @@ def load_federation(
     name: str,
     *,
     partition: str | object = "dirichlet:0.1",
-    clients: int | None = 10,
+    clients: int | Literal["auto"] | None = "auto",
     seed: int = 0,
     data_path: str | Path | None = None,
     path: str | Path | None = None,
@@ -65,7 +67,8 @@ def load_federation(
     Args:
         name: The data set, as for ``unskew.data.sources.catalogue.load_source``.
         partition: Who holds what, as for ``unskew.data.partition.make.make_partition``.
-        clients: Number of clients; None for ``natural:COLUMN`` with all of its values.
+        clients: Number of clients; None for ``natural:COLUMN`` with all of its values. ``auto`` is None for ``natural``
+            partitions and 10 for the others.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.
         data_path: Local files of the data set.
         path: The former name of ``data_path``.
@@ -108,6 +111,8 @@ def load_federation(
     """
     if not isinstance(name, str):
         raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {shown(name)}.")
+    if clients == "auto":
+        clients = None if str(partition).startswith("natural") else DataSpec.clients
     counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
     for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
         if value is not None or field in ("seed", "block", "set_aside"):
@@ -196,6 +201,11 @@ def divided(spec: DataSpec, seed: int) -> Divided:
         held = held_samples(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
         splits = parts.offsets[1:] - np.bincount(owner, held, parts.clients).astype(np.int64)
     shuffled = parts.order[np.lexsort((keys, held, owner))]
+    if labels is not None and labels.ndim == 1:
+        absent = np.setdiff1d(test.y.numpy(), labels[parts.order])
+        if len(absent):
+            names = shortened([str(source.class_names[c]) for c in absent])
+            LOG.warning("the test set has %d classes of which no client has a sample: %s", len(absent), names)
     return Divided(spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits)
 
 

@@ -77,16 +77,28 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
         ):
             reason = left_out(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
-    if choice.mixed:
-        check_dates(table, done, name)
+    gaps = [c for c, what in done.items() if what == INPUT and table.column(c).null_count] * (
+        choice.missing == "refuse"
+    )
+    problems = [] if not (choice.mixed or gaps) else undeclared_dates(table, done)
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
-        raise DataError(
-            f"{name}: the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers, "
+        problems.append(
+            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers, "
             f"another one in nearly every of the {table.num_rows} rows. Leave it out with exclude "
             f"(--exclude {','.join(suspects)}); "
             "if it is a measurement, name it and the other inputs in features (--features)."
+        )
+    if gaps and (problems or len(gaps) > 1):
+        problems.append(
+            f"values are missing in {', '.join(f'{c} ({table.column(c).null_count})' for c in gaps)}: fill them, leave the "
+            "columns out with exclude, or set missing to mean or indicator (--missing)."
+        )
+    if problems:
+        more = " unskew init proposes a whole configuration." if len(problems) > 1 else ""
+        raise DataError(
+            f"{name}: {' '.join(p[0].upper() * (k > 0) + p[k > 0 :] for k, p in enumerate(problems))}{more}"
         )
     if "" in numbered and "" not in choice.features:  # it has no name that could be excluded
         done[""] = "left out: numbers of rows"
@@ -95,7 +107,7 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
         listed = ", ".join(f"{column} ({what})" for column, what in described(done))
         raise DataError(
             f"{name} has no numeric columns besides the label {', '.join(map(repr, label))} that could be inputs: {listed}. "
-            "For images, name their column (image=)."
+            "For images, name their column with image (--image), for texts with text.columns (--text)."
         )
     return inputs, done
 
@@ -181,22 +193,14 @@ def kind_of(column: Any, name: str, choice: Choice) -> str | None:
     return f"left out: text, {differ} values in {len(column)} rows" if many else CATEGORY
 
 
-def check_dates(table: Any, done: Mapping[str, str], name: str) -> None:
-    """Refuse columns of dates of which nothing is said.
-
-    Raises:
-        DataError: There is one.
-    """
-    for column, what in done.items():
-        if (
-            what.startswith("left out")
-            and is_date(table.column(column).type)
-            and what == left_out(table.column(column))
-        ):
-            raise DataError(
-                f"{name}: the column {column!r} holds dates. Name it in dates, and the days since 1970 are an input, or "
-                "leave it out with exclude (--exclude)."
-            )
+def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each column of dates of which nothing is said."""
+    return [
+        f"the column {column!r} holds dates. Name it in dates (--dates), and the days since 1970 are an input, or leave it "
+        "out with exclude (--exclude)."
+        for column, what in done.items()
+        if what.startswith("left out") and is_date(table.column(column).type) and what == left_out(table.column(column))
+    ]
 
 
 def left_out(column: Any) -> str:

@@ -148,7 +148,10 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
     values = column.to_numpy()
     if values.dtype.kind == "f":
         if not (np.isfinite(values) & (values == np.round(values))).all():
-            raise DataError(f"The label column {label!r} of {where} holds fractions or NaN; labels must be classes.")
+            raise DataError(
+                f"The label column {label!r} of {where} holds fractions or NaN; labels must be classes. "
+                "To predict the number, use --task regression (task: regression)."
+            )
         return np.asarray(values.astype(np.int64))
     return np.asarray(values if values.dtype.kind in "iu" else values.astype(str))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,8 +24,10 @@ from unskew.data.spec import Split
 from unskew.data.splits import check_apart, rows_to_test
 from unskew.errors import ConfigError, DataError, unknown
 
-MANY = 100
-"""Numbers as a label: with more different ones, a value for nearly every fourth row is no name of a class."""
+FEW_CLASSES, MANY = 10, 100
+"""Numbers as a label: with more than the first, a notice asks for regression; with more than the second, a value for nearly
+every fourth row is an error."""
+LOG = logging.getLogger("unskew")
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
 
 
@@ -198,6 +201,10 @@ def check_few(name: str, label: str, train: Any, classes: int, task: str) -> Non
             "class. --task regression (task: regression) predicts the number; names of classes are better "
             "written as text."
         )
+    numbers = is_numeric(train.column(label).type) and not class_names_of(train, label)
+    if task == "classification" and classes > FEW_CLASSES and numbers:
+        sentence = "the label %r has %d different numbers, and each is a class; --task regression predicts the number"
+        LOG.warning(sentence, label, classes)
 
 
 def encoder_of(train: Any, column: str, done: str, choice: Choice) -> Encoder:

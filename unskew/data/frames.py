@@ -1,0 +1,72 @@
+"""Data frames and labels of text as ``Federation.from_arrays`` takes them: names of columns and classes are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from unskew.errors import DataError
+
+Pair = tuple[object, ...]
+
+
+def is_frame(x: object) -> bool:
+    """Return whether inputs are a data frame, as of pandas."""
+    return hasattr(x, "columns") and hasattr(x, "to_numpy")
+
+
+def without_frames(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
+    """Return arrays in place of data frames, with the columns of the first one in its order, and their names.
+
+    Args:
+        pairs: Tuples ``(x, y)`` or ``(x, y, x_test, y_test)``.
+
+    Raises:
+        DataError: If frames have other columns, or a column is not numeric.
+    """
+    frames: list[Any] = [x for pair in pairs for x in pair[::2] if is_frame(x)]
+    if not frames:
+        return list(pairs), ()
+    names = [str(name) for name in frames[0].columns]
+
+    def array_of(x: Any) -> object:
+        if not is_frame(x):
+            return x
+        found = {str(name): name for name in x.columns}
+        if sorted(found) != sorted(names):
+            raise DataError(f"The data frames have different columns: {', '.join(names)}, and {', '.join(found)}.")
+        for name in names:
+            if not np.issubdtype(np.asarray(x[found[name]]).dtype, np.number) and x[found[name]].dtype != bool:
+                raise DataError(
+                    f"The column {name!r} is not numeric; encode or drop it, or use table: with categories."
+                )
+        return x[[found[name] for name in names]].to_numpy(dtype=np.float64)
+
+    return [tuple(array_of(one) if k % 2 == 0 else one for k, one in enumerate(pair)) for pair in pairs], tuple(names)
+
+
+def without_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:
+    """Return class indices in place of labels of text, and the names of the classes: sorted, unless they are given.
+
+    Raises:
+        DataError: If only some labels are text, or one is not among ``class_names``.
+    """
+    labels = [None if isinstance(y, Tensor) else np.asarray(y) for pair in pairs for y in pair[1::2]]
+    text = [
+        y is not None and y.ndim == 1 and y.dtype.kind in "OUS" and all(isinstance(v, str) for v in y) for y in labels
+    ]
+    if not any(text):
+        return list(pairs), class_names
+    if not all(text):
+        raise DataError("Some labels are text and some are not; give all of them as text, or all as class indices.")
+    found = sorted({str(value) for y in labels if y is not None for value in y})
+    names = list(class_names) if isinstance(class_names, list | tuple) and class_names else found
+    strange = [name for name in found if name not in names]
+    if strange:
+        raise DataError(f"The label {strange[0]!r} is not in class_names: {', '.join(names[:20])}.")
+    places = {name: number for number, name in enumerate(names)}
+    encoded = iter(np.array([places[str(value)] for value in y]) for y in labels if y is not None)
+    return [tuple(next(encoded) if k % 2 else one for k, one in enumerate(pair)) for pair in pairs], names
