@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -216,7 +217,8 @@ class Federation:
         check_clients(clients)
         names = as_names(client_names, len(clients))
         whole_number(seed, "seed")
-        everyone, columns = [*clients, test, *([] if server is None else [server])], ()
+        everyone: list[Any] = [*clients, test, *([] if server is None else [server])]
+        columns: tuple[str, ...] = ()
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
             everyone, columns = without_frames(everyone)
             if task == "classification":
