@@ -183,3 +183,18 @@ def test_the_comparison_that_is_printed_can_be_run(capsys, tmp_path, monkeypatch
     compared = call(capsys, *shlex.split(line)[1:], "--seeds", "0", "--out", "compared", "--json")
     assert compared.code == 0, compared.err
     assert [row["method"] for row in compared.json()["rows"]] == shlex.split(line)[2:6]
+
+
+def test_the_terminal_says_that_the_ranking_is_weak(capsys):
+    """Also that a method's name is not repeated before a reason that begins with it."""
+    from rich.console import Console
+
+    from unskew.cli.advice import print_advice
+    from unskew.diagnosis.advice import Advice, Excluded
+
+    left = [Excluded("fedft", "fedft needs data."), Excluded("hfcl", "It would send too much.")]
+    print_advice(Console(width=200), Advice([], left, [], 1, None, None), "unskew compare")
+    printed = capsys.readouterr().out
+    assert "the ranking itself is weak, see docs/advice.md" in printed
+    assert "fedft: fedft" not in printed
+    assert "hfcl: It would" in printed

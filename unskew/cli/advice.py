@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
 
 EVIDENCE = {
-    3: "measured by us, decided",
-    2: "measured by us, not decided",
-    1: "published, not measured by us",
+    3: "our measurements: significant",
+    2: "our measurements: not significant",
+    1: "published; not measured by us",
 }
 
 
@@ -45,18 +45,23 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         console.print(Padding(Text(text, style=style or ""), (0, 0, 0, indent)))
 
     console.print()
-    say("What to try beside fedavg, most evidence first", style="italic")
+    say(
+        "Methods worth comparing with fedavg (ranked by evidence; the ranking itself is weak, see docs/advice.md)",
+        style="italic",
+    )
     for number, one in enumerate(advice.suggestions, 1):
         sent = "" if one.megabytes is None else f"; {one.megabytes:.3g} MB in all"
         say(f"{number}. {one.method}", style="bold")
         for text in (*one.reasons, *one.cautions):
             say(text, 3)
-        doubt = ", and something speaks against it" if one.rank < one.evidence else ""
+        doubt = "; caveat above" if one.rank < one.evidence else ""
         say(f"[{EVIDENCE[one.evidence]}{doubt}: {'; '.join(dict.fromkeys(one.sources))}{sent}]", 3, "dim")
     if advice.excluded:
         say("Does not fit", style="italic")
         for left in advice.excluded:
-            say(f"{left.method}: {left.reason}", 3)
+            # A reason often begins with the method's name.
+            text = left.reason if left.reason.startswith(left.method) else f"{left.method}: {left.reason}"
+            say(text, 3)
     for text in advice.notes:
         say(text)
     if len(advice.methods) > 1:

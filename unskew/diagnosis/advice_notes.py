@@ -18,8 +18,8 @@ def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:
         )
     if math.isfinite(s.noise) and s.noise < s.tau / 4:
         told.append(
-            f"Beyond {max(1, round(s.noise))} of its {s.tau:.0f} local steps drift outweighs the noise of gradients (sigma^2 "
-            "over the batch and zeta^2) in a round: by Corollary I more steps save few rounds (docs/theory.md)."
+            f"After {max(1, round(s.noise))} of {s.tau:.0f} local steps, client drift exceeds gradient noise; more local "
+            "steps will save few rounds (Corollary I, docs/theory.md)."
         )
     elif math.isfinite(s.noise) and s.noise > 4 * s.tau:
         told.append(
