@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unskew.errors import DataError
 
-Pair = tuple[object, ...]
+Pair = tuple[Any, ...]
 
 
 def is_frame(x: object) -> bool:
