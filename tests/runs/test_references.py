@@ -63,7 +63,7 @@ def test_pooled_processes_as_many_samples_as_a_cohort(training, sizes, participa
     assert steps_per_round(training, sizes, participation) == expected.get(steps, steps)
 
 
-def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light_page):
+def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light_page, monkeypatch):
     result = unskew.compare(
         methods=["scaffold", "fedavg"],
         seeds=2,
@@ -84,6 +84,11 @@ def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light
         None,
         None,
     )
+    drawn = []
+    monkeypatch.setattr("unskew.plots.curves.save_figure", lambda figure, path: drawn.append(figure))
+    result.plot(tmp_path / "curves.png")
+    names = [[line.get_label() for line in axis.get_lines()] for axis in drawn[0].axes]
+    assert names == [["scaffold", "fedavg", "pooled"], ["scaffold", "fedavg"]], "pooled sends nothing"
     own = [
         np.mean([json.loads(line)["personal_accuracy"] for line in path.read_text().splitlines()])
         for path in (tmp_path / "c" / "local").glob("*/clients.jsonl")
@@ -95,6 +100,7 @@ def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light
     assert page.column("references", "last round, %")[1] == "-"
     assert {*page.column("differences", "method"), *page.column("differences", "minus")} == {"scaffold", "fedavg"}
     assert any(" is the best of 2 methods" in text for text in page.texts)
+    assert any(text.startswith("2 methods, with references, seeds 0, 1") for text in page.texts)
     assert page.column("costs", "MB up")[2:] == ["-", "-"]
     assert page.column("fairness", "model") == ["global", "global", "global", "own"]
     again = next(text for text in page.texts if text.startswith("unskew compare"))

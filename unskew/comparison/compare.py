@@ -192,9 +192,9 @@ class Comparison:
         return html_table(self._shown())
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the convergence of all methods, mean and standard deviation over seeds."""
+        """Draw the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
-        return convergence(curves, Path(path), self.objective)
+        return convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
 
 
 def folder_name(spelling: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ NAME = 24
 
 
 def convergence(
-    runs: Mapping[str, Sequence[list[dict[str, Any]]]], path: Path, objective: Metric | None = None
+    runs: Mapping[str, Sequence[list[dict[str, Any]]]],
+    path: Path,
+    objective: Metric | None = None,
+    without_traffic: Collection[str] = (),
 ) -> Path:
     """The objective (test loss, of a language model) against rounds and traffic, mean and standard deviation over seeds.
 
@@ -25,6 +28,7 @@ def convergence(
         runs: For each method, the history of each seed.
         path: Image file to write; its ending decides the format.
         objective: Metric that judges the runs; accuracy or R² if None.
+        without_traffic: Names in ``runs`` that are drawn against rounds only.
 
     Returns:
         The path written.
@@ -52,6 +56,8 @@ def convergence(
             "markevery": (number % max(1, shortest // 8), max(1, shortest // 8)),
         }
         for axis, x in ((left, rounds), (right, traffic)):
+            if axis is right and name in without_traffic:
+                continue
             axis.plot(x, mean, label=name, linewidth=1.4, markersize=5, alpha=0.9, **style)
             axis.fill_between(x, mean - spread, mean + spread, alpha=0.1, color=style["color"], linewidth=0)
     over_rounds(left)

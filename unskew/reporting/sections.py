@@ -289,7 +289,9 @@ def summary_line(part: Part) -> str:
     """What a part is, in one line."""
     seeds = sorted({run.summary["seed"] for one in part.series for run in one.runs})
     rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})
-    said = f"{len(part.series)} method{'s' if len(part.series) > 1 else ''}, seeds {', '.join(map(str, seeds))}"
+    methods = part.ranked or part.series
+    references = ", with references" if len(methods) < len(part.series) else ""
+    said = f"{len(methods)} method{'s' if len(methods) > 1 else ''}{references}, seeds {', '.join(map(str, seeds))}"
     target = f", target {value_text(part.objective, part.target, sign=' %')}" if part.counts else ""
     newest = max((run.folder / "summary.json").stat().st_mtime for one in part.series for run in one.runs)
     day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
