@@ -180,6 +180,12 @@ def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, li
     assert [fact.name for fact in facts("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
 
 
+def test_a_title_and_the_units_are_text(compared, tmp_path, light):
+    page = Page(unskew.report(compared[0], tmp_path / "r.html", title="A <b> title").read_text())
+    assert page.texts.count("A <b> title") == 2, "of the window, and of the page"
+    assert any("millions of bytes" in text for text in page.texts)
+
+
 def test_it_says_how_it_was_made_and_how_to_repeat_it(compared, page):
     told = "".join(page.texts)
     assert f"unskew compare fedprox:mu=0.5 fedavg fedexp+ft --seeds 0,1 --config {compared[0]}" in told

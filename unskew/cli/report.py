@@ -34,6 +34,7 @@ def report(
     images: Annotated[
         bool, typer.Option("--images/--no-images", help="What clients made, and real images of their data beside it.")
     ] = True,
+    title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Title of the page.")] = None,
 ) -> None:
     """Write a report on finished runs: one HTML file that needs no network."""
     from unskew.cli.progress import waiting
@@ -41,7 +42,7 @@ def report(
 
     console = console_for()
     with broken_sections(console), waiting("report"):
-        file = write(runs, out, images=images)
+        file = write(runs, out, images=images, title=title)
     say(console, file)
 
 

@@ -28,6 +28,7 @@ def report(
     out: str | Path | None = None,
     *,
     images: bool = True,
+    title: str | None = None,
 ) -> Path:
     """Write a report on runs: one HTML file that holds everything and needs no network.
 
@@ -37,6 +38,7 @@ def report(
         out: The file; if None, ``report.html`` in the folder, or where one works for several folders.
         images: Whether it may hold images: those that clients made, and, where the data of a run are at hand, real ones
             beside them.
+        title: Title of the page; data, partition, clients and model if None.
 
     Returns:
         The file.
@@ -55,7 +57,7 @@ def report(
     parts, more = parts_of(found)
     make_folder(file.parent)
     # A name may hold what no text file can, such as half a character.
-    write_atomic(file, whole(parts, [*notes, *more], images).encode(errors="replace"))
+    write_atomic(file, whole(parts, [*notes, *more], images, title).encode(errors="replace"))
     return file
 
 
@@ -92,13 +94,13 @@ def shows_real(file: Path) -> bool:
     return REAL in file.read_text(encoding="utf-8", errors="replace")
 
 
-def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True) -> str:
+def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True, title: str | None = None) -> str:
     """The page on these parts; a method has one colour in all of them."""
     labels = list(dict.fromkeys(one.label for part in parts for one in part.series))
     styles = {label: style_of(number) for number, label in enumerate(labels)}
     data = [content(part, styles) for part in parts]
     runs = sum(len(one.runs) for part in parts for one in part.series)
-    title = f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs"
+    title = title or (f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs")
     head = f'<header><h1>{markup.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
     pieces = [head]
     notes = list(notes)

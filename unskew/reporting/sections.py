@@ -28,6 +28,9 @@ REAL = (
     "one without any."
 )
 Styles = Mapping[str, Mapping[str, str]]
+UNITS = (
+    "MB are millions of bytes that all clients of a run send (up) or receive (down); seconds are the time of one run."
+)
 
 
 def content(part: Part, styles: Styles) -> dict[str, Any]:
@@ -70,7 +73,8 @@ def _verdict(part: Part) -> str:
 
 def _comparison(part: Part, methods: Sequence[Mapping[str, str]]) -> str:
     both = (tables.comparison(part), tables.comparison(part, references=True))
-    return f"{markup.legend(methods)}<h3>Comparison</h3>{''.join(markup.table(one) for one in both if one)}"
+    units = f'<p class="soft">{UNITS}</p>'
+    return f"{markup.legend(methods)}<h3>Comparison</h3>{''.join(markup.table(one) for one in both if one)}{units}"
 
 
 def _costs(part: Part) -> str:
