@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ def tensor_of(array: Blob) -> Tensor:
     tensor = flat.view(array.shape)
     if array.dtype == "bool":
         tensor = tensor != 0  # other bytes than 0 and 1 are no truth values
+    return as_images(tensor)
+
+
+def as_images(tensor: Tensor) -> Tensor:
+    """Images lie channels-last, as everywhere; a file does not say how they lay."""
     return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
 
 
@@ -168,8 +173,3 @@ def placed(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
         into[piece] = values[at : at + width]
         at += width
     return into
-
-
-def total(tensors: Sequence[Tensor]) -> int:
-    """Bytes of some tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)

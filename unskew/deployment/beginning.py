@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -13,7 +14,6 @@ from unskew.data.divided import Divided
 from unskew.data.federation import Federation
 from unskew.data.objective import trained_for
 from unskew.deployment.agreement import Reference, digest_of
-from unskew.deployment.arrays import Nonsense, plainly
 from unskew.deployment.masked_engine import check_maskable
 from unskew.deployment.plan import Deployment
 from unskew.deployment.preparing import everyone, federation_of_sites, told
@@ -120,8 +120,7 @@ def agree(
         reference = as_wanted(reference, spec)
         sites.about = about(config, Reference.of(reference))
         frames = everyone(sites, {k: Frame("hello") for k in frames}, "facts", lambda client, frame: frame)
-    check_parameters(frames, spec.size, sites)
-    federation = federation_of_sites(reference, frames, sites.names, not own, total)
+    federation = federation_of_sites(reference, frames, sites.names, not own, total, spec.size)
     federation = trained_for(federation, config.loss, config.class_weights)
     known = Reference.of(federation)
     sites.about = about(config, known)
@@ -137,7 +136,7 @@ def budget_of(config: Experiment, prepared: Prepared) -> dict[str, int]:
     return {"local_epochs": after} if after is not None and after != before else {}
 
 
-def facts_check(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame], None]:
+def facts_check(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame], object]:
     """Return a function that validates a site's first report of its data.
 
     Args:
@@ -146,27 +145,4 @@ def facts_check(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame]
     """
     if Reference.of(reference).needs_sums:
         return lambda client, frame: None  # columns and model are known once all sites have reported
-
-    def check(client: int, frame: Frame) -> None:
-        told(client, frame, reference)
-        if frame.config.get("parameters") != spec.size:
-            raise Nonsense(
-                f"its model has {plainly(frame.config.get('parameters'))[:40]} parameters, not {spec.size}; install the same "
-                "versions everywhere"
-            )
-
-    return check
-
-
-def check_parameters(frames: dict[int, Frame], size: int, sites: Sites) -> None:
-    """Refuse sites that have built another model.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    for client, frame in frames.items():
-        if frame.config.get("parameters") != size:
-            raise ConfigError(
-                f"{sites.name(client)} has built a model with {frame.config.get('parameters')} parameters, not {size}; "
-                "install the same versions everywhere."
-            )
+    return partial(told, federation=reference, parameters=spec.size)

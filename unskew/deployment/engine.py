@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from unskew.deployment.arrays import Nonsense, plainly
+from unskew.deployment.arrays import Nonsense, as_images, plainly
 from unskew.deployment.audit import digest_of
 from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
-from unskew.deployment.received import as_images
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
 from unskew.engines.base import Setup

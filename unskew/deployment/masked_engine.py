@@ -14,12 +14,12 @@ from unskew.deployment.engine import FlowerEngine
 from unskew.deployment.fixed_point import Part
 from unskew.deployment.masks import LEAST, parsed, ready_message
 from unskew.deployment.messages import cast_frame, digest_of_cast, same, text
-from unskew.deployment.primitives import check_point
+from unskew.deployment.primitives import decoded
 from unskew.deployment.roster import is_signed
 from unskew.deployment.thin.frames import SIZES, Frame
 from unskew.deployment.unmasking import Accused, Ready, Reopened, Sum, Summation, Unopened, parts_of
 from unskew.errors import ConfigError, EngineError
-from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, nested
+from unskew.protocol.messages import Broadcast, ClientState, Update, nested
 from unskew.protocol.rules import Method
 from unskew.simulation.intake import FIGURES
 
@@ -43,22 +43,20 @@ class MaskedEngine(FlowerEngine):
         found = self._summed(casts) if casts else Sum()
         for cast in casts:
             if cast.client in found.unusable:
-                yield self._update(cast, torch.full_like(cast.v, torch.nan), cast.b, {}, {}, {})
+                nothing = torch.full_like(cast.v, torch.nan)
+                yield self._update(cast, {"delta": nothing, "buffers": cast.b, "upload": {}, "metrics": {}})
         weight = sum(cast.weight for cast in casts if cast.client in found.clients)
         if found.clients:
             self._tell_error(found.error / weight, len(found.clients))
-            delta, b, report, upload, figures = self._means(casts, found, weight)
+            means = self._means(casts, found, weight)
             names = [self.sites.name(k) for k in found.clients]
             self.sites.log("sum opened", sites=names, digest=digest_of(blobs("sum", found.tensors)))
-        first = True
         for cast in casts:
             if cast.client in found.clients:
-                yield self._update(cast, delta, b, report, upload, figures)
-                if first:  # the first stands for the sums of what rules send
-                    upload, first = (
-                        {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload.items()},
-                        False,
-                    )
+                yield self._update(cast, means)
+                # The first stands for the sums of what rules send.
+                upload = means["upload"].items()
+                means["upload"] = {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload}
             elif cast.client not in found.unusable:
                 self.server.lost(cast.client)
 
@@ -133,7 +131,7 @@ class MaskedEngine(FlowerEngine):
             try:
                 public, seal_public = (str(key) for key in keys)
                 for key in (public, seal_public):
-                    check_point(bytes.fromhex(key))
+                    decoded(bytes.fromhex(key))
                 before = tuple(sorted(int(k) for k in opened))
             except (ValueError, TypeError) as error:
                 raise Nonsense("its keys, or the sums that it opened, cannot be read") from error
@@ -169,10 +167,8 @@ class MaskedEngine(FlowerEngine):
         elif found != self.shapes:
             raise Nonsense("what it sends beside the model differs from what other sites send")
 
-    def _means(
-        self, casts: Sequence[Broadcast], found: Sum, weight: float
-    ) -> tuple[Tensor, Tensor, Tensors, dict[str, Tensors], dict[str, float]]:
-        """What each update of the round stands for: the weighted means; and the sums of what rules send."""
+    def _means(self, casts: Sequence[Broadcast], found: Sum, weight: float) -> dict[str, Any]:
+        """Return what each update of the round stands for: the weighted means; and the sums of what rules send."""
         sums, taken, count = found.tensors, [c for c in casts if c.client in found.clients], len(found.clients)
         v, b, delta = taken[0].v, taken[0].b, torch.zeros_like(taken[0].v)
         if "delta" in sums:
@@ -184,29 +180,14 @@ class MaskedEngine(FlowerEngine):
         report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
         dtypes = {name: dtype for name, (dtype, _) in (self.shapes or {}).items()}
         uploads = {n: as_type(t, dtypes[n]).to(v.device) for n, t in sums.items() if n.startswith("upload/")}
-        return delta, (sums["buffers"] / weight).to(b), report, nested("upload", uploads), figures
+        b = (sums["buffers"] / weight).to(b)
+        upload = nested("upload", uploads)
+        return {"delta": delta, "buffers": b, "report": report, "upload": upload, "metrics": figures}
 
-    def _update(
-        self,
-        cast: Broadcast,
-        delta: Tensor,
-        b: Tensor,
-        report: Tensors,
-        upload: dict[str, Tensors],
-        figures: dict[str, float],
-    ) -> Update:
-        return Update(
-            client=cast.client,
-            born=cast.round,
-            examples=self._examples(cast.client),
-            weight=cast.weight,
-            delta=delta,
-            buffers=b,
-            upload=upload,
-            state=ClientState(),
-            metrics=figures,
-            report=report,
-        )
+    def _update(self, cast: Broadcast, fields: dict[str, Any]) -> Update:
+        """Return an update that answers ``cast``, with these other fields."""
+        examples, none = self._examples(cast.client), ClientState()
+        return Update(cast.client, born=cast.round, examples=examples, weight=cast.weight, state=none, **fields)
 
     def _tell_error(self, error: float, sites: int) -> None:
         self.error, self.worst = error, max(error, self.worst)

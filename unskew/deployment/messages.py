@@ -27,7 +27,7 @@ from unskew.deployment.arrays import (
 from unskew.deployment.thin.frames import Blob, Frame
 from unskew.models.groups import statistics_mask
 from unskew.models.vector import ModelSpec
-from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, flat, nested
+from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, flat, nested
 from unskew.protocol.rules import Method, changes_updates
 from unskew.protocol.training import Buffers
 from unskew.simulation.slices import without
@@ -96,7 +96,7 @@ class Terms:
         Raises:
             Nonsense: It is of a rule that is not there, too large, or not finite.
         """
-        bytes_there = sum(t.numel() * t.element_size() for t in tensors.values())
+        bytes_there = bytes_of(tensors.values())
         if bytes_there > self.largest:
             raise Nonsense(f"{record} has {bytes_there} bytes, above the limit of {self.largest}")
         for name, tensor in tensors.items():

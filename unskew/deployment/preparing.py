@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.arrays import Nonsense, blobs, check_norm, check_records, record_of
+from unskew.deployment.arrays import Nonsense, blobs, check_norm, check_records, plainly, record_of
 from unskew.deployment.messages import FIGURES, counts_in, number, text, whole
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame
@@ -29,14 +29,25 @@ MOST = 1 << 27
 """Samples of a site: for each of them the server keeps its class."""
 
 
-def told(client: int, frame: Frame, federation: Federation) -> ClientData:
+def told(client: int, frame: Frame, federation: Federation, parameters: int | None = None) -> ClientData:
     """A client as the server knows it: how many samples of which class, and none of them.
+
+    Args:
+        client: Its number.
+        frame: What its site reports.
+        federation: The data that the experiment names at the server.
+        parameters: Parameters of the server's model, which the site must have built, too; None checks no model.
 
     Raises:
         Nonsense: It was told something else.
     """
     if frame.kind != "facts" or whole(frame.config, "client") != client:
         raise Nonsense("it does not say what it holds")
+    built = frame.config.get("parameters")
+    if parameters is not None and built != parameters:
+        raise Nonsense(
+            f"its model has {plainly(built)[:40]} parameters, not {parameters}; install the same versions everywhere"
+        )
     task = federation.objective
     counts = counts_in(frame, federation.classes if task.labelled else 0)
     examples = whole(frame.config, "examples")
@@ -69,7 +80,7 @@ def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
 
 
 def federation_of_sites(
-    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool, total: int
+    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool, total: int, parameters: int
 ) -> Federation:
     """The federation as the server knows it.
 
@@ -79,6 +90,7 @@ def federation_of_sites(
         names: Of the sites.
         rehearsal: Whether the sites hold what the experiment's partition gives them.
         total: Clients of the experiment; those whose site has not come hold nothing yet.
+        parameters: Parameters of the model, which all sites must have built.
 
     Raises:
         EngineError: A site tells something that cannot be.
@@ -87,7 +99,7 @@ def federation_of_sites(
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
     for client, frame in frames.items():
         try:
-            clients[client] = told(client, frame, reference)
+            clients[client] = told(client, frame, reference, parameters)
         except Nonsense as error:
             raise EngineError(
                 f"{names[client]} (client {client}): what it says of its data was refused, because {error}."

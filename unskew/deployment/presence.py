@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from unskew.data.federation import Federation
 from unskew.deployment import sites as waiting
-from unskew.deployment.arrays import Nonsense
 from unskew.deployment.joining import Door
 from unskew.deployment.preparing import told
 from unskew.deployment.sites import Sites
@@ -27,7 +26,6 @@ class Present:
         sites: The sites.
         door: Where they come in.
         federation: What the server knows of their data; the newcomers' are put in.
-        parameters: Of the model, which a newcomer must have built, too.
         quorum: Sites that a round needs.
         count: Sites that were there when the last round began.
     """
@@ -35,7 +33,6 @@ class Present:
     sites: Sites
     door: Door
     federation: Federation
-    parameters: int
     quorum: int
     count: int = 0
 
@@ -73,15 +70,8 @@ class Present:
     def _welcome(self) -> None:
         clients: Any = self.federation.clients
         for client, frame in self.door.step().items():
-            name = self.sites.name(client)
-            try:
-                if frame.config.get("parameters") != self.parameters:
-                    raise Nonsense(f"it has built a model with {frame.config.get('parameters')} parameters")
-                clients[client] = told(client, frame, self.federation)
-                self.sites.tell(f"{name} has joined the run.")
-            except Nonsense as error:
-                del self.sites.nodes[client], self.sites.names[client]
-                self.sites.tell(f"{name} cannot take part: {error}.")
+            clients[client] = told(client, frame, self.federation)  # the door has checked it
+            self.sites.tell(f"{self.sites.name(client)} has joined the run.")
 
 
 def check_late(method: Method, spec: ModelSpec, facts: FederationFacts) -> None:

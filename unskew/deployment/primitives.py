@@ -93,8 +93,8 @@ def fits(share: int, place: int, commitments: Sequence[bytes]) -> bool:
     """Return whether a share of this place is the one that the dealer committed to."""
     found: Point = None
     for commitment in reversed(commitments):
-        found = _add(_times(place, found), _point(commitment))
-    return 0 < share < ORDER and found is not None and _point(public(share)) == found
+        found = _add(_times(place, found), decoded(commitment))
+    return 0 < share < ORDER and found is not None and decoded(public(share)) == found
 
 
 def combine(shares: Mapping[int, int]) -> int:
@@ -108,17 +108,8 @@ def combine(shares: Mapping[int, int]) -> int:
     return total % ORDER
 
 
-def check_point(encoded: bytes) -> None:
-    """Validate a public key or commitment.
-
-    Raises:
-        ValueError: If it is not a point of the curve.
-    """
-    _point(encoded)
-
-
-def _point(encoded: bytes) -> Point:
-    """Decode an uncompressed point.
+def decoded(encoded: bytes) -> Point:
+    """Decode a public key or commitment, an uncompressed point.
 
     Raises:
         ValueError: If it is not on the curve.

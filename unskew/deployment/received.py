@@ -8,11 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
 
 from unskew.data.federation import ClientData
-from unskew.deployment.state import Forgotten
-from unskew.files import make_folder, write_atomic
+from unskew.deployment.arrays import as_images
+from unskew.deployment.state import Forgotten, make_private
+from unskew.files import write_atomic
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule
 from unskew.simulation.store import encode
@@ -68,9 +68,7 @@ class Received:
             self.shares.pop(later, None)
             self._path(later).unlink(missing_ok=True)
         named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
-        for path in (self.folder, self.folder.parent):
-            make_folder(path)
-            path.chmod(0o700)
+        make_private(self.folder)
         write_atomic(self._path(place), encode(named))
         self._take(place, self.rules[place], named)
 
@@ -86,8 +84,3 @@ class Received:
             if self.shares[place]:
                 data = self.rules[place].receive(data, self.shares[place])
         return data
-
-
-def as_images(tensor: Tensor) -> Tensor:
-    """Images lie channels-last, as everywhere; a file does not say how they lay."""
-    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor

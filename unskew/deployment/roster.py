@@ -58,14 +58,6 @@ def read_roster(path: Path) -> dict[int, Any]:
     return keys
 
 
-def signed(key: Any, message: list[Any]) -> str:
-    """Sign a message; the first entry names its purpose, so that it cannot stand for another one."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.hashes import SHA384
-
-    return str(key.sign(json.dumps(message).encode(), ec.ECDSA(SHA384())).hex())
-
-
 def is_signed(keys: Mapping[int, Any], client: int, message: list[Any], signature: object) -> bool:
     """Return whether a client of the roster signed a message."""
     from cryptography.exceptions import InvalidSignature
@@ -117,8 +109,11 @@ class Identity:
         return Identity(client, own, keys)
 
     def sign(self, message: list[Any]) -> str:
-        """Sign a message as this site."""
-        return signed(self.key, message)
+        """Sign a message as this site; the first entry names its purpose, so that it cannot stand for another one."""
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.hashes import SHA384
+
+        return str(self.key.sign(json.dumps(message).encode(), ec.ECDSA(SHA384())).hex())
 
 
 def identity_of(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> Identity | None:

@@ -150,7 +150,7 @@ def _carried_out(
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
         session.connect(sites, terms, budget_of(config, prepared), roster, deployment.asynchronous)
         if deployment.quorum is not None:
-            session.network.present = Present(sites, door, prepared.federation, spec.size, deployment.quorum)
+            session.network.present = Present(sites, door, prepared.federation, deployment.quorum)
         told = [] if federation.told is None else enumerate(federation.told.tolist())
         for client, (up, down) in (*told, *prepared.traffic):
             session.server.traffic.count(client, "up", up, 0)

@@ -23,9 +23,8 @@ from unskew.errors import ConfigError
 from unskew.protocol.messages import Update, changed
 from unskew.runs.session import Session
 from unskew.runs.summary import of_clients, over_clients
-from unskew.seeding import numpy_generator
 from unskew.simulation import personal
-from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores
+from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores, evaluated_clients
 from unskew.simulation.network import Network, of_ages
 from unskew.tasks.score import WORST
 
@@ -157,12 +156,9 @@ class DeployedSession(Session):
         """What the final model, and the clients' own, are worth: each site measures on what it holds out."""
         assert isinstance(engine, FlowerEngine)
         federation, most = self.evaluator.federation, self.config.eval_clients
-        total = len(federation.clients)
-        ids = np.arange(total)
-        if most < total:  # the same as in a simulation
-            ids = np.sort(numpy_generator(self.config.seed, "evaluated clients").choice(total, most, replace=False))
+        ids = evaluated_clients(len(federation.clients), most, self.config.seed)
         away = self.network.present.away() if self.network.present is not None else ()
-        who = [int(k) for k in ids if len(federation.clients[int(k)].y_test) and k not in away]
+        who = [k for k in ids if len(federation.clients[k].y_test) and k not in away]
         tunes = personal.tunes(self.method)
         with_own = personal.personalises(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.

@@ -66,13 +66,8 @@ class SiteState:
                 f"this site has trained round {newest + 1} of the run, but the message is of round {round + 1}"
             )
         if new and round > newest:
-            self._make_folder()
+            make_private(self.folder)
             write_atomic(path, str(round).encode())
-
-    def _make_folder(self) -> None:
-        for path in (self.folder, self.folder.parent):
-            make_folder(path)
-            path.chmod(0o700)
 
     def after(self, accepted: int | None, forget: bool = True) -> ClientState:
         """Return what was kept after the update of the round ``accepted``.
@@ -98,12 +93,19 @@ class SiteState:
 
     def keep(self, round: int, state: ClientState) -> None:
         """Keep what a training left, until it is known whether its update was taken in."""
-        self._make_folder()
+        make_private(self.folder)
         write_atomic(self._path(round), encode({name: t.cpu() for name, t in state.tensors().items()}))
 
     def prepared(self) -> Path:
         """Where the site keeps what was made before the first round."""
         return self.folder / "prepared.safetensors"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only its owner can enter, like its parent."""
+    for path in (folder, folder.parent):
+        make_folder(path)
+        path.chmod(0o700)
 
 
 def forget(folder: Path, run: str) -> None:

@@ -239,7 +239,7 @@ class Summation:
                 found = Shares({to: str(one) for to, one in sealed.items()}, (seed, key, str(signature)))
                 points = [*found.points(0), *found.points(1)]
                 for point in points:
-                    primitives.check_point(point)
+                    primitives.decoded(point)
             except (ValueError, TypeError) as error:
                 raise Nonsense("its commitments cannot be read") from error
             good = len(seed) == len(key) == max(LEAST, threshold(len(self.ready)))

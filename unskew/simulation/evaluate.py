@@ -216,13 +216,9 @@ class Evaluator:
             each: Whether to compute all metrics of each client, beyond the scored one and the loss.
             together: Whether to compute all metrics on the held-out samples of these clients together.
         """
-        total = len(self.federation.clients)
-        ids = np.arange(total)
-        if most < total:
-            ids = np.sort(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False))
         if not most:
             return ClientScores(np.zeros(0), NOTHING)
-        clients = [self.federation.clients[int(k)] for k in ids]
+        clients = [self.federation.clients[k] for k in evaluated_clients(len(self.federation.clients), most, seed)]
         held = [c for c in clients if len(c.y_test)]
         if not held and self.federation.test[1].dim() > 1:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
@@ -280,6 +276,13 @@ class Evaluator:
         shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
         weight = (shares @ total).clamp_min(1e-12)
         return ((shares @ correct) / weight).numpy(), ((shares @ wrong) / weight).numpy()
+
+
+def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
+    """Return the clients that are evaluated, in order: at most ``most`` of ``total``, drawn by the seed of the run."""
+    if most >= total:
+        return list(range(total))
+    return sorted(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False).tolist())
 
 
 def means(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:

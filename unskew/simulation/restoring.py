@@ -18,6 +18,9 @@ from unskew.simulation.network import Network
 from unskew.simulation.server import Sent, Server
 from unskew.simulation.traffic import Traffic
 
+Pair = tuple[Tensor, Tensor]
+"""A model and its statistics."""
+
 
 def restore(path: Path, manifest: dict[str, Any], server: Server, network: Network) -> None:
     """Put a checkpoint's contents into a freshly made server and network.
@@ -26,13 +29,12 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         CheckpointError: It was written for another model or method, or is damaged.
     """
     with reading(path):
-        state, rules, b, server.mean, sent, waiting = _server_part(path, manifest, server)
+        state, rules, b, server.mean, server.best, sent, waiting = _server_part(path, manifest, server)
         # What a rule holds may grow; the configuration, options included, was compared before.
         same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
         if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
             raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
         server.state, server.b = state, b
-        server.best = _best(path, server)
         server.version = manifest["version"]
         server.sent = sent
         server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
@@ -65,7 +67,7 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
 
 
 def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
-    state, rules, b, mean, _, waiting = _server_part(path, manifest, server)
+    state, rules, b, mean, _, _, waiting = _server_part(path, manifest, server)
     method, known = server.method, () if before is None else (*before.client, before.sync)
     server.state, server.b = server.rule.init(state["v"], server.facts), b
     if before is not None and before.server == method.server:
@@ -104,8 +106,8 @@ def shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, dict[str, Tensors], Tensor, tuple[Tensor, Tensor] | None, dict[int, Sent], Tensors]:
-    """Its server's part: state, the rules' halves, statistics, the clients' mean, what was sent, and what waits."""
+) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, Sent], Tensors]:
+    """Its server's part: state, rules' halves, statistics, the clients' mean, the best round, what was sent, what waits."""
     device, clients = server.b.device, server.facts.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
@@ -118,12 +120,14 @@ def _server_part(
     state, waiting = (
         {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)} for kind in ("state/", "waiting/")
     )
-    mean = (tensors["mean/v"], tensors["mean/b"]) if "mean/v" in tensors else None
+    mean, best = (
+        (tensors[f"{kind}/v"], tensors[f"{kind}/b"]) if f"{kind}/v" in tensors else None for kind in ("mean", "best")
+    )
     sent = {
         int(k): Sent(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
-    return state, nested("rules", tensors), tensors["b"], mean, sent, waiting
+    return state, nested("rules", tensors), tensors["b"], mean, best, sent, waiting
 
 
 UPDATE = {
@@ -154,14 +158,6 @@ def _sized_at_server(name: str) -> str | None:
     if kind == "waiting":
         return UPDATE.get(rest.partition("/")[2])
     return {"state/v": "v", "mean/v": "v", "best/v": "v", "b": "b", "mean/b": "b", "best/b": "b"}.get(name)
-
-
-def _best(path: Path, server: Server) -> tuple[Tensor, Tensor] | None:
-    """Read the model of the best round and its statistics; their sizes were checked before."""
-    tensors = load((path / "server.safetensors").read_bytes())
-    return (
-        (tensors["best/v"].to(server.b.device), tensors["best/b"].to(server.b.device)) if "best/v" in tensors else None
-    )
 
 
 def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Server) -> Iterator[tuple[int, Tensors]]:
