@@ -176,7 +176,7 @@ def test_by_a_column_of_any_kind():
         make_partition("dirichlet:1,by=colour", labels, 3, 0, classes=1, columns={"color": color})
     with pytest.raises(DataError, match="no columns besides"):
         make_partition("dirichlet:1,by=color", labels, 3, 0, classes=1)
-    with pytest.raises(ConfigError, match="There is no dirichlet option 'bye'"):
+    with pytest.raises(ConfigError, match=r"partition dirichlet has no option 'bye'.*Did you mean 'by'"):
         make_partition("dirichlet:1,bye=color", labels, 3, 0, classes=1)
 
 

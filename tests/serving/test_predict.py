@@ -131,7 +131,7 @@ def test_inputs_that_do_not_fit_are_sentences(digits, patients):
 
 
 def test_folders_without_a_usable_model_are_refused(digits, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no config\.yaml"):
+    with pytest.raises(CheckpointError, match=r"not a run folder: config\.yaml is missing"):
         unskew.load(tmp_path)
     (tmp_path / "config.yaml").write_text((digits.folder / "config.yaml").read_text())
     with pytest.raises(CheckpointError, match="not finished"):

@@ -225,7 +225,7 @@ def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data
     assert rows["fedprox"]["loss"] > rows["fedavg"]["loss"]
     (part,) = parts_of(read_runs([tmp_path / "c"])[0])[0]
     files = [tmp_path / "c" / name / "seed-0" / "config.yaml" for name in options["methods"]]
-    assert again(part)[0].startswith(f"unskew compare {files[0]} {files[1]} --seeds 0 --target")
+    assert again(part)[0].startswith(f"unskew compare {files[0]} {files[1]} --seeds 0 --no-references --target")
     for each, words in (
         ({"fedprox": {"clients": 4}}, "same data, but clients is 3"),
         ({"moon": {"lr": 1}}, "'moon'"),

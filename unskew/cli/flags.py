@@ -106,6 +106,8 @@ DEFAULTS = {
     "engine": "auto",
     "device": "auto",
     "eval_every": "1",
+    "objective": "auto",
+    "keep": "last",
 }
 """What the help gives as the default of a field; of the others nothing is given."""
 EXAMPLES = {

@@ -103,13 +103,14 @@ def rule_class(name: str) -> type[Rule]:
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
 
 
-def check_named(cls: type[Rule]) -> None:
-    """Check that a class of rules has a name.
+def check_named(rule: Rule | type[Rule]) -> None:
+    """Check that a rule, or a class of rules, has a name.
 
     Raises:
         ConfigError: It has none, as a base class.
     """
-    if not hasattr(cls, "name"):
+    if not hasattr(rule, "name"):
+        cls = rule if isinstance(rule, type) else type(rule)
         raise ConfigError(
             f"{cls.__name__} needs a name: a method is a subclass of ClientRule, ServerRule, Sync or DataRule with "
             "name, summary and paper."
@@ -189,7 +190,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
-        check_named(type(spec))
+        check_named(spec)
         check_finite(spec, spec.name)
         return dataclasses.replace(spec.build(), spelling=spelled(spec))
     if isinstance(spec, type) or not isinstance(spec, Sequence):

@@ -151,7 +151,7 @@ class Session:
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(trouble.stuck(self.network, len(rounds)))
-            if problem := trouble.diverged(self.recorder.history[-1]):
+            if not self.server.overflows and (problem := trouble.diverged(self.recorder.history[-1])):
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
