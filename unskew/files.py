@@ -47,17 +47,13 @@ def writing(path: Path) -> Iterator[None]:
         raise disk_error(path, error) from error
 
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW
-
-
 def create(path: Path) -> BinaryIO:
     """Open a new file for writing.
 
     Raises:
         FileExistsError: If something is there, be it a link to nowhere.
     """
-    return os.fdopen(os.open(path, _NEW, 0o666), "wb")
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW, 0o666), "wb")
 
 
 def open_to_append(path: Path) -> int:
@@ -67,7 +63,7 @@ def open_to_append(path: Path) -> int:
         CheckpointError: If it is a link, or cannot be opened.
     """
     with writing(path):
-        return os.open(path, _APPEND, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
 
 
 def append(path: Path, text: str) -> None:
@@ -326,11 +322,9 @@ def locked(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    place, busy = (
-        folder.resolve(),
-        ConfigError(
-            f"Another process is working in {folder}, or another thread of this one; wait for it, or stop it first."
-        ),
+    place = folder.resolve()
+    busy = ConfigError(
+        f"Another process is working in {folder}, or another thread of this one; wait for it, or stop it first."
     )
     if place in _ours:
         raise busy

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unskew.deployment import sites as waiting
 from unskew.deployment.conversation import Conversation
 from unskew.deployment.engine import FlowerEngine, norms_of
 from unskew.deployment.messages import cast_frame
+from unskew.deployment.sites import Wait
 from unskew.deployment.thin.frames import Frame
 from unskew.protocol.messages import Broadcast, Update
 
@@ -39,8 +38,7 @@ class AsynchronousEngine(FlowerEngine):
             self.talk.failures.pop(cast.client, None)
             self.talk.requests[cast.client] = cast_frame(cast, self.terms, "train", self._budget(cast.client))
         self.talk.round = str(casts[0].round + 1) if casts else self.talk.round
-        began = heard = time.monotonic()
-        done, told = 0, False
+        wait, done = Wait(sites, self.talk.round, patience.least, patience.deadline), 0
         while self.talk.requests:
             for client in self.talk.requests.keys() & sites.barred:
                 self.talk.drop(client)
@@ -59,19 +57,5 @@ class AsynchronousEngine(FlowerEngine):
                 else:
                     done += 1
                     yield update
-            if done >= patience.least:
+            if done >= patience.least or wait.is_over(self.talk.requests, done, bool(answers)):
                 return
-            now = time.monotonic()
-            if patience.deadline is not None and now - began > patience.deadline:
-                if patience.short == "go":
-                    return
-                sites.check_short(self.talk.round, done, patience.least)
-                if not told:
-                    told = True
-                    sites.tell(f"Round {self.talk.round}: {done} of at least {patience.least} updates came in time.")
-            heard = now if answers else heard
-            if now - heard > waiting.SILENCE:
-                heard = now
-                sites.tell_silence(self.talk.round, sorted(self.talk.requests))
-            if self.talk.requests:
-                time.sleep(waiting.POLL)

@@ -88,21 +88,15 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     """What the site has for one experiment, and what it would send in a round."""
     if site.data == "split":
         holding, whole = split(config, site.client, f"The site {site.name}")
-        reference = reference_of(whole, config)
-        held = (
-            f"{len(holding.train)} samples to train on and {len(holding.held)} held out, of the experiment's own data"
-        )
-        yield Finding("data", True, held)
+        reference, which = reference_of(whole, config), "of the experiment's own data"
     else:
         holding = own_holding(site, config, folder)
         source, reference = holding.source, reference_alone(holding, config)
         shape = "x".join(map(str, reference.shape))
-        names = ", ".join(source.class_names[:10]) or f"{source.classes} classes"
-        yield Finding(
-            "data",
-            True,
-            f"{len(holding.train)} samples to train on and {len(holding.held)} held out, inputs {shape}, {names}",
-        )
+        which = f"inputs {shape}, {', '.join(source.class_names[:10]) or f'{source.classes} classes'}"
+    counts = f"{len(holding.train)} samples to train on and {len(holding.held)} held out"
+    yield Finding("data", True, f"{counts}, {which}")
+    if site.data != "split":
         yield Finding(
             "data", None, "whether inputs and classes are those of the server is compared when the run begins"
         )
@@ -111,20 +105,14 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     work = Work(site, config, reference, holding)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
     asked, answered = first_round(work)
-    for way, frames in (
-        ("sent once", [work.facts(work.data)]),
-        ("received each round", [asked]),
-        ("sent each round", [answered]),
-    ):
-        for frame in frames:
-            for name, blob in frame.arrays.items():
-                shape = "x".join(map(str, blob.shape)) or "one"
-                yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
-            told = sorted(
-                {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
-            )
-            if told and way.startswith("sent"):
-                yield Finding(way, None, f"figures: {', '.join(told)}")
+    frames = {"sent once": work.facts(work.data), "received each round": asked, "sent each round": answered}
+    for way, frame in frames.items():
+        for name, blob in frame.arrays.items():
+            shape = "x".join(map(str, blob.shape)) or "one"
+            yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
+        told = {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
+        if told and way.startswith("sent"):
+            yield Finding(way, None, f"figures: {', '.join(sorted(told))}")
     scored = work.original.objective.scored
     yield Finding("sent at the end", None, f"{scored} and loss on what is held out")
     for rule in work.method.data:

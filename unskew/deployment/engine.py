@@ -189,11 +189,7 @@ class FlowerEngine:
         return budget
 
     def _left_out(self, client: int, frame: Frame) -> bool:
-        """Return whether a site has no update in this round, without being at fault, and report why.
-
-        Raises:
-            EngineError: If most sites have trained later rounds of this run.
-        """
+        """Return whether a site has no update in this round, without being at fault, and report why."""
         reason = plainly(frame.config.get("reason"))
         if frame.kind == "forgotten":
             self.server.last.pop(client, None)
@@ -215,11 +211,7 @@ class FlowerEngine:
         return True
 
     def _check_alike(self, update: Update) -> None:
-        """Refuse uploads that could not be added to those of the others.
-
-        Raises:
-            Nonsense: Names, types or shapes differ.
-        """
+        """Refuse uploads that could not be added to those of the others."""
         shapes = shapes_of(update)
         if self.alike and self.shapes is None:
             self.shapes = shapes
@@ -229,9 +221,8 @@ class FlowerEngine:
 
     def measure(self, casts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
         """What models are worth at the clients' sites: accuracy and loss, also of their own models where there are any."""
-        config: dict[str, Any] = {"own": own}
         requests = {
-            cast.client: cast_frame(cast, self.terms, "evaluate", {**config, **self._budget(cast.client)})
+            cast.client: cast_frame(cast, self.terms, "evaluate", {"own": own, **self._budget(cast.client)})
             for cast in casts
         }
 

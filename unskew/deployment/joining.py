@@ -152,12 +152,7 @@ class Door:
         return " ".join(text.rstrip(".") + "." for text in texts)
 
     def _greeted(self, frame: Frame) -> int:
-        """Return the number of the client that a site reports to be.
-
-        Raises:
-            ConfigError: If the site rejects the run, or its number is not one of a client without a site.
-            Nonsense: If its report is not valid.
-        """
+        """Return the number of the client that a site reports to be."""
         sites = self.sites
         if frame.kind != "facts":
             raise ConfigError(f"A site refuses the run: {plainly(frame.config.get('reason', frame.kind))}")
@@ -188,11 +183,7 @@ class Door:
         return client
 
     def _compare(self, name: str, frame: Frame) -> None:
-        """Report or reject other versions than the server's.
-
-        Raises:
-            ConfigError: If there are some and ``exact`` is set.
-        """
+        """Report or reject other versions than the server's."""
         other = {k: plainly(frame.config.get(k))[:40] for k, v in versions().items() if frame.config.get(k) != v}
         if not other:
             return

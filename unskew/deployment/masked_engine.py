@@ -61,11 +61,7 @@ class MaskedEngine(FlowerEngine):
                 self.server.lost(cast.client)
 
     def _summed(self, casts: Sequence[Broadcast]) -> Sum:
-        """Return the sum of a round; if too few sites are left, it is started again if the run is to wait.
-
-        Raises:
-            EngineError: If it cannot be opened and the run is to stop then.
-        """
+        """Return the sum of a round; if too few sites are left, it is started again if the run is to wait."""
         if any(cast.up != casts[0].up for cast in casts):
             sync = self.terms.method.sync
             raise EngineError(
@@ -144,11 +140,7 @@ class MaskedEngine(FlowerEngine):
         return take
 
     def _check_parts(self, parts: Sequence[Part], cast: Broadcast) -> None:
-        """Refuse what could not be added up with what the others send.
-
-        Raises:
-            Nonsense: Names, types or shapes differ.
-        """
+        """Refuse what could not be added up with what the others send."""
         model = NAMES[cast.v.dtype]
         fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),)), "figures": ("float64", (len(FIGURES),))}
         if self.terms.sends_model:

@@ -121,12 +121,11 @@ class Local(Given):
         run: What its folder is called.
         sites: How many sites.
         experiments: What the sites agree to.
-        threads: Of each site's training.
     """
 
-    def __init__(self, run: str, sites: int, experiments: Sequence[Experiment], threads: int = 1):
+    def __init__(self, run: str, sites: int, experiments: Sequence[Experiment]):
         super().__init__(cache() / run, "")
-        self.sites, self.experiments, self.threads = sites, experiments, threads
+        self.sites, self.experiments = sites, experiments
         self.family = Family()
         self.sockets = Path(tempfile.mkdtemp(prefix="unskew-"))  # a path in it is short enough for a socket
         self.logs = self.folder / "logs"
@@ -192,7 +191,7 @@ class Local(Given):
         for number, config in enumerate(self.experiments):
             folder.put(place / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
-        values = {"experiments": "experiments", "socket": socket_of, "threads": self.threads}
+        values = {"experiments": "experiments", "socket": socket_of}
         folder.put(place / "site.yaml", folder.site_values(name, client, **values))
         command = [sys.executable, "-m", "unskew", "deploy", "site", str(place / "site.yaml")]
         self.family.add(Child(f"the process of {name}", command, self.logs / f"{name}.log", flower.QUIET))

@@ -79,12 +79,8 @@ class Deployment:
             except ValueError as error:
                 raise ConfigError(f"superlink={self.address} is no address: {error}.") from error
         patience = self.patience
-        for name, value in (
-            ("local", self.local),
-            ("least", patience.least),
-            ("faults", patience.faults),
-            ("quorum", self.quorum),
-        ):
+        counts = {"local": self.local, "least": patience.least, "faults": patience.faults, "quorum": self.quorum}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be 1 at least.")
         for name, seconds in (("deadline", patience.deadline), ("gathering", self.gathering)):

@@ -142,13 +142,9 @@ def _one(place: int, rule: DataRule, prepared: Prepared, seed: int, sites: Sites
 
     def deal(sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
         dealt = type(rule).deal(rule, sent, facts, seed)
+        common = blobs("common", dealt.common)
         messages = {
-            k: Frame(
-                "receive",
-                {"place": place},
-                {},
-                {**blobs("share", dealt.shares.get(k, {})), **blobs("common", dealt.common)},
-            )
+            k: Frame("receive", {"place": place}, {}, {**blobs("share", dealt.shares.get(k, {})), **common})
             for k in range(facts.clients)
         }
         federation = prepared.federation

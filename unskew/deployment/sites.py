@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -228,14 +228,11 @@ class Sites:
         Raises:
             EngineError: Too few have answered, and the run is to stop then.
         """
-        patience = self.patience
-        least = max(patience.least, least)
-        deadline = None if strict else patience.deadline
-        end = None if deadline is None else time.monotonic() + deadline
+        deadline = None if strict else self.patience.deadline
         wanted = {k: frame for k, frame in requests.items() if k not in self.excluded}
         talk = Conversation(self, round, take, deadline or 86400.0, wanted)
         self.phase = next((frame.kind for frame in wanted.values()), self.phase)
-        done, told, heard = 0, False, time.monotonic()
+        wait, done = Wait(self, round, max(self.patience.least, least), deadline), 0
         while talk.requests:
             answers = talk.step()
             for client, made in answers:
@@ -246,42 +243,13 @@ class Sites:
                 talk.drop(client)
             self.pending = {*talk.requests}
             self.check_stopped()
-            left = sorted(talk.requests)
-            if end is not None and left and time.monotonic() > end:
-                if done >= least or patience.short == "go":
-                    break
-                self.check_short(round, done, least)
-                if not told:
-                    told = True
-                    self.tell(f"Round {round}: {done} of at least {least} updates came in time; waiting for more.")
-            heard = time.monotonic() if answers else heard
-            if left and time.monotonic() - heard > SILENCE:
-                heard = time.monotonic()
-                self.tell_silence(round, left)
-            if left:
-                time.sleep(POLL)
+            if wait.is_over(talk.requests, done, bool(answers)):
+                break
         if talk.requests:
             self.counts["late"] += len(talk.requests)
             names = ", ".join(self.name(client) for client in sorted(talk.requests)[:10])
             self.tell(f"Round {round}: no answer from {names} within {deadline:g} s; {without}.")
         self.pending = set()
-
-    def check_short(self, round: str, done: int, least: int) -> None:
-        """Stop the run if that is what is to be done with too few updates.
-
-        Raises:
-            EngineError: It is.
-        """
-        if self.patience.short == "stop":
-            raise EngineError(
-                f"Round {round}: {done} of at least {least} updates came within {self.patience.deadline:g} s, so the run "
-                "stops (short: stop). Resume it when the sites are back."
-            )
-
-    def tell_silence(self, round: str, clients: list[int]) -> None:
-        """Say who is waited for."""
-        names = "; ".join(f"{self.name(client)}, {self.contact(client).describe()}" for client in clients[:10])
-        self.tell(f"Round {round}: no answer for {SILENCE:g} s. Waiting for {names}. --deadline limits the waiting.")
 
     def attempt(self, identity: str) -> int:
         """Which attempt a message was."""
@@ -305,3 +273,54 @@ class Sites:
         ):
             raise Nonsense("it answers something else than what was asked")
         return frame
+
+
+class Wait:
+    """The waiting of one round: it reports who is silent, and ends at the deadline.
+
+    Args:
+        sites: The sites.
+        round: What logs call it.
+        least: Updates that the round needs.
+        deadline: Seconds; None waits until all have answered.
+    """
+
+    def __init__(self, sites: Sites, round: str, least: int, deadline: float | None):
+        self.sites, self.round, self.least, self.deadline = sites, round, least, deadline
+        self.began = self.heard = time.monotonic()
+        self.told = False
+
+    def is_over(self, waiting: Iterable[int], done: int, heard: bool) -> bool:
+        """Return whether the round does not wait any longer; otherwise sleep until the next look.
+
+        Args:
+            waiting: Clients whose answer is awaited; without any there is nothing to wait for.
+            done: Updates that have come.
+            heard: Whether an answer has come since the last call.
+
+        Raises:
+            EngineError: If too few updates came by the deadline and the run is to stop then.
+        """
+        sites, now, left = self.sites, time.monotonic(), sorted(waiting)
+        if not left:
+            return True
+        if self.deadline is not None and now > self.began + self.deadline:
+            if done >= self.least or sites.patience.short == "go":
+                return True
+            came = f"Round {self.round}: {done} of at least {self.least} updates came"
+            if sites.patience.short == "stop":
+                raise EngineError(
+                    f"{came} within {self.deadline:g} s, so the run stops (short: stop). Resume it when the sites are back."
+                )
+            if not self.told:
+                self.told = True
+                sites.tell(f"{came} in time; waiting for more.")
+        if heard:
+            self.heard = now
+        if now - self.heard > SILENCE:
+            self.heard = now
+            names = "; ".join(f"{sites.name(client)}, {sites.contact(client).describe()}" for client in left[:10])
+            silent = f"Round {self.round}: no answer for {SILENCE:g} s"
+            sites.tell(f"{silent}. Waiting for {names}. --deadline limits the waiting.")
+        time.sleep(POLL)
+        return False

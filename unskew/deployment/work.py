@@ -127,11 +127,7 @@ class Work:
         return masks.begin(session, update, delta, digest_of_cast(asked, self.terms), ledger)
 
     def _check_weight(self, asked: Frame, update: Update) -> None:
-        """Validate the weight and budget that the server gives: with odd ones a sum would show one site's update.
-
-        Raises:
-            Nonsense: If they are not those of the experiment and of this site's samples.
-        """
+        """Validate the weight and budget that the server gives: with odd ones a sum would show one site's update."""
         budget = {name for name in ("counted", "local_epochs") if name in asked.config}
         counted = whole(asked.config, "counted") if "counted" in budget else update.examples
         good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))

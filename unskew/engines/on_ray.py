@@ -105,11 +105,7 @@ class RayEngine:
         self._check_versions()
 
     def _sent(self) -> Federation:
-        """What workers are sent of the data: those of the clients, or only where a node finds them.
-
-        Raises:
-            EngineError: Nodes shall open data that were given in Python, or that the method has changed.
-        """
+        """What workers are sent of the data: those of the clients, or only where a node finds them."""
         federation = self.setup.federation
         source = getattr(federation.clients, "source", None)
         by_url = source is not None and any("://" in str(place) for place in (source[0].data, source[0].data_path))
@@ -249,11 +245,7 @@ class RayEngine:
         return [from_dict(Update, copied(one, self.setup.device)) for one in updates]
 
     def _put(self, value: Any) -> Any:
-        """Into the object store, which moves to the disk what it has no room for.
-
-        Raises:
-            EngineError: There is no room on the disk either.
-        """
+        """Into the object store, which moves to the disk what it has no room for."""
         try:
             return self.ray.put(value)
         except self.ray.exceptions.RayError as error:

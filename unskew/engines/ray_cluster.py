@@ -105,13 +105,18 @@ def check_reachable(address: str) -> None:
     Raises:
         EngineError: Nothing answers there.
     """
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        reach(address, 10)
     except (OSError, OverflowError) as error:
         raise EngineError(
             f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
         ) from error
+
+
+def reach(address: str, seconds: float) -> None:
+    """Open and close a connection to ``HOST:PORT``."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 
 
 def admits_anybody(address: str) -> bool:
@@ -159,11 +164,10 @@ def watch_head(address: str, warn: Callable[[str], None], ended: Event, seconds:
         ended: Set when the run has ended.
         seconds: Time between two looks.
     """
-    host, _, port = address.rpartition(":")
     failures = 0
     while failures < 3 and not ended.wait(seconds):
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+            reach(address, seconds)
             failures = 0
         except OSError:
             failures += 1

@@ -155,11 +155,7 @@ def _begin(run: str, setup: Setup, at_once: int) -> None:
 
 
 def _opened(run: str, federation: Federation, described: Described) -> Federation:
-    """The federation with its clients: the first worker of a node loads them, the others map what it has laid out.
-
-    Raises:
-        DataError: They are others than those of the server.
-    """
+    """The federation with its clients: the first worker of a node loads them, the others map what it has laid out."""
     place = _place(run)
     place.parent.mkdir(mode=0o700, exist_ok=True)
     about = place.parent.lstat()

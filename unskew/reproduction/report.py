@@ -54,11 +54,7 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "updates/cosine_max": ("largest cosine of two updates of the last round", 1, 4),
     "generalization/gap": ("generalisation gap of the averaged model", 1, 4),
     "generalization/local_gap": ("generalisation gap of the clients' models, mean", 1, 4),
-    "generalization/ratio": (
-        "gap of the averaged model / gap of the clients' models; theory's leading term: 1/K²",
-        1,
-        4,
-    ),
+    "generalization/ratio": ("gap of the averaged model / gap of the clients'; theory's leading term: 1/K²", 1, 4),
     "generalization/skew": ("non-iidness δ_k, mean over clients", 1, 4),
     "generalization/trend": ("trend of Theorem 4.3: mean over rounds, constants left out", 1, 4),
     "consensus/": ("consensus distance of {}", 1, 4),

@@ -19,19 +19,9 @@ from unskew.tasks.catalogue import TASKS
 FIGURES = ("loss", "begin_seconds", "train_seconds")
 """Figures of updates of which a round shows the mean."""
 TAKEN = {
-    *(
-        "round",
-        "accuracy",
-        "bytes_up",
-        "bytes_down",
-        "seconds",
-        "cohort",
-        "updates",
-        "skipped",
-        "discarded",
-        "train_loss",
-    ),
-    *("in_flight", "lr", *FIGURES, *(figure for task in TASKS.values() for figure in (task.scored, *task.figures))),
+    *("round", "accuracy", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped", "discarded"),
+    *("train_loss", "in_flight", "lr", *FIGURES),
+    *(figure for task in TASKS.values() for figure in (task.scored, *task.figures)),
 }
 """Names of the core's own figures of a round."""
 

@@ -253,11 +253,7 @@ class Server:
         return None if delta is None else delta.to(self.v.device)
 
     def _take_in(self, round: int, intake: Intake) -> bool:
-        """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes.
-
-        Raises:
-            ConfigError: Clients sent different slices, and a rule reads single updates.
-        """
+        """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes."""
         state, rules, b, done = self.state, self.rules, self.b, None
         if self.method.sync is not None and intake.unequal and "individual" in self.needs:
             raise ConfigError(
