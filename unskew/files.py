@@ -5,7 +5,6 @@ Run folders may come from others. Nothing is written through a link, and tempora
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -16,7 +15,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -266,7 +265,7 @@ def unmake_folder(folder: Path, added: list[Path]) -> None:
     if folder not in added:
         folder.mkdir(exist_ok=True)
     for path in added[1:]:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             path.rmdir()
 
 
@@ -313,15 +312,12 @@ def waiting_for(path: Path, seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path | None) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Within, nobody else may work in ``folder``, which is there. The lock ends with the process, however that ends.
 
     Raises:
         ConfigError: Another process, or another thread of this one, is working there, or a link or the like lies in it.
     """
-    if folder is None:
-        yield
-        return
     place = folder.resolve()
     busy = ConfigError(
         f"Another process is working in {folder}, or another thread of this one; wait for it, or stop it first."

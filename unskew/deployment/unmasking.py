@@ -321,7 +321,10 @@ class Summation:
             if not isinstance(found, dict) or {*found} != {str(k) for k in self.shares}:
                 raise Nonsense("its shares are not those that it was asked for")
             for owner, text_of_share in found.items():
-                k, share = int(owner), int(str(text_of_share), 16)
+                try:
+                    k, share = int(owner), int(str(text_of_share), 16)
+                except ValueError as error:
+                    raise Nonsense("its shares cannot be read") from error
                 if not primitives.fits(share, places[client], points[k]):
                     raise Nonsense(
                         f"its share of a secret of {self.sites.name(k)} does not fit the commitments of that site"
@@ -329,15 +332,9 @@ class Summation:
                 shares[k][places[client]] = share
             return True
 
-        def checked(client: int, frame: Frame) -> bool:
-            try:
-                return take(client, frame)
-            except ValueError as error:
-                raise Nonsense("its shares cannot be read") from error
-
         self.least = min(self.least, needed)
         text_of_signatures = json.dumps({str(k): one for k, one in signatures.items()})
-        self._ask("unmask", "opened", {k: {"signatures": text_of_signatures} for k in signatures}, checked)
+        self._ask("unmask", "opened", {k: {"signatures": text_of_signatures} for k in signatures}, take)
         if any(len(some) < needed for some in shares.values()):
             raise Unopened
         return {k: primitives.combine(dict([*some.items()][:needed])) for k, some in shares.items()}

@@ -10,19 +10,17 @@ from unskew.engines.group import GroupTrainer, kind
 from unskew.engines.local import LocalTrainer
 from unskew.protocol.messages import Broadcast, Update
 
+WIDTH = 64
+"""Largest number of clients mapped at once; a bigger cohort is trained in several parts."""
+
 
 class VectorizedEngine:
-    """Maps local training over the cohort.
-
-    Args:
-        setup: The run.
-        width: Largest number of clients mapped at once; a bigger cohort is trained in several parts.
-    """
+    """Maps local training over the cohort of the run ``setup``."""
 
     name = "vectorized"
 
-    def __init__(self, setup: Setup, width: int = 64):
-        self.setup, self.width = setup, width
+    def __init__(self, setup: Setup):
+        self.setup = setup
         self.trainer = GroupTrainer(setup, LocalTrainer(setup))
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
@@ -32,8 +30,8 @@ class VectorizedEngine:
             groups[kind(cast)].append(place)
         done: dict[int, Update] = {}
         for places in groups.values():
-            for first in range(0, len(places), self.width):
-                part = places[first : first + self.width]
+            for first in range(0, len(places), WIDTH):
+                part = places[first : first + WIDTH]
                 done.update(zip(part, self.trainer.mapped([casts[p] for p in part]), strict=True))
         return (done[place] for place in range(len(casts)))
 
