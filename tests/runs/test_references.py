@@ -1,6 +1,7 @@
 """The reference rows: what they train is what one would train by hand, and they are shown without being ranked."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from support.running import TINY, call
 from torch import nn
 
 import unskew
-from unskew.errors import ConfigError, MethodConflict
+from unskew.errors import CheckpointError, ConfigError, MethodConflict
 from unskew.methods.references import steps_per_round
 from unskew.protocol.training import Training
 
@@ -132,6 +133,24 @@ def test_the_terminal_has_them_in_a_table_of_their_own_and_they_are_resumed(caps
     assert sorted(path.name for path in Path("c").iterdir() if path.is_dir()) == ["fedavg", "local", "pooled"]
     call(capsys, *args[:-1], "d", "--no-references")
     assert [path.name for path in Path("d").iterdir() if path.is_dir()] == ["fedavg"]
+
+
+@pytest.mark.slow
+def test_they_run_side_by_side_and_are_resumed_with_more_rounds_but_not_with_fewer(tmp_path):
+    fed, options = digits(), {"methods": ["fedavg"], "seeds": 2, "references": True, **QUICK}
+    whole = unskew.compare(fed, out=tmp_path / "whole", **options)
+    options |= {"out": tmp_path / "parts", "parallel": 2}
+    unskew.compare(fed, **{**options, "rounds": 2})
+    rest = unskew.compare(fed, **options, resume=True)
+    figures = ("method", "accuracy", "loss", "client_accuracy_mean", "client_accuracy_worst")
+    rows = [[{name: row[name] for name in figures} for row in found.rows()] for found in (whole, rest)]
+    assert rows[0] == rows[1]
+    assert [row["method"] for row in rows[0]] == ["fedavg", "pooled", "local"]
+    for name in ("pooled", "local"):
+        shutil.rmtree(tmp_path / "parts" / "fedavg", ignore_errors=True)
+        with pytest.raises(CheckpointError, match=rf"{name}.*3 rounds"):
+            unskew.compare(fed, **{**options, "rounds": 1, "parallel": 1}, resume=True)
+        shutil.rmtree(tmp_path / "parts" / name)
 
 
 @pytest.mark.parametrize("task", ["regression", "language"])
