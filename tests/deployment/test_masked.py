@@ -13,8 +13,9 @@ from test_faults import trained, with_patience
 
 import unskew
 from unskew.deployment import sites as sites_module
-from unskew.deployment.arrays import record_of
+from unskew.deployment.arrays import Nonsense, record_of
 from unskew.deployment.masked_engine import MaskedEngine
+from unskew.deployment.masks import parsed
 from unskew.deployment.primitives import apply
 from unskew.deployment.thin.frames import Frame
 from unskew.errors import ConfigError, EngineError, MethodConflict
@@ -250,3 +251,9 @@ def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_
     casts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
     with pytest.raises(EngineError, match=r"fedbn.travels gives sites different slices .* same slices, or turn it off"):
         list(engine.train(casts))
+
+
+@pytest.mark.parametrize("written", ["[" * 100_000, "{"])
+def test_a_structure_that_cannot_be_parsed_is_rejected(written):
+    with pytest.raises(Nonsense, match="shares cannot be read"):
+        parsed({"shares": written}, "shares")

@@ -306,7 +306,7 @@ def parsed(config: dict[str, Any], name: str) -> Any:
     """
     try:
         return json.loads(text(config, name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Nonsense(f"{name} cannot be read") from error
 
 
