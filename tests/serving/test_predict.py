@@ -228,6 +228,16 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     assert (failed.code, "no column 'ward'" in failed.err) == (2, True)
 
 
+def test_a_run_without_a_recorded_label_column_cannot_be_evaluated_on_files(patients, tmp_path, capsys):
+    run = tmp_path / "older"
+    shutil.copytree(patients / "run", run)
+    inputs = json.loads((run / "inputs.json").read_text())
+    del inputs["label"]
+    (run / "inputs.json").write_text(json.dumps(inputs))
+    failed = call(capsys, "evaluate", str(run), str(patients / "p.csv"))
+    assert (failed.code, "Run it again with --label" in " ".join(failed.err.split())) == (2, True)
+
+
 def test_images_in_folders_of_their_classes_are_evaluated(digits, tmp_path, capsys):
     x, y = unskew.load_federation("digits", clients=3).test
     for number in range(30):

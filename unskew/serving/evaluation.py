@@ -64,7 +64,10 @@ def labels_of(rows: Rows, inputs: Inputs, path: Path) -> np.ndarray:
         wanted = inputs.class_names if inputs.task == "regression" else (inputs.label,)
         for name in wanted:
             if name is None:
-                raise ConfigError("The run does not name a label column, so no file can be scored; use Python arrays.")
+                raise ConfigError(
+                    "The run does not record a label column: it was trained on arrays or by an older version. "
+                    "Run it again with --label to evaluate files."
+                )
             if name not in rows.table.column_names:
                 raise DataError(f"{path}: {unknown('column', name, rows.table.column_names)} It has the labels.")
         if inputs.task == "regression":
