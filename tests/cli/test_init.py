@@ -1,6 +1,7 @@
 """``unskew init``: it looks at the data, and what it writes runs as it is."""
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,12 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     assert "left out: age: numbers, but 'unknown' in row 7" in outcome.out
     assert "left out: crp: numbers with decimal commas" in outcome.out
     assert (values["class_weights"], values["metrics"]) == ("balanced", ["auroc", "auprc", "balanced_accuracy"])
+    assert values["objective"] == "auprc"
     assert "the class yes has " in outcome.out
+    brief = ("--rounds", 1, "--local-steps", 1, "--model", "logistic", "--set", "engine=inline", "--json")
+    trained = call(capsys, "run", "experiment.yaml", *brief)
+    assert trained.code == 0, trained.err
+    assert json.loads(trained.out)["objective"] == "auprc"
     Path("west.csv").write_text(Path("study.csv").read_text().replace("B,", "Süd,"), encoding="latin-1")
     foreign = call(capsys, "init", "west.csv", "--out", "x.yaml")
     assert (foreign.code, "west.csv: read as ,-separated, decimal point, latin-1" in foreign.err) == (0, True)

@@ -181,12 +181,14 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, checkout, capsys):
 
 
 @pytest.mark.slow
-def test_the_table_of_the_demo_is_what_the_demo_prints(checkout, capsys):
+def test_the_table_of_the_demo_is_what_the_demo_prints(checkout, capsys, monkeypatch):
     """Rounds may differ by one and accuracies by some tenths where sums are rounded in another order."""
+    monkeypatch.setattr("unskew.comparison.references.BY_DEFAULT", True)
     (block,) = (text for text in fences(ROOT / "README.md", "text") if text.startswith("$ unskew compare"))
     line, *rest = block.splitlines()
     printed = call(capsys, *words_of(line.removeprefix("$ "))).out.splitlines()
     assert os.path.isfile("runs/compare-digits/convergence.png")
+    assert {"pooled", "local"} <= {row.split()[0] for row in printed if row.strip()}
     names = words_of(line.removeprefix("$ "))[1:5]
     for name in names:
         ours, shown = (next(row.split() for row in rows if row.split()[:1] == [name]) for rows in (printed, rest))

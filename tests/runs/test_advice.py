@@ -1,6 +1,7 @@
 """Advice: rules and their page, what methods declare, limits, the printed comparison, and trying it."""
 
 import dataclasses
+import operator
 import re
 import shlex
 
@@ -154,6 +155,27 @@ def test_trying_says_what_held_and_ends_in_time():
     assert "time was up" in str(short)
     with pytest.raises(ConfigError, match="minutes above 0"):
         try_out(advice, 0)
+
+
+@pytest.mark.parametrize("objective", ["loss", "worst_client"])
+def test_trying_ranks_by_the_objective(objective):
+    options = {
+        "model": "logistic",
+        "rounds": 2,
+        "local_steps": 3,
+        "lr": 0.1,
+        "engine": "inline",
+        "objective": objective,
+    }
+    fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, keep_samples=300)
+    trial = try_out(unskew.diagnose(fed, curvature=False, **options).advice(), 5)
+    assert trial.figure == objective
+    ranked = next(t for t in trial.tried if t.rounds == 2)
+    summary = unskew.run(fed, method=ranked.method, **options).summary
+    assert ranked.accuracy == summary[objective]
+    assert ranked.selected == (-summary["client_loss_mean"] if objective == "loss" else summary["worst_client"])
+    better = operator.lt if objective == "loss" else operator.gt
+    assert all(t.held == better(t.accuracy, t.baseline) for t in trial.tried if t.held is not None)
 
 
 WORDS = (

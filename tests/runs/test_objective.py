@@ -191,6 +191,38 @@ def test_a_resumed_run_keeps_the_same_model(fed, tmp_path, stop):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.parametrize("engine", ["vectorized", as_slow("processes")])
+def test_engines_keep_the_same_model(fed, tmp_path, engine):
+    options = {**TINY, "rounds": 12, "objective": cost, "keep": "best", "early_stopping": 3, "method": "fedavg+ft"}
+    inline = unskew.run(fed, **options)
+    other = {**options, "engine": engine, "checkpoint_every": 1} | ({"workers": 2} if engine == "processes" else {})
+    with pytest.raises(Stop):
+        unskew.run(fed, out=tmp_path / "run", callbacks=[StopAfter(inline.summary["kept_round"])], **other)
+    found = unskew.resume(tmp_path / "run", federation=fed, trust_code=True)
+    assert len(found.history) == len(inline.history) < 12
+    assert found.summary["kept_round"] == inline.summary["kept_round"] < len(found.history)
+    assert found.summary["kept_cost"] == inline.summary["kept_cost"]
+    assert torch.allclose(found.vector, inline.vector, atol=1e-5)
+    assert [row["personal_cost"] for row in found.clients] == [row["personal_cost"] for row in inline.clients]
+
+
+@pytest.mark.slow
+def test_functions_work_in_runs_side_by_side(fed, tmp_path):
+    options = {**TINY, "rounds": 2, "objective": cost, "keep": "best"}
+    serial, parallel = (
+        unskew.compare(fed, methods=["fedavg"], seeds=2, references=True, parallel=at_once, **options).rows()
+        for at_once in (1, 2)
+    )
+    for row in (*serial, *parallel):
+        row["seconds"] = None
+    assert serial == parallel
+    assert "kept_cost" in serial[1]
+    digits = {**options, "data": "digits", "partition": "iid", "clients": 3, "keep_samples": 200, "keep_classes": 2}
+    trials = {"methods": ["fedavg"], "trials": 3, "seeds": 1, "pruning": False, **digits}
+    one, two = unskew.tune(**trials), unskew.tune(parallel=2, out=tmp_path / "t", **trials)
+    assert one.tuned["fedavg"].value == two.tuned["fedavg"].value
+
+
 def test_a_comparison_ranks_by_it(fed):
     options = {**TINY, "rounds": 3, "objective": cost}
     found = unskew.compare(fed, methods=["fedavg", "scaffold"], seeds=2, **options)

@@ -153,6 +153,32 @@ def test_they_run_side_by_side_and_are_resumed_with_more_rounds_but_not_with_few
         shutil.rmtree(tmp_path / "parts" / name)
 
 
+def first_share(y_true, scores):
+    return float((scores.argmax(1) == 0).mean())
+
+
+@pytest.mark.parametrize("objective", ["auroc", "worst_client", first_share, "recall/1"])
+def test_local_shows_nothing_of_the_untrained_model_for_any_objective(tmp_path, light_page, objective):
+    result = unskew.compare(
+        methods=["fedavg"], seeds=1, out=tmp_path / "c", clients=3, keep_samples=200, references=True,
+        objective=objective, metrics=["balanced_accuracy"], keep="best", early_stopping=2, **QUICK,
+    )  # fmt: skip
+    name = result.objective.name
+    _, pooled, local = result.rows()
+    assert pooled[f"best_{name}"] is not None
+    assert pooled[f"kept_{name}"] is not None
+    assert [local.get(key) for key in (name, f"best_{name}", f"kept_{name}", "balanced_accuracy")] == [None] * 4
+    assert local["client_accuracy_mean"] is not None
+    text = Path(unskew.report(result)).read_text()
+    lines = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["parts"][0]
+    assert not any(lines["curves"]["lines"]["local"].values())
+    if name != "worst_client":
+        rows = [json.loads(line) for line in (tmp_path / "c/local/seed-0/clients.jsonl").read_text().splitlines()]
+        there = [row[f"personal_{name}"] for row in rows if row[f"personal_{name}"] is not None]
+        assert local[f"client_{name}_mean"] == (pytest.approx(np.mean(there)) if there else None)
+    assert set(lines["classifier"]["lines"]["calibration"]) == {"fedavg", "pooled"}
+
+
 @pytest.mark.parametrize("task", ["regression", "language"])
 def test_other_tasks_have_references_too(task):
     rng = np.random.default_rng(0)

@@ -323,9 +323,12 @@ def compare(
                 run = finished.get((name, seed))
                 if run is None:
                     run = one_run(given, *arguments(name, seed), followers(name, seed))
-                alone = is_local(name)
-                result.histories.setdefault(name, []).append(list(map(served_alone, run[0])) if alone else run[0])
-                result.summaries.setdefault(name, []).append(served_alone(run[1]) if alone else run[1])
+                history, summary = run
+                if is_local(name):
+                    asked = summary.get("own_metrics", ())
+                    history, summary = [served_alone(row, asked) for row in history], served_alone(summary, asked)
+                result.histories.setdefault(name, []).append(history)
+                result.summaries.setdefault(name, []).append(summary)
             if len({group[0]["weights"] for group in result.ranked.values()}) > 1:
                 unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -77,10 +77,17 @@ def fitting(
     return found, notes
 
 
-def served_alone(row: Mapping[str, Any]) -> dict[str, Any]:
+def served_alone(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dict[str, Any]:
     """Return a row, a summary or a client's line of ``local`` without the global model, which is never trained.
 
     Figures of the clients' own models take the names of those of the global one on the clients' data.
+
+    Args:
+        row: Row, summary or line.
+        own_metrics: Names of the user's metrics.
+
+    Returns:
+        A copy, in which figures of the global model are None.
     """
     from unskew.comparison.compare import is_figure
 
@@ -88,8 +95,8 @@ def served_alone(row: Mapping[str, Any]) -> dict[str, Any]:
     whose = "" if "client" in row else "client_"
     found = {key: value for key, value in row.items() if not key.startswith(OF_CLIENTS)}
     scored = score_of(row)
-    bare = ("loss", "best_round", "best_of_last_five", scored, f"best_{scored}", *(row.get("own_metrics") or ()))
+    bare = ("loss", "best_round", "best_of_last_five", scored, *own_metrics)
     for key in found:
-        if is_figure(key) or key in bare:
+        if is_figure(key.removeprefix("best_")) or key.removeprefix("best_") in bare or key in bare:
             found[key] = None
     return {**found, **{whose + key: value for key, value in own.items()}}

@@ -17,7 +17,7 @@ from unskew.errors import ConfigError, shown
 from unskew.methods.catalogue import method
 from unskew.records.recorder import Callback, Row
 from unskew.runs.run import run_experiment
-from unskew.tasks.score import score_of
+from unskew.tasks.score import WORST, metric, objective_of
 
 CANDIDATES = 7
 """Advised methods that are tried at most."""
@@ -71,9 +71,9 @@ class Tried:
     Attributes:
         method: As it is written.
         rounds: How far it came; 0 if the time was up before.
-        accuracy: Test accuracy there, or the test loss where the task has no accuracy.
+        accuracy: The objective on the test set there, or the test loss where it is undefined for a method.
         baseline: The same figure of FedAvg after as many rounds.
-        selected: What rungs are decided by: mean accuracy on what clients hold out, never on the test set.
+        selected: Rank by which rungs are decided, higher is better: the objective on what clients hold out.
         held: Whether the advice held: the figure is better than FedAvg's. None where nothing can be said.
         seconds: Of its training.
     """
@@ -96,7 +96,7 @@ class Trial:
         rungs: How many methods were trained to how many rounds.
         minutes: The budget; ``spent`` is what was used of it.
         spent: Minutes.
-        figure: What is compared: ``accuracy``, ``r2``, or ``loss``, where lower is better.
+        figure: Name of the metric that is compared: the objective, or ``loss``.
     """
 
     tried: list[Tried]
@@ -167,8 +167,8 @@ def try_out(
         except TimeIsUp:
             pass
     summaries = [summary for runs in found.values() for summary in runs.values()]
-    scores = {score_of(summary) for summary in summaries}
-    figure = scores.pop() if all(s.get(score_of(s)) is not None for s in summaries) and len(scores) == 1 else "loss"
+    figure = objective_of(summaries[0]).name if summaries else "loss"
+    figure = figure if all(summary.get(figure) is not None for summary in summaries) else "loss"
     tried = [outcome(name, found[name], found[BASELINE], figure) for name in advised]
     return Trial(tried, reached, float(minutes), (time.monotonic() - began) / 60, figure)
 
@@ -213,11 +213,12 @@ def trained(
 
 
 def merit(summary: dict[str, Any]) -> float:
-    """What rungs are decided by; higher is better."""
-    score = score_of(summary)
-    for figure in (f"client_{score}_mean", score):
+    """Return what rungs are decided by, the objective on what clients hold out; higher is better."""
+    objective = objective_of(summary)
+    held_out = WORST if objective.name == WORST else f"client_{objective.name}_mean"
+    for figure in (held_out, objective.name):
         if summary.get(figure) is not None:
-            return float(summary[figure])
+            return objective.rank(float(summary[figure]))
     return -math.inf if summary.get("loss") is None else -float(summary["loss"])
 
 
@@ -230,5 +231,6 @@ def outcome(name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict
     held = None
     # A loss that is not finite is worse than any; a method that did nothing yet has FedAvg's own figure.
     if theirs is not None and mine != theirs:
-        held = mine is not None and (mine < theirs if figure == "loss" else mine > theirs)
+        rank = metric(figure, runs[rounds].get("own_metrics")).rank
+        held = mine is not None and rank(mine) > rank(theirs)
     return Tried(name, rounds, mine, theirs, merit(runs[rounds]), held, float(runs[rounds].get("seconds") or 0.0))

@@ -125,8 +125,11 @@ def read_run(folder: Path) -> RunFiles:
     except OSError as error:
         raise CheckpointError(f"{told} cannot be read: {error.strerror}.") from error
     clients = read_clients(folder / "clients.jsonl")
-    if is_local(summary["method"]):  # it has no global model
-        history, clients, summary = [*map(served_alone, history)], [*map(served_alone, clients)], served_alone(summary)
+    alone = is_local(summary["method"])  # it has no global model
+    if alone:
+        asked = summary.get("own_metrics", ())
+        history, clients = ([served_alone(row, asked) for row in rows] for rows in (history, clients))
+        summary = served_alone(summary, asked)
     return RunFiles(
         folder,
         config,
@@ -135,7 +138,7 @@ def read_run(folder: Path) -> RunFiles:
         clients,
         about,
         list(dict.fromkeys(filter(None, map(warning_text, warnings)))),
-        read_curves(folder / "curves.json"),
+        {} if alone else read_curves(folder / "curves.json"),
     )
 
 
