@@ -143,6 +143,18 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     assert (number.code, "--task regression" in number.err) == (2, True)
 
 
+def test_visits_of_one_patient_are_kept_together(capsys):
+    rows = ["hospital,patient_id,dose,ill", *(f"{'AB'[i % 2]},P{i // 4:03d},{i % 7},{i % 3 % 2}" for i in range(240))]
+    Path("visits.csv").write_text("\n".join(rows) + "\n")
+    outcome = call(capsys, "init", "visits.csv", "--label", "ill")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["split_by"], values["exclude"]) == ("patient_id", ["patient_id"])
+    brief = ("--rounds", 1, "--local-steps", 1, "--model", "logistic", "--set", "engine=inline")
+    trained = call(capsys, "run", "experiment.yaml", *brief)
+    assert trained.code == 0, trained.err
+
+
 def test_columns_of_types_that_no_model_takes_are_not_the_end(capsys, tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     n = 60

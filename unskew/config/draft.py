@@ -26,6 +26,8 @@ from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
+GROUPS = r"(.*[_ .-])?(id|key|code|patient|subject)|[a-z]+Id|[a-z]+ID"
+"""Names of columns that tell which rows belong to one person or thing."""
 OWNERS = (
     r"(client|site|hospital|clinic|ward|user|patient|writer|device|cent(er|re)|institution|station|plant|machine|branch|"
     r"shop|school|region|subject|speaker|source|domain|district|airline|product|drawer|author|person|participant|role)"
@@ -274,6 +276,11 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         reasons = dict.fromkeys(identifiers, "another number in every row") | dict.fromkeys(infinite, "infinite values")
         reasons |= dict.fromkeys(constant, "the same value in every row")
         made.seen += [f"left out: {c}: {reasons.get(c) or _why_text(table.column(c))}" for c in left_out]
+    group = next((c for c in left_out if re.fullmatch(GROUPS, c, re.I) and 1 < distinct[c] < n), None)
+    if group is not None:
+        made.set(
+            "split_by", group, f"{n} rows of {distinct[group]} values: rows of one value stay on one side of a split"
+        )
     if categories:
         made.set("categories", categories, "each value gets an embedding")
     if dates:
@@ -369,7 +376,7 @@ def _why_text(column: Any) -> str:
 
     if has_decimal_commas(column):
         return "numbers with decimal commas; see csv.decimal"
-    bad, many = where_not(column, pa.float64()), "another text in nearly every row"
+    bad, many = where_not(column, pa.float64()), "too many different texts"
     numbers = sum(_is_number(value) for value in column.drop_null().to_pylist())
     return f"numbers, but {bad}; empty it or mend it" if 2 * numbers > len(column) else many
 
