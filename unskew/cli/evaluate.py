@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
-from unskew.cli.predict import as_text, check_out, printable
-from unskew.files import check_run, place, write_atomic
+from unskew.cli.predict import check_out, printable, write_rows
+from unskew.files import check_run, place
 
 
 def evaluate(
@@ -49,9 +49,7 @@ def evaluate(
         found = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
     for one in read.unknown:
         print(f"unskew: {one}", file=sys.stderr)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, as_text(found, out.suffix.lower()).encode())
+    write_rows(found, out)
     if as_json:
         print_json(found)
         return

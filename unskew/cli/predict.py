@@ -73,9 +73,7 @@ def predict(
         }
         for place, name in enumerate(read.names)
     ]
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, as_text(lines, out.suffix.lower()).encode())
+    write_rows(lines, out)
     if as_json:
         print_json(lines)
         return
@@ -114,6 +112,13 @@ def check_out(out: Path | None, run: Path, rows: Path) -> None:
     if out.resolve() == rows.resolve() or run.resolve() in out.resolve().parents:
         what = "the input" if out.resolve() == rows.resolve() else "in the run folder, whose files belong to the run"
         raise ConfigError(f"--out {out} is {what}; choose another file.")
+
+
+def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
+    """Write rows to a .csv or .jsonl file, if one is named."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, as_text(lines, out.suffix.lower()).encode())
 
 
 def printable(text: str) -> str:

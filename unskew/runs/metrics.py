@@ -17,18 +17,8 @@ from unskew.tasks.score import RECALL, WORST, Metric, metric
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
-    *(
-        "model",
-        "parameters",
-        "buffers",
-        "weights",
-        "engine",
-        "together",
-        "target",
-        "synthetic",
-        "privacy",
-        "kept_round",
-    ),
+    *("model", "parameters", "buffers", "weights", "engine", "together", "target", "synthetic", "privacy"),
+    "kept_round",
 }
 """Keys of rounds and summaries that no metric may have."""
 PREFIXES = ("best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")
