@@ -18,6 +18,7 @@ from unskew.deployment.masked_engine import MaskedEngine
 from unskew.deployment.masks import parsed
 from unskew.deployment.primitives import apply
 from unskew.deployment.thin.frames import Frame
+from unskew.deployment.unmasking import parts_of
 from unskew.errors import ConfigError, EngineError, MethodConflict
 
 MASKED = {"secure_aggregation": "required", "eval_clients": 0}
@@ -257,3 +258,23 @@ def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_
 def test_a_structure_that_cannot_be_parsed_is_rejected(written):
     with pytest.raises(Nonsense, match="shares cannot be read"):
         parsed({"shares": written}, "shares")
+
+
+@pytest.mark.parametrize("parts", ["5", '[["delta", "float32", [4], Infinity]]', '[["delta", "float32", [4], {}]]'])
+def test_parts_that_cannot_be_read_are_rejected(parts):
+    with pytest.raises(Nonsense, match="what it adds up cannot be read"):
+        parts_of({"parts": parts}, 1e6)
+
+
+def test_a_reply_of_another_structure_is_a_fault_of_its_site(tmp_path):
+    place, told = LoopPlace(tmp_path, {**TINY, **FOUR}), Told()
+
+    def odd(client, asked, answer):
+        if (client, answer.kind) == (1, "masked"):
+            return Frame("accused", {**answer.config, "wrong": "[[2]]"})
+        return answer
+
+    place.link.spoil = odd
+    result, _ = deployed(tmp_path, place, told=told, **FOUR)
+    assert result.history[0]["updates"] == 3
+    assert any("what it sends cannot be read" in text for text in told.warnings)

@@ -129,7 +129,7 @@ class MaskedEngine(FlowerEngine):
                 for key in (public, seal_public):
                     decoded(bytes.fromhex(key))
                 before = tuple(sorted(int(k) for k in opened))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 raise Nonsense("its keys, or the sums that it opened, cannot be read") from error
             session, signature = text(frame.config, "session"), text(frame.config, "signature")
             message = ready_message(self.sites.run, cast.round, session, client, keys, models[client])

@@ -126,12 +126,13 @@ def parts_of(config: dict[str, Any], largest: float) -> tuple[Part, ...]:
     Raises:
         Nonsense: It is none.
     """
-    parts = []
-    for one in parsed(config, "parts"):
+    parts, listed = [], parsed(config, "parts")
+    for one in listed if isinstance(listed, list) else [listed]:
         try:
             name, dtype, shape, exponent = one
-            parts.append(Part(str(name), DTYPES[dtype], tuple(int(n) for n in shape), int(exponent)))
-        except (ValueError, TypeError, KeyError) as error:
+            exponent = int(exponent)
+            parts.append(Part(str(name), DTYPES[dtype], tuple(int(n) for n in shape), exponent))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise Nonsense("what it adds up cannot be read") from error
         if min(parts[-1].shape, default=0) < 0 or exponent < LOWEST or 2.0 ** min(exponent, 1000) > 2 * largest:
             raise Nonsense(f"what it adds up under {str(name)[:60]!r} is none, or larger than {largest:.3g}")
@@ -170,7 +171,10 @@ class Summation:
                 return None
             if answer and frame.kind != answer:
                 raise Nonsense(f"it is called {frame.kind[:40]!r} and not {answer!r}")
-            return take(client, frame)
+            try:
+                return take(client, frame)
+            except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+                raise Nonsense(f"what it sends cannot be read ({type(error).__name__})") from error
 
         frames = {k: Frame(kind, {**config, "session": self.session}) for k, config in configs.items()}
         what = {"unmask": "its update is in the sum, which the other sites open"}.get(
