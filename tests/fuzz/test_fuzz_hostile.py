@@ -20,8 +20,15 @@ from support.running import call
 
 import unskew
 from unskew.config.experiment import Experiment
-from unskew.errors import ConfigError, DataError, UnskewError
+from unskew.config.reading import experiment, read_yaml
+from unskew.data.reading.files import class_folders
+from unskew.deployment.plan import Deployment
+from unskew.engines.ray_cluster import check_named, connect
+from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
 from unskew.files import check_plain, occupied, write_atomic
+from unskew.provenance import FromFile
+from unskew.reporting.reading import read_curves
+from unskew.simulation.checkpoint import checkpoints
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -314,3 +321,76 @@ def test_a_value_that_no_run_has_written_is_a_sentence(here, capsys, made, comma
         (sent / name).write_text(text)
         assert "is damaged" in answered(capsys, *(str(word).format(sent) for word in command), codes=(2,)).err
     assert not list(sent.glob("export*"))
+
+
+def test_names_are_shown_and_drawn_as_they_are(here, capsys):
+    """Neither markup of the terminal nor formulas of figures."""
+    name = r"[/b]:cat:$\frac{$"
+    lines = [f"{i / 7},{i % 5},{(name, 'no')[i % 2]},{(name, 'b', 'c')[i % 3]}" for i in range(60)]
+    Path("t.csv").write_text("\n".join(["a,b,y,site", *lines]))
+    data = ["--data", "table:t.csv", "--label", "y", "--exclude", "site", "--partition", "natural:site"]
+    short = ["--model", "logistic", "--rounds", 1, "--local-steps", 1, "--engine", "inline", "--out", "run"]
+    run = answered(capsys, "run", *data, *short, "--objective", f"recall/{name}", codes=(0,))
+    assert f"recall of {name}" in run.out
+    shown = answered(capsys, "partition", *data, codes=(0,))
+    assert shown.out.count(name) >= 2
+
+
+CURVES = (
+    "[1]",
+    "{",
+    '{"roc": 1}',
+    '{"roc": {"x": [1]}}',
+    json.dumps({"pr": {"x": [0] * 100_000, "y": [0] * 100_000}}),
+    '{"confusion": {"classes": ["a", "b"], "counts": [[1, 2]]}}',
+    '{"confusion": {"classes": ["a"], "counts": [[1, 2]]}}',
+)
+
+
+@pytest.mark.parametrize("text", CURVES, ids=lambda text: text[:40])
+def test_curves_that_no_run_has_written_are_a_sentence(here, text):
+    Path("curves.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"curves\.json is damaged"):
+        read_curves(Path("curves.json"))
+    Path("curves.json").write_text('{"other": [1], "roc": {"x": [0, 1], "y": [0, 1]}}')
+    assert read_curves(Path("curves.json")) == {"roc": {"x": [0, 1], "y": [0, 1]}}
+
+
+def test_damaged_files_of_a_deployed_run_are_a_sentence(here, capsys):
+    Path("sent").mkdir()
+    os.mkfifo("sent/audit.jsonl")
+    assert "not a regular file" in answered(capsys, "deploy", "log", "sent", codes=(2,)).err
+    for name, command in (("control.json", "status"), ("audit.jsonl", "log")):
+        Path("sent", name).unlink(missing_ok=True)
+        Path("sent", name).write_bytes(DAMAGES[0])
+        answered(capsys, "deploy", command, "sent", codes=(2,))
+    for text in (DAMAGES[0], b'{"patience": {}, "excluded": [], "address": 5}'):
+        Path("sent/deployment.json").write_bytes(text)
+        with pytest.raises(CheckpointError, match=r"deployment\.json cannot be read"):
+            Deployment.read(Path("sent"))
+
+
+def test_a_file_names_no_cluster_on_another_machine():
+    origin = ("sent.yaml", "trust it")
+    for name in ("10.0.0.1:6379", "[2001:db8::1]:6379", "localhost.example.org:1", "127.0.0.1.example.org:1"):
+        address = experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.model_dump()["address"]
+        with pytest.raises(ConfigError, match=r"sent\.yaml names a Ray cluster, ray\.address="):
+            connect(address, None)
+        check_named(str(address))
+    for name in ("local", "auto", "127.0.0.1:6379", "127.0.0.2:1", "[::1]:6379", "localhost:1"):
+        check_named(experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.address)
+
+
+def test_metrics_keep_the_mark_of_a_file():
+    config = experiment(read_yaml("{metrics: ['evil:f'], objective: 'evil:g'}", ("sent.yaml", "trust it")))
+    again = experiment(config.model_dump())
+    assert all(isinstance(one, FromFile) for one in (*again.metrics, again.objective))
+
+
+def test_odd_names_of_folders_are_a_sentence(here):
+    for name in ("a\\b", "c"):
+        (here / "images" / name).mkdir(parents=True)
+    with pytest.raises(DataError, match="has a backslash in its name; rename the folder"):
+        class_folders(here / "images")
+    (here / "checkpoints" / "\N{SUPERSCRIPT TWO}").mkdir(parents=True)
+    assert checkpoints(here / "checkpoints") == []

@@ -48,6 +48,22 @@ def undefined(y_true, scores):
     return float("nan")
 
 
+def quitting(y_true, scores):
+    raise SystemExit(0)
+
+
+def as_text(y_true, scores):
+    return "0.5"
+
+
+def enormous(y_true, scores):
+    return 10**400
+
+
+def client(y_true, scores):
+    return 0.5
+
+
 def failing(y_true, scores):
     raise KeyError("x")
 
@@ -147,6 +163,10 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"objective": "recall/maybe"}, "recall/CLASS"),
         ({"objective": "r2"}, "does not fit"),
         ({"metrics": [broken]}, "metric broken must return a number, but returned 'many'"),
+        ({"metrics": [quitting]}, "metric quitting failed on the test set .SystemExit: 0"),
+        ({"metrics": [as_text]}, "metric as_text must return a number, but returned '0.5'"),
+        ({"metrics": [enormous]}, "metric enormous must return a number"),
+        ({"metrics": [client]}, "metric client has the name of another figure"),
         ({"metrics": [undefined]}, "metric undefined must return a finite number"),
         ({"objective": failing}, r"metric failing failed on the test set .*shapes \(120,\) and \(120, 2\)"),
         ({"metrics": [lambda y, s: 0.0]}, "is not a name"),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from unskew.cli.progress import ProgressLine, make_progress
@@ -85,6 +84,6 @@ def print_trial(console: Console, trial: Trial) -> None:
         table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
     for one in trial.tried:
         figures = ("-" if value is None else f"{value:.4f}" for value in (one.accuracy, one.baseline))
-        table.add_row(escape(one.method), str(one.rounds), *figures, VERDICTS[one.held])
+        table.add_row(one.method, str(one.rounds), *figures, VERDICTS[one.held])
     console.print(table)
     console.print(trial.verdict(), markup=False, highlight=False)

@@ -185,7 +185,8 @@ def console_for(as_json: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if as_json else sys.stdout
-    return Console(stderr=as_json, width=None if stream.isatty() or os.environ.get("COLUMNS") else 120)
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else 120
+    return Console(stderr=as_json, width=width, markup=False, emoji=False)  # names in files are no markup
 
 
 def print_json(value: object) -> None:

@@ -32,10 +32,10 @@ from unskew.tasks.score import SCORES, held_out_name, metric, score_of
 def make_progress(console: Console, transient: bool = False) -> Iterator[Progress]:
     """A live display with one line per run; it appears with the first, and goes at the end if it is ``transient``."""
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[accuracy]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -55,7 +55,7 @@ def waiting(title: str) -> Iterator[None]:
     """Within, what takes longer than two seconds is shown with the time left, on standard error; in a pipe nothing is."""
     console = Console(stderr=True)
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
         TimeRemainingColumn(),

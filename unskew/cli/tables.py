@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from unskew.cli.wide import Fitting
@@ -27,7 +26,7 @@ def over_clients(summary: dict[str, Any], whose: str) -> str:
         value_text(judge, summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
     name = summary.get(f"{whose}_{scored}_worst_name")
-    named = "" if name is None else f" ({escape(name)})"
+    named = "" if name is None else f" ({name})"
     return f"mean {mean}, std {std}, worst decile {decile}, worst client {worst}{named}"
 
 
@@ -89,7 +88,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ]
     if asked := metrics_in(summary):
         figures = ", ".join(f"{one.title} {value_text(one, summary[one.name])}" for one in asked)
-        lines.insert(2, ("test set, last round", escape(figures)))
+        lines.insert(2, ("test set, last round", figures))
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
         lines.insert(
@@ -130,7 +129,7 @@ def targets_table(fed: Federation, most: int) -> tuple[Table, dict[str, float]]:
         table.add_column(name, justify="left" if name == "name" else "right")
     for k, y in enumerate(values[:most]):
         spread = [f"{mean:.4g} ± {std:.3g}" for mean, std in zip(means[k], y.std(0), strict=True)]
-        table.add_row(str(k), *map(escape, fed.client_names[k : k + 1]), str(sizes[k]), *spread)
+        table.add_row(str(k), *fed.client_names[k : k + 1], str(sizes[k]), *spread)
     if len(values) > most:
         table.caption = f"{most} of {len(values)} clients are shown, --clients-shown {len(values)} shows all"
     all_rows = np.concatenate(values)
@@ -157,7 +156,7 @@ def partition_table(
     shortened = [f"{CLASSES_SHOWN} of {len(classes)} classes are shown"] if len(classes) > CLASSES_SHOWN else []
     for client, row in enumerate(counts[:most]):
         cells = [str(int(n)) if n else "·" for n in (row[:CLASSES_SHOWN] if classes != ["samples"] else ())]
-        named = [escape(client_names[client])] if client_names else []
+        named = [client_names[client]] if client_names else []
         table.add_row(str(client), *named, str(int(sizes[client])), *cells)
     if len(counts) > most:
         shortened.append(f"{most} of {len(counts)} clients are shown, --clients-shown {len(counts)} shows all")
@@ -172,7 +171,7 @@ def columns_table(columns: Mapping[str, str]) -> Table:
     for name in ("column", "what is done to it"):
         table.add_column(name, overflow="fold")
     for row in described(columns):
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     return table
 
 
@@ -185,7 +184,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
         paper = f"{row['paper']} [{row['package']}]" if "package" in row else row["paper"]
         cells = (row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, paper)
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -196,7 +195,7 @@ def models_table(models: Sequence[dict[str, Any]]) -> Table:
         table.add_column(name)
     for row in models:
         together = {True: "yes", False: "no", None: "-"}[row["together"]]
-        table.add_row(*map(escape, (row["name"], row["description"], together, row["reference"])))
+        table.add_row(row["name"], row["description"], together, row["reference"])
     return table
 
 

@@ -25,7 +25,7 @@ def is_own(value: MetricLike) -> bool:
 
 def path_of(value: MetricLike) -> str:
     """Return the text of a metric in configuration files; a function becomes ``package.module:name``."""
-    return str(value) if isinstance(value, str) else f"{value.__module__}:{value.__qualname__}"
+    return value if isinstance(value, str) else f"{value.__module__}:{value.__qualname__}"
 
 
 def name_of(value: MetricLike) -> str:

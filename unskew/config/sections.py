@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.data.spec import CsvSpec
 from unskew.errors import ConfigError
+from unskew.provenance import Named
 
 
 class Section(BaseModel):
@@ -90,7 +91,7 @@ ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:
 class RayConfig(Section):
     """A Ray cluster."""
 
-    address: str | None = None
+    address: Named | None = None
     """``local``, ``auto``, or ``HOST:PORT`` of its head; None is ``local`` where ``engine`` is ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
     """Cores, and threads, of a task, which trains one client, or ``together``."""

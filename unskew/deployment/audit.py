@@ -12,7 +12,7 @@ from typing import Any
 
 from unskew.deployment.thin.frames import Blob
 from unskew.errors import CheckpointError
-from unskew.files import writing
+from unskew.files import read_file, writing
 
 FILE = "audit.jsonl"
 FIRST = "0" * 64
@@ -70,7 +70,7 @@ def read_events(path: Path, verify: bool = False) -> tuple[list[dict[str, Any]],
     """
     previous, events = FIRST, []
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        for number, line in enumerate(read_file(path).splitlines(), 1):
             event = json.loads(line)
             if not isinstance(event, dict) or (verify and event.get("previous") != previous):
                 raise CheckpointError(f"{path} has been altered: line {number} does not continue the line before it.")

@@ -16,7 +16,7 @@ from typing import Any
 from unskew.deployment.sites import Sites
 from unskew.deployment.thin.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError
-from unskew.files import read_file, write_atomic
+from unskew.files import read_json, write_atomic
 
 FILE = "control.json"
 """In a run folder, while the run is running: where its socket is."""
@@ -89,7 +89,7 @@ def ask(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
         ConfigError: If no run listens there, or it rejects the command.
     """
     try:
-        path = str(json.loads(read_file(folder / FILE))["socket"])
+        path = str(read_json(folder / FILE)["socket"])
         found, within = os.lstat(path), os.lstat(Path(path).parent)
         if not stat.S_ISSOCK(found.st_mode) or {found.st_uid, within.st_uid} != {os.getuid()} or within.st_mode & 0o077:
             raise ConfigError(f"{folder / FILE} does not name a socket that only this user can reach.")

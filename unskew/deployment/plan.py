@@ -13,7 +13,7 @@ from unskew.deployment.places import Given, Local
 from unskew.deployment.site_config import address
 from unskew.deployment.sites import Patience
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import write_atomic
+from unskew.files import read_json, write_atomic
 
 FILE = "deployment.json"
 """In a run folder: how it was deployed, so that it can be resumed."""
@@ -108,12 +108,12 @@ class Deployment:
             CheckpointError: It cannot be read.
         """
         try:
-            values = json.loads((folder / FILE).read_bytes())
+            values = read_json(folder / FILE)
             changed = {"patience": Patience(**values["patience"]), "excluded": tuple(map(int, values["excluded"]))}
             one = Deployment(**{**values, **changed})
             one.check()
             return one
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read ({error}), so the run cannot go on.") from error
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from unskew.engines.machine import cores
 from unskew.engines.ray_messages import as_array, as_tensor
 from unskew.errors import ConfigError, EngineError
+from unskew.provenance import FromFile
 
 TOKEN = Path.home() / ".ray" / "auth_token"
 PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).check_alive([], timeout=10)"
@@ -63,7 +64,13 @@ def load_ray() -> Any:
 
 
 def connect(address: str, workers: int | None) -> None:
-    """Connect this process to a cluster, unless it is connected already; tensors travel as NumPy arrays from then on."""
+    """Connect this process to a cluster, unless it is connected already; tensors travel as NumPy arrays from then on.
+
+    Raises:
+        ConfigError: If an untrusted file names a cluster on another machine.
+        EngineError: If there is no such cluster.
+    """
+    check_named(address)
     ray = load_ray()
     if not ray.is_initialized():
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
@@ -91,6 +98,22 @@ def connect(address: str, workers: int | None) -> None:
                 ray.shutdown()
                 raise
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
+
+
+def check_named(address: str) -> None:
+    """Reject the address of another machine from an untrusted file: what a cluster sends can run programs here.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    if address in ("local", "auto") or host in ("localhost", "127.0.0.1") or _is_loopback(host):
+        return
+    if isinstance(address, FromFile):
+        raise ConfigError(
+            f"{address.source} names a Ray cluster, ray.address={address}, which can run programs on this machine. If you "
+            f"know it, {address.remedy}, or name it yourself with --set ray.address={address}."
+        )
 
 
 def nodes_of(ray: Any) -> list[tuple[int, float]]:

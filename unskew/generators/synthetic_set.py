@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unskew.data.reading.images import decode_column
 from unskew.errors import ConfigError, DataError
-from unskew.files import read_json, write_atomic, writing
+from unskew.files import check_regular, read_json, write_atomic, writing
 
 PARQUET = "data/train-00000-of-00001.parquet"
 ABOUT = "synthetic.json"
@@ -153,13 +153,14 @@ def load(folder: Path) -> SyntheticSet:
 
     try:
         about = read_json(folder / ABOUT)
+        check_regular(folder / PARQUET)
         table = pq.read_table(folder / PARQUET)
         y, source = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "client"))
         x = decode_column(table["image"], f"the synthetic set in {folder}")
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"The synthetic set in {folder} cannot be read ({error}).") from error
     images = SyntheticSet(x, y.to(torch.int64), source.to(torch.int64), about)
-    if images.digest != about.get("digest"):
+    if not isinstance(about, dict) or images.digest != about.get("digest"):
         raise DataError(f"The synthetic set in {folder} is damaged: it is not what {ABOUT} says.")
     return images
 

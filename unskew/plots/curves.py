@@ -58,12 +58,12 @@ def convergence(
         for axis, x in ((left, rounds), (right, traffic)):
             if axis is right and name in without_traffic:
                 continue
-            axis.plot(x, mean, label=name, linewidth=1.4, markersize=5, alpha=0.9, **style)
+            axis.plot(x, mean, label=literal(name), linewidth=1.4, markersize=5, alpha=0.9, **style)
             axis.fill_between(x, mean - spread, mean + spread, alpha=0.1, color=style["color"], linewidth=0)
     over_rounds(left)
     right.set_xlabel("traffic, up and down (MB)")
     for axis in (left, right):
-        axis.set_ylabel(title)
+        axis.set_ylabel(literal(title))
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
     return save_figure(figure, path)

@@ -20,6 +20,9 @@ from unskew.tasks.score import SCORES, score_of
 
 MOST_RUNS = 500
 LARGEST = 1e300
+CURVES = {"roc", "pr", "calibration"}
+MOST_POINTS = 1000
+"""Of a curve in ``curves.json``."""
 DEEPEST = 4
 """Folders below the one that is named, in which runs are looked for."""
 WORDS = ("method", "data", "partition", "partition_hash", "model", "weights", "engine", "buffers")
@@ -165,16 +168,19 @@ def read_curves(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is damaged.
     """
-    found = read_json(path) if path.is_file() else {}
-    lists = [
-        one.get(way) for name, one in found.items() if name != "confusion" and isinstance(one, dict) for way in "xy"
-    ]
+    found = read_object(path) if path.is_file() else {}
+    damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+    for kind in CURVES & set(found):
+        points = [found[kind].get(way) for way in "xy"] if isinstance(found[kind], dict) else [None]
+        if not all(isinstance(one, list) and len(one) <= MOST_POINTS and all(map(number, one)) for one in points):
+            raise damaged
     matrix = found.get("confusion", {"counts": [], "classes": []})
-    lists += matrix["counts"] if isinstance(matrix, dict) and isinstance(matrix.get("counts"), list) else [None]
-    names = matrix.get("classes") if isinstance(matrix, dict) else None
-    if not isinstance(names, list) or not all(isinstance(one, list) and all(map(number, one)) for one in lists):
-        raise CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
-    return found
+    names, rows = (matrix.get(name) for name in ("classes", "counts")) if isinstance(matrix, dict) else (None, None)
+    if not isinstance(names, list) or not isinstance(rows, list) or len(rows) != len(names):
+        raise damaged
+    if not all(isinstance(row, list) and len(row) == len(rows) and all(map(number, row)) for row in rows):
+        raise damaged
+    return {name: found[name] for name in (*sorted(CURVES), "confusion") if name in found}
 
 
 def check_summary(summary: dict[str, Any], path: Path) -> None:

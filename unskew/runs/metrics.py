@@ -18,10 +18,11 @@ from unskew.tasks.score import RECALL, WORST, Metric, metric
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
     *("model", "parameters", "buffers", "weights", "engine", "together", "target", "synthetic", "privacy"),
-    "kept_round",
+    *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
+    *("kept_round", "client", "name", "samples", "held_out", "holds"),
 }
-"""Keys of rounds and summaries that no metric may have."""
-PREFIXES = ("best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")
+"""Keys of rounds, summaries and lines of clients that no metric may have."""
+PREFIXES = ("synthetic_", "best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    found = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 

@@ -155,14 +155,16 @@ def own_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where:
     """Compute a metric of the user's and validate the result; see ``MetricSet.of``."""
     try:
         value: Any = f(y.copy(), scores.astype(np.float64))
-    except Exception as error:  # the user's function may fail in any way
+    except (Exception, SystemExit) as error:  # the user's function may fail in any way
         raise ConfigError(
             f"The metric {name} failed on {where} ({type(error).__name__}: {error}). It is called as f(y_true, scores) "
             f"with arrays of shapes {y.shape} and {scores.shape}; return float('nan') for clients where it is undefined."
         ) from error
     try:
+        if isinstance(value, str):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # converting the user's object may fail in any way
         raise ConfigError(f"The metric {name} must return a number, but returned {shown(value)} on {where}.") from None
     if math.isinf(number) or (defined and math.isnan(number)):
         raise ConfigError(f"The metric {name} must return a finite number, but returned {number} on {where}.")

@@ -124,6 +124,9 @@ def class_folders(path: Path) -> dict[str, Path]:
             raise DataError(
                 f"{folder} must hold one folder of images per class, at least two; it has {classes or 'none'}."
             )
+        strange = next((name for name in classes if "\\" in name), None)
+        if strange is not None:  # a separator of paths on Windows, as which ``datasets`` reads it everywhere
+            raise DataError(f"The folder {strange!r} in {folder} has a backslash in its name; rename the folder.")
     return splits
 
 
