@@ -22,6 +22,7 @@ import unskew
 from unskew.config.experiment import Experiment
 from unskew.config.reading import experiment, read_yaml
 from unskew.data.reading.files import class_folders
+from unskew.data.reading.images import decode
 from unskew.deployment.plan import Deployment
 from unskew.engines.ray_cluster import check_named, connect
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
@@ -394,3 +395,13 @@ def test_odd_names_of_folders_are_a_sentence(here):
         class_folders(here / "images")
     (here / "checkpoints" / "\N{SUPERSCRIPT TWO}").mkdir(parents=True)
     assert checkpoints(here / "checkpoints") == []
+
+
+def test_no_program_is_run_for_an_image(here, monkeypatch):
+    pytest.importorskip("PIL")
+    (here / "gs").write_text(f"#!/bin/sh\ntouch {here}/ran\n")
+    (here / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
+    image = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(OSError, match="cannot identify image"):
+        decode(image, colour=True, simplejpeg=None)

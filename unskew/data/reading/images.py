@@ -19,6 +19,8 @@ from unskew.errors import DataError
 
 JPEG = b"\xff\xd8"
 MOST_PIXELS = 2**27
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What pillow may read: for others, such as EPS, it runs another program on the file."""
 """Larger JPEGs are left to pillow, which refuses what would fill the memory."""
 
 
@@ -82,7 +84,7 @@ def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
     except ImportError as error:
         raise DataError("Decoding images needs the package pillow: pip install 'unskew[hub]'.") from error
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"it has more than 8 bits a channel, pillow mode {image.mode}")
             if image.mode in ("1", "L", "LA") and not colour:
