@@ -20,6 +20,7 @@ from rich.progress import (
 
 from unskew.cli.loudness import LOUDNESS
 from unskew.cli.tables import columns_table
+from unskew.comparison.references import is_local
 from unskew.config.metrics import AUTO, name_of
 from unskew.data.federation import Federation
 from unskew.data.reading.telling import PATIENCE, told
@@ -115,6 +116,7 @@ class ProgressLine(Callback):
         self.warnings, self.named, self.columns, self.held_out = warnings, named, columns, held_out
         self.making: TaskID | None = None
         self.objective = AUTO
+        self.global_model = True
 
     def loaded(self, federation: Federation) -> None:
         """What of a table is trained on."""
@@ -124,6 +126,7 @@ class ProgressLine(Callback):
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Show the line."""
         self.objective = name_of(config.get("objective", AUTO))
+        self.global_model = not is_local(str(config.get("method", "")))
         self.progress.start()
         if self.making is not None:
             self.progress.remove_task(self.making)
@@ -145,14 +148,15 @@ class ProgressLine(Callback):
         if "perplexity" in row and judge.name in SCORES and not self.held_out:
             judge = metric("loss")
         name, where = (held_out_name(judge.name), "held-out") if self.held_out else (judge.name, "test")
-        if row.get(name) is not None:
+        if row.get(name) is not None and self.global_model:
             text = f"{where} {judge.title} {value_text(judge, row[name])}"
             self.progress.update(self.line, accuracy=text)
         self.progress.update(self.line, completed=row["round"])
         if LOUDNESS.verbose:
             usual = ("accuracy", "r2", "loss")
             own = dict.fromkeys([*(f"validation_{one}" if self.held_out else one for one in usual), name])
-            figures = (f"{one} {row[one]:.4f}" for one in (*own, "train_loss") if row.get(one) is not None)
+            names = (*own, "train_loss") if self.global_model else ("train_loss",)
+            figures = (f"{one} {row[one]:.4f}" for one in names if row.get(one) is not None)
             text = f"{self.title}: round {row['round']}, {', '.join(figures)}, {row['seconds']:.1f} s"
             self.progress.console.print(text, markup=False, highlight=False)
 
