@@ -67,3 +67,10 @@ def test_a_natural_partition_needs_no_number_of_clients(tmp_path):
     path.write_text("ward,age,ill\n" + "".join(f"w{k % 3},{k % 7},{k % 2}\n" for k in range(60)))
     assert len(unskew.load_federation(f"table:{path}", label="ill", partition="natural:ward").clients) == 3
     assert len(unskew.load_federation(f"table:{path}", label="ill", partition="iid").clients) == 10
+
+
+@pytest.mark.parametrize("given", [{"test": [None, [[], None]]}, {"test": [[[0.0]], [[0], [1, 2]]]}])
+def test_ragged_labels_are_an_error_of_ours(given):
+    x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
+    with pytest.raises(DataError, match="test set"):
+        unskew.Federation.from_arrays([(x, y)], **given)

@@ -222,7 +222,7 @@ class Federation:
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
             everyone, columns = without_frames(everyone)
             if task == "classification":
-                own = len(clients) + 1 + (server is not None and server_in_domain)
+                own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
                 everyone[:own], class_names = without_text_labels(everyone[:own], class_names)
             clients, test, server = (
                 everyone[: len(clients)],

@@ -54,7 +54,14 @@ def without_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tu
     Raises:
         DataError: If only some labels are text, or one is not among ``class_names``.
     """
-    labels = [None if isinstance(y, Tensor) else np.asarray(y) for pair in pairs for y in pair[1::2]]
+
+    def array_of(y: Any) -> np.ndarray[Any, Any] | None:
+        try:
+            return None if isinstance(y, Tensor) else np.asarray(y)
+        except (TypeError, ValueError):  # ragged lists, for instance: the check of the pairs reports them
+            return None
+
+    labels = [array_of(y) for pair in pairs for y in pair[1::2]]
     text = [
         y is not None and y.ndim == 1 and y.dtype.kind in "OUS" and all(isinstance(v, str) for v in y) for y in labels
     ]
