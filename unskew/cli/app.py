@@ -128,6 +128,10 @@ def compare(
             help="Also train on all data in one place (pooled) and each client alone (local). [default: on]",
         ),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is above this."),
+    ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -180,6 +184,8 @@ def compare(
             target=target,
             parallel=at_once,
             references=references,
+            budget_minutes=budget,
+            on_estimate=lambda text: None if LOUDNESS.quiet else console.print(text, markup=False, highlight=False),
             follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
             each=each,
             **values,

@@ -27,10 +27,12 @@ from unskew.plots.curves import clients_by_class, convergence
 from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import Callback, reaching
 from unskew.runs.checks import check_method
+from unskew.runs.cost import WORTH, check_budget, check_within, estimate
 from unskew.runs.crew import Work
 from unskew.runs.given import spelling_of, unnamed, values_of
 from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC, check_given_set
+from unskew.runs.run import finished_rounds
 from unskew.runs.side_by_side import beside, check_parallel, places, side_by_side
 from unskew.tasks.catalogue import TASKS
 from unskew.tasks.metrics import METRICS
@@ -220,6 +222,8 @@ def compare(
     each: Mapping[str, Mapping[str, Any]] | None = None,
     parallel: int | str = 1,
     references: bool | None = None,
+    budget_minutes: float | None = None,
+    on_estimate: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Comparison:
     """Run several methods on the same data, cohorts and initial models.
@@ -239,11 +243,16 @@ def compare(
             ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
         references: Whether the rows ``pooled`` (centralized training on the data of all clients) and ``local`` (each client
             alone) are added, which are not ranked; those that do not fit are left out with a note. None is yes.
+        budget_minutes: Reject the comparison if its estimated time is above this.
+        on_estimate: Function that receives the estimated time as a sentence, unless it is short or unknown.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
-        ConfigError: An option is wrong, a method is named twice, or ``out`` is already there.
+        ConfigError: An option is wrong, a method is named twice, ``out`` is already there, or the estimate is above
+            ``budget_minutes``.
     """
+    if budget_minutes is not None:
+        check_budget(budget_minutes)
     if again is not None:
         warnings.warn("again is called resume by now: compare(..., resume=True).", FutureWarning, stacklevel=2)
         resume = again
@@ -316,6 +325,17 @@ def compare(
             (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {which[0]}"
             clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
         at_once = places(parallel, list(configs.values()), size)
+        if budget_minutes is not None or on_estimate is not None:
+            finished_ones = {one for one in configs if is_finished(arguments(*one)[2], configs[one])}
+            left = {name: [seed for seed in which if (name, seed) not in finished_ones] for name in names}
+            todo = {name: (configs[name, which[0]], by_name[name], len(todo)) for name, todo in left.items() if todo}
+            known = None
+            if todo and not (isinstance(parallel, str) and "@" in parallel):
+                known = estimate(todo, data, own_model, at_once, WORTH if budget_minutes is None else 0)
+            if budget_minutes is not None and todo:
+                check_within(known, budget_minutes)
+            if on_estimate is not None and known is not None:
+                on_estimate(str(known))
         works = [Work(one, one_run, arguments(*one), partial(followers, *one)) for one in configs]
         finished = dict(side_by_side(works, at_once, given)) if beside(at_once) else {}
         for seed in which:
@@ -338,6 +358,11 @@ def compare(
             result.plot(folder / "convergence.png")
             write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
     return result
+
+
+def is_finished(folder: Path | None, config: Experiment) -> bool:
+    """Check if a run folder has all rounds of a run."""
+    return folder is not None and folder.exists() and finished_rounds(folder) == config.rounds
 
 
 def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:

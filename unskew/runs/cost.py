@@ -1,0 +1,282 @@
+"""Estimated time of runs, from one client in one round of each."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+import torch
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation
+from unskew.data.objective import trained_for
+from unskew.engines import processes, trial
+from unskew.engines.base import Setup
+from unskew.engines.catalogue import pick_device
+from unskew.engines.local import LocalTrainer
+from unskew.engines.machine import cores, plain_torch, threads
+from unskew.errors import ConfigError, shown
+from unskew.protocol.messages import changed
+from unskew.protocol.rules import Method
+from unskew.protocol.workspace import Prepared
+from unskew.runs.checks import check_method
+from unskew.runs.model import ModelLike
+from unskew.runs.session import Session
+
+WORTH = 10.0
+"""Seconds of all runs, as estimated from plain steps, below which methods are not measured."""
+SLOT = 0.25
+"""Seconds that the measured local steps take, about."""
+ENOUGH = 2.0
+"""Seconds of a first round that is measured itself: a second one would take as long."""
+SHARE, LIMIT = 0.02, 10.0
+"""Share of the plain estimate, and seconds at least, after which the measurement of a method ends."""
+
+
+class TooLongError(Exception):
+    """The measurement of a method reached its limit."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Context manager that ends what takes longer; without effect outside the main thread and on Windows.
+
+    Raises:
+        TooLongError: If it takes longer.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TooLongError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Estimated time of the runs of a comparison.
+
+    Attributes:
+        seconds: Time of one run of each measured method, in seconds.
+        total: Time of all runs in seconds, with those that run in parallel.
+        runs: Number of runs.
+        notes: Sentences on parts that are not included.
+    """
+
+    seconds: dict[str, float]
+    total: float
+    runs: int
+    notes: tuple[str, ...] = ()
+
+    def ratio(self, name: str) -> float:
+        """Return the time of a method relative to the first measured one."""
+        return self.seconds[name] / next(iter(self.seconds.values()))
+
+    def __str__(self) -> str:
+        """Return the estimate as a sentence, and the notes."""
+        first = next(iter(self.seconds))
+        parts = [
+            f"{name} {duration(taken)}" + ("" if name == first else f" ({self.ratio(name):.2g} × {first})")
+            for name, taken in self.seconds.items()
+        ]
+        runs = "1 run" if self.runs == 1 else f"all {self.runs} runs"
+        text = f"Estimated time per run: {', '.join(parts)}; {runs}: about {duration(self.total)}."
+        return " ".join([text, *self.notes])
+
+
+def duration(seconds: float) -> str:
+    """Write seconds in a unit that suits them.
+
+    >>> duration(0.2), duration(25.3), duration(1058), duration(9000)
+    ('1 s', '25 s', '18 min', '2.5 h')
+    """
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def check_budget(minutes: object) -> None:
+    """Validate a budget of minutes.
+
+    Raises:
+        ConfigError: If it is not a positive, finite number.
+    """
+    if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
+        raise ConfigError(f"A budget of {shown(minutes)} minutes is not valid; use a number above 0.")
+
+
+def check_within(cost: Cost | None, minutes: float) -> None:
+    """Reject runs that take longer than a budget.
+
+    Raises:
+        ConfigError: If the estimate is above the budget, or there is none.
+    """
+    if cost is None:
+        raise ConfigError("The time of these runs cannot be estimated, as on a Ray cluster; leave out the budget.")
+    if cost.total <= 60 * minutes:
+        return
+    dearest = max(cost.seconds, key=lambda name: cost.seconds[name])
+    hint = f" (the most expensive is {dearest})" if len(cost.seconds) > 1 else ""
+    raise ConfigError(f"{cost} This is above the budget of {minutes:g} min; use fewer methods{hint}, seeds or rounds.")
+
+
+def estimate(
+    runs: Mapping[str, tuple[Experiment, Method, int]],
+    federation: Federation,
+    model: ModelLike | None,
+    at_once: int = 1,
+    worth: float = WORTH,
+) -> Cost | None:
+    """Estimate the time of runs from one client in two rounds of each method.
+
+    Nothing is written, and no random number of a run is drawn.
+
+    Args:
+        runs: Configuration, rules and number of runs of each method.
+        federation: The data.
+        model: The model, if it was given in Python.
+        at_once: Number of runs in parallel.
+        worth: Seconds of all runs, as plain training of the first method takes them, below which nothing is measured.
+
+    Returns:
+        The estimate; None if it is not worth measuring, or a Ray cluster trains the clients.
+    """
+    seconds: dict[str, float] = {}
+    notes: list[str] = []
+    for name, (config, method, _) in runs.items():
+        if config.engine == "ray" or config.ray.address is not None:
+            return None
+        if any(rule.makes for rule in method.data) and config.synthetic is None:
+            notes.append(f"The data that {name} generates before training are not included.")
+        try:
+            found, whole = seconds_of_run(config, method, federation, model, at_once, 0 if seconds else worth, runs)
+        except Exception:  # a fault of a method or a lack of memory: the run itself reports it better
+            notes.append(f"{name} could not be measured and is not included.")
+            continue
+        if found is None:
+            return None
+        if not whole:
+            notes.append(f"{name} takes longer: its measurement was ended early.")
+        seconds[name] = found
+    if not seconds:
+        return None
+    counts = {name: runs[name][2] for name in seconds}
+    total = sum(seconds[name] * count for name, count in counts.items())
+    number = sum(counts.values())
+    return Cost(seconds, total / min(at_once, number), number, tuple(notes))
+
+
+@plain_torch()
+def seconds_of_run(
+    config: Experiment,
+    method: Method,
+    federation: Federation,
+    model: ModelLike | None,
+    at_once: int,
+    worth: float,
+    runs: Mapping[str, tuple[Experiment, Method, int]],
+) -> tuple[float | None, bool]:
+    """Estimate the seconds of one run; None if plain training of all runs takes less than ``worth``.
+
+    Returns:
+        The seconds, and whether the measurement was completed; otherwise they are a lower bound.
+    """
+    plain = {"engine": "inline", "diagnose": (), "trackers": (), "early_stopping": None, "keep": "last"}
+    config_here = config.model_copy(update={**plain, "save_samples": False, "start_from": None})
+    original = trained_for(federation, config.loss, config.class_weights)
+    spec, _ = check_method(config_here, original, model, method)
+    prepared = Prepared(original, config_here.training)
+    for rule in method.data:
+        if not rule.makes:
+            prepared = rule.prepare(prepared, config.seed)
+    device = pick_device(config.device)
+    session = Session(config_here, prepared, original, spec, method, device, None, ())
+    cohort = session.sampler.size
+    per_run = max(1, cores() // at_once)
+    workers = 1
+    if config.engine in ("auto", "processes") and device.type == "cpu" and processes.available():
+        workers = min(config.workers or per_run, cohort)
+    client, steps = typical(session.setup)
+    turns = config.rounds * math.ceil(cohort / workers)
+    with torch.random.fork_rng(), threads(1 if workers > 1 else per_run):
+        alone = trial.seconds_of(trial.steps_of(session.setup, None, 1, 1), 0)
+        usual = turns * steps * alone * sum(count for _, _, count in runs.values()) / at_once
+        if usual < worth:
+            return None, True
+        few = max(1, min(math.ceil(steps), math.ceil(SLOT / max(alone, 1e-9))))
+        limit, idle = max(LIMIT, SHARE * usual), first_acting(method)
+        try:
+            with limited(limit):
+                begin, train, server = measured(session, config.rounds, client, few)
+        except TooLongError:
+            return limit / 2 * max(1, config.rounds - idle), False
+        began = time.perf_counter()
+        session.evaluator.score(session.server.evaluated, session.server.evaluated_b)
+        evaluation = time.perf_counter() - began
+    acting, step = max(0, config.rounds - idle), train / few
+    idle = config.rounds - acting
+    of_clients = acting * (begin + steps * step) + idle * steps * min(step, alone)
+    evaluations = math.ceil(config.rounds / config.eval_every)
+    return math.ceil(cohort / workers) * of_clients + acting * server + evaluations * evaluation, True
+
+
+def first_acting(method: Method) -> int:
+    """Return the first round in which all rules of a method act."""
+    return max((getattr(rule, "start_round", 0) for rule in method.rules), default=0)
+
+
+def typical(setup: Setup) -> tuple[int, float]:
+    """Find the client of about mean size.
+
+    Returns:
+        The client, and the mean number of local steps per round.
+    """
+    clients = setup.federation.clients
+    looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // trial.SAMPLED))
+    sizes = {k: clients[k].examples for k in looked_at if clients[k].examples}
+    mean = sum(sizes.values()) / len(sizes)
+    steps = [setup.training.steps(size, k) for k, size in sizes.items()]
+    return min(sizes, key=lambda k: abs(sizes[k] - mean)), sum(steps) / len(steps)
+
+
+def measured(session: Session, rounds: int, client: int, steps: int) -> tuple[float, float, float]:
+    """Train a client in the first round and, if that was fast, in the last one, in which each method acts.
+
+    Args:
+        session: A run that is not used for anything else.
+        rounds: Number of rounds of the run.
+        client: The client.
+        steps: Number of local steps that are measured.
+
+    Returns:
+        Seconds of the client before its first step, of its steps, and of the server.
+    """
+    server = session.server
+    training = replace(session.setup.training, local_steps=steps, local_epochs=None, counted=None)
+    trainer = LocalTrainer(replace(session.setup, training=training))
+    found = (0.0, 0.0, 0.0)
+    for t in sorted({0, rounds - 1}):
+        began = time.perf_counter()
+        updates = []
+        if server.rule.steps_without != "clients":
+            updates = [changed(trainer.train(server.broadcast(t, client)), arrived=t)]
+        trained = time.perf_counter()
+        figures = server.step(t, updates)
+        found = figures["begin_seconds"], figures["train_seconds"], time.perf_counter() - trained
+        if t >= first_acting(session.method) and trained - began > ENOUGH:
+            break
+    return found
