@@ -212,7 +212,7 @@ def seconds_of_run(
         workers = min(config.workers or per_run, cohort)
     client, steps = typical(session.setup)
     turns = config.rounds * math.ceil(cohort / workers)
-    with torch.random.fork_rng(), threads(1 if workers > 1 else per_run):
+    with torch.random.fork_rng(), threads(1 if workers > 1 else max(1, torch.get_num_threads() // at_once)):
         alone = trial.seconds_of(trial.steps_of(session.setup, None, 1, 1), 0)
         usual = turns * steps * alone * sum(count for _, _, count in runs.values()) / at_once
         if usual < worth:
