@@ -12,7 +12,7 @@ from unskew.tasks.catalogue import TASKS
 
 
 def shown(table, width=200):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(markup=False, emoji=False, width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table)
     return console.export_text()
 
