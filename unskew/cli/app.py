@@ -49,7 +49,7 @@ from unskew.cli.predict import predict
 from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
-from unskew.errors import ConfigError, UnskewError
+from unskew.errors import ConfigError, UnskewError, shown
 from unskew.files import check_run, place
 
 if TYPE_CHECKING:
@@ -143,7 +143,12 @@ def compare(
     each = {}
     for file in files:
         own = {name: value for name, value in values_of(file, context).items() if name not in ("seed", "target")}
-        each[own.pop("method", "fedavg")] = own
+        name = own.pop("method", "fedavg")
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{file}: method={shown(name)} is not a method expression; write one such as fedprox+scaffold."
+            )
+        each[name] = own
     if len(each) < len(files):
         raise ConfigError(f"{' and '.join(methods)} name one method twice; each file is one with its configuration.")
     methods = list(each) or methods
