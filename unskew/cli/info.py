@@ -137,11 +137,13 @@ def partition(
     with waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
     counts, names = fed.holdings()
-    if fed.task == "language" and names == fed.client_names:
-        counts, names = fed.sizes[:, None], ("samples",)
+    # If each client has one kind of text, a table of clients by kinds is a diagonal: its sizes say the same.
+    diagonal = fed.task == "language" and names == fed.client_names
+    shown_counts = fed.sizes[:, None] if diagonal else counts
+    shown_names = ("samples",) if diagonal else names
     if out is not None:
         title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
-        clients_by_class(counts, names, out, title, client_names=fed.client_names)
+        clients_by_class(shown_counts, shown_names, out, title, client_names=fed.client_names)
     targets, between = targets_table(fed, clients_shown) if fed.task == "regression" else (None, {})
     if as_json:
         sizes = fed.sizes
@@ -164,7 +166,7 @@ def partition(
     console = console_for()
     if fed.columns:
         console.print(columns_table(fed.columns))
-    console.print(targets or partition_table(counts, names, clients_shown, fed.sizes, fed.client_names))
+    console.print(targets or partition_table(shown_counts, shown_names, clients_shown, fed.sizes, fed.client_names))
     shares = [f"{share:.0%} of the variance of {name} is between clients, " for name, share in between.items()]
     plot = f"plot in {out}" if out is not None else "--out clients.png draws it"
     line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
