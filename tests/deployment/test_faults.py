@@ -54,6 +54,70 @@ def test_an_update_that_never_arrived_is_forgotten_as_one_that_is_dropped(tmp_pa
     assert result.history[-1]["sites_late"] == len(gone)
 
 
+class Trainings:
+    """Counts how often each site trains."""
+
+    def __init__(self, place):
+        self.counts = [0] * len(place.sites)
+        for client, site in enumerate(place.sites):
+            site.work = self.counted(client, site.work)
+
+    def counted(self, client, work):
+        def counting(*arguments):
+            loaded = work(*arguments)
+            if not hasattr(loaded, "is_counted"):
+                loaded.is_counted, trained_by = True, loaded.trained
+
+                def count(*arguments):
+                    self.counts[client] += 1
+                    return trained_by(*arguments)
+
+                loaded.trained = count
+            return loaded
+
+        return counting
+
+
+@pytest.mark.parametrize("lost", ["offline", "silent", "late"])
+def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tmp_path, monkeypatch):
+    """A SuperNode that dies with a message never gets it again from Flower; without a deadline the run waited forever."""
+    monkeypatch.setattr(conversation, "SELDOM", 0.0)
+    monkeypatch.setattr(sites_module, "NODES", 0.0)
+    monkeypatch.setattr(conversation, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
+    values = {**TINY, **SCAFFOLD}
+    place, first, looks = LoopPlace(tmp_path, values), {}, []
+    trainings = Trainings(place)
+
+    def nodes():
+        looks.append(1 in place.link.away)
+        if looks[-3:] == [True] * 3:
+            place.link.away.clear()
+        return [100 + k for k in range(3) if k not in place.link.away]
+
+    place.link.nodes = nodes
+
+    def loses(client, asked, answer):
+        if not trained(asked) or client != 1:
+            return answer
+        if asked.config["round"] not in first:
+            first[asked.config["round"]] = f"m{len(place.link.sent)}", answer
+            if lost == "offline":
+                place.link.away.add(1)
+            return None
+        if lost == "late":  # the reply to the first copy comes, too
+            identity, late = first[asked.config["round"]]
+            place.link.answers[identity] = late
+        return answer
+
+    place.link.spoil = loses
+    result, _ = deployed(tmp_path, place, with_patience(deadline=120, short="stop"), **SCAFFOLD)
+    assert torch.equal(result.vector, unskew.run(**values).vector)
+    assert [row["updates"] for row in result.history] == [3] * 4
+    assert result.history[-1]["bytes_up"] == unskew.run(**values).history[-1]["bytes_up"]
+    assert trainings.counts == [4, 4, 4]
+    assert sum(client == 1 and trained(frame) for client, frame in place.link.sent) == 8
+
+
 @pytest.mark.parametrize(
     ("spoilt", "reason"),
     [

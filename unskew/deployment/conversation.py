@@ -20,6 +20,9 @@ SELDOM = 5.0
 """Seconds between two looks at who is connected while every message is on its way."""
 PAUSE, LONGEST = 1.0, 60.0
 """Seconds before a message is sent again: after the first failure, doubled after each further one, and at most."""
+NO_REPLY = 120.0
+"""Seconds without a reply after which a message is sent again: its SuperNode may have pulled it and died, which Flower does
+not report if the SuperNode is back within a heartbeat. Doubled each time, so a site that computes for hours gets few."""
 
 
 def pause(failures: int) -> float:
@@ -29,6 +32,23 @@ def pause(failures: int) -> float:
     [1.0, 2.0, 4.0, 60.0]
     """
     return min(PAUSE * 2.0 ** (failures - 1), LONGEST)
+
+
+@dataclass
+class Sent:
+    """A message that is not answered yet.
+
+    Attributes:
+        node: Flower's number of the SuperNode it was sent to.
+        due: Monotonic time in seconds at which it is sent again.
+        wait: Seconds from its sending to that time.
+        offline: Whether the SuperNode was seen disconnected since.
+    """
+
+    node: int
+    due: float
+    wait: float = NO_REPLY
+    offline: bool = False
 
 
 @dataclass
@@ -42,6 +62,9 @@ class Conversation:
         seconds: After which Flower forgets a message.
         requests: By client: what is not answered yet.
         failures: How often the message to a client has failed.
+
+    A message can be on its way more than once: sites answer a repeated one as they answered the first, and the first reply
+    that comes is used.
     """
 
     sites: Sites
@@ -50,42 +73,47 @@ class Conversation:
     seconds: float = 86400.0
     requests: dict[int, Frame] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)
-    _asked: dict[str, int] = field(default_factory=dict)
-    _waiting: set[int] = field(default_factory=set)
+    _asked: dict[str, tuple[int, Frame]] = field(default_factory=dict)
+    _waiting: dict[int, Sent] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> list[tuple[int, Any]]:
         """Send what is to be sent, and take the answers that have come; with None from who will not answer."""
         sites = self.sites
         try:
-            unsent = sorted(self.requests.keys() - self._waiting)
+            waits = self._lost()
+            unsent = sorted(self.requests.keys() - self._waiting.keys())
             here = sites.connected() if unsent else sites.connected(SELDOM)
             for client in unsent:
                 if sites.nodes.get(client) not in here:
                     self._again.pop(client, None)  # one that comes back is asked at once
                 elif time.monotonic() >= self._again.get(client, 0.0):
-                    identity = sites.push(sites.nodes[client], self.requests[client], self.round, self.seconds)
-                    self._asked[identity] = client
-                    self._waiting.add(client)
+                    request = self.requests[client]
+                    identity = sites.push(sites.nodes[client], request, self.round, self.seconds)
+                    self._asked[identity] = (client, request)
+                    wait = waits.get(client, NO_REPLY)
+                    self._waiting[client] = Sent(sites.nodes[client], time.monotonic() + wait, wait)
             answers = sites.link.pull(list(self._asked)) if self._asked else []
         except LinkLost as error:
             sites.tell(f"{error} Waiting for the SuperLink to come back.")
             sites.reconnect()
             sites.counts["resent"] += len(self._asked)
-            self._asked, self._waiting = {}, set()
+            self._asked, self._waiting = {}, {}
             return []
         found = []
         for identity, frame in answers:
-            client = self._asked.pop(identity)
+            client, request = self._asked.pop(identity)
             attempt = sites.attempt(identity)
+            if self.requests.get(client) is not request:
+                continue  # the client was dropped, or has answered another copy of the message
             if frame.kind == "failed":
+                if any(other is request for _, other in self._asked.values()):
+                    continue  # another copy of the message is on its way
                 self._failed(client, frame)
                 if client in self.requests:
                     continue
                 found.append((client, None))
                 continue
-            if client not in self.requests:
-                continue  # it was dropped meanwhile
             kind = self.requests[client].kind
             self.drop(client)
             contact = sites.contact(client)
@@ -98,9 +126,29 @@ class Conversation:
                 found.append((client, None))
         return found
 
+    def _lost(self) -> dict[int, float]:
+        """Forget the sending of messages that may be lost, so that they are sent again.
+
+        Returns:
+            By client: seconds to wait for the reply to the message that is sent next.
+        """
+        here, now, waits = self.sites.connected(SELDOM), time.monotonic(), {}
+        for client, sent in [*self._waiting.items()]:
+            node = self.sites.nodes.get(client)
+            back = (sent.offline or node != sent.node) and node in here
+            sent.offline = sent.offline or sent.node not in here
+            if not back and now < sent.due:
+                continue
+            reason = "its SuperNode was offline" if back else f"no reply for {sent.wait:.0f} s"
+            self.sites.counts["resent"] += 1
+            self.sites.log("resent", client, reason=reason)
+            waits[client] = 2 * sent.wait
+            del self._waiting[client]
+        return waits
+
     def _failed(self, client: int, frame: Frame) -> None:
         """It is asked again when it is back, after growing pauses, but not for ever."""
-        self._waiting.discard(client)
+        self._waiting.pop(client, None)
         reason = plainly(frame.config.get("reason"))
         self.sites.counts["resent"] += 1
         self.sites.contact(client).error = reason
@@ -114,5 +162,5 @@ class Conversation:
 
     def drop(self, client: int) -> None:
         """Wait for a client no longer."""
-        self._waiting.discard(client)
+        self._waiting.pop(client, None)
         del self.requests[client]

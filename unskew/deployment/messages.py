@@ -169,6 +169,14 @@ def digest_of_cast(frame: Frame, terms: Terms) -> str:
     return hashlib.sha256(json.dumps([common, arrays], sort_keys=True).encode()).hexdigest()
 
 
+def digest_of_request(frame: Frame) -> str:
+    """Return the digest of everything in a message except ``attempt``: a repeated message has the same one."""
+    config = {name: value for name, value in frame.config.items() if name != "attempt"}
+    arrays = [[name, hashlib.sha256(blob.data).hexdigest()] for name, blob in sorted(frame.arrays.items())]
+    text = json.dumps([frame.kind, config, frame.figures, arrays], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
     """Inverse of ``cast_frame`` at the client, which kept ``state``.
 

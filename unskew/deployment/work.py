@@ -14,7 +14,15 @@ from unskew.deployment.arrays import Nonsense, blobs, picked
 from unskew.deployment.holdings import Holding, OnlyOne
 from unskew.deployment.ledger import Ledger
 from unskew.deployment.masks import Masks
-from unskew.deployment.messages import Terms, cast_in, digest_of_cast, text, update_frame, whole
+from unskew.deployment.messages import (
+    Terms,
+    cast_in,
+    digest_of_cast,
+    digest_of_request,
+    text,
+    update_frame,
+    whole,
+)
 from unskew.deployment.received import Received
 from unskew.deployment.site_config import SiteConfig
 from unskew.deployment.state import SiteState
@@ -62,6 +70,7 @@ class Work:
         self.terms = Terms(self.method, self.spec, config.buffers, site.limits.norm, int(site.limits.megabytes * 1e6))
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
+        self._replied: tuple[str, Frame] | None = None
 
     @property
     def data(self) -> ClientData:
@@ -113,10 +122,16 @@ class Work:
         return update, cast
 
     def answered(self, asked: Frame, state: SiteState, received: Received, masks: Masks, ledger: Ledger) -> Frame:
-        """The answer to a broadcast: the update, or where only sums may be seen, that this site is ready to mask it."""
+        """Reply to a broadcast with the update, or, if only sums may be seen, that this site is ready to mask it.
+
+        A repeated broadcast gets the same reply without training again.
+        """
         if self.config.secure_aggregation != "required":
-            update, cast = self.trained(asked, state, received)
-            return update_frame(update, cast, self.terms, {})
+            key = digest_of_request(asked)
+            if self._replied is None or self._replied[0] != key:
+                update, cast = self.trained(asked, state, received)
+                self._replied = key, update_frame(update, cast, self.terms, {})
+            return self._replied[1]
         run, session = text(asked.config, "run"), text(asked.config, "session")
         before = masks.again(run, session)
         if before is not None:
