@@ -1,6 +1,7 @@
 """Advice: rules and their page, what methods declare, limits, the printed comparison, and trying it."""
 
 import dataclasses
+import math
 import operator
 import re
 import shlex
@@ -65,6 +66,17 @@ def test_what_skew_asks_for_comes_with_its_numbers(report):
         "fedft": True,
         "feddle": True,
     }
+
+
+def test_costs_sort_methods_of_equal_evidence(report):
+    advice = report.advice().with_costs()
+    assert {s.method for s in advice.suggestions} == {s.method for s in report.advice().suggestions}
+    keys = [(-s.rank, math.inf if s.seconds is None else s.seconds) for s in advice.suggestions]
+    assert keys == sorted(keys)
+    missing = [s.method.partition(":")[0] for s in advice.suggestions if s.seconds is None]
+    assert missing == ["fedssyn"]
+    assert all(s.cost > 0 for s in advice.suggestions if s.seconds is not None)
+    assert any("Estimated time of FedAvg" in note for note in advice.notes)
 
 
 def test_limits_leave_out_what_does_not_fit(report):

@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from support.federations import SmallBatchNorm, blobs
 from support.quadratic import HalfSquares, problem
 from support.running import TINY, call
@@ -375,9 +378,10 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
 
     monkeypatch.chdir(tmp_path)
     args = ("--data", "digits", "--clients", "3", "--model", "logistic", "--samples", "40")
-    outcome = call(capsys, "diagnose", *args, "--p", "0,0.5")
+    outcome = call(capsys, "diagnose", *args, "--p", "0,0.5", "--details", "--no-cost")
     assert outcome.code == 0, outcome.err
     assert "dissimilarity" in outcome.out
+    assert "× fedavg" not in outcome.out
     assert Image.open("diagnosis.png").width > 900
     (model,) = (found := call(capsys, "diagnose", *args, "--json").json())["models"]
     assert [row["p"] for row in model["shares"]] == [0, 0.1, 0.25, 0.5, 0.75, 1]
@@ -391,6 +395,45 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
     models = json.loads(call(capsys, "diagnose", "run", "--no-curvature", "--json").out)["models"]
     assert [m["model"] for m in models] == ["initial model", "after round 2", "final model"]
     assert models[0]["L_max"] is None
+
+
+def test_the_terminal_begins_with_the_skew_and_ends_with_the_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "clients": 5,
+        "partition": "classes:2",
+        "model": "logistic",
+        "rounds": 20,
+        "local_steps": 10,
+        "engine": "inline",
+    }
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(values))
+    args = ("--samples", "20", "--no-curvature", "--rounds", "15")
+    outcome = call(capsys, "diagnose", "my.yaml", *args)
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.strip().splitlines()
+    assert lines[1].startswith("Strong label skew: ")
+    assert "Labels and sizes" not in outcome.out
+    assert re.search(r"1\. scaffold, about \d+ s \([\d.]+ × fedavg\)", outcome.out)
+    assert re.search(r"fedssyn:generator=gan-small,n_syn=\d+, time not estimated", outcome.out)
+    assert lines[-1].startswith("unskew compare fedavg scaffold")
+    assert lines[-1].endswith(" --rounds 15 my.yaml")
+    # The command runs what was diagnosed.
+    compared = call(
+        capsys, *lines[-1].split()[1:3], *shlex.split(lines[-1])[-3:], "--seeds", "1", "--no-references", "--json"
+    )
+    assert compared.code == 0, compared.err
+
+
+@pytest.mark.parametrize(
+    ("partition", "kind"), [("iid", "Weak or no label skew"), ("dirichlet:1", "Moderate"), ("classes:1", "Strong")]
+)
+def test_the_sentence_on_the_skew(partition, kind):
+    fed = unskew.load_federation("digits", partition=partition, clients=10)
+    report = unskew.diagnose(fed, model="logistic", samples=20, curvature=False)
+    excess = report.labels["label_distance_mean"] - report.labels["label_distance_chance"]
+    assert report.summary().startswith(kind)
+    assert (excess >= 0.15, excess >= 0.4) == (not kind.startswith("Weak"), kind == "Strong")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class Rung(ProgressLine):
 
 def print_advice(console: Console, advice: Advice, command: str) -> None:
     """The methods in their order with reasons, those that do not fit, what else there is to know, and the command."""
+    from unskew.runs.cost import duration
 
     def say(text: str, indent: int = 0, style: str | None = None) -> None:
         from rich.padding import Padding
@@ -48,9 +49,13 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         "Methods worth comparing with fedavg (ranked by evidence; the ranking itself is weak, see docs/advice.md)",
         style="italic",
     )
+    has_costs = any(one.seconds is not None for one in advice.suggestions)
     for number, one in enumerate(advice.suggestions, 1):
         sent = "" if one.megabytes is None else f"; {one.megabytes:.3g} MB in all"
-        say(f"{number}. {one.method}", style="bold")
+        time = f", about {duration(one.seconds)} ({one.cost:.2g} × fedavg)" if one.seconds is not None else ""
+        if has_costs and one.seconds is None:
+            time = ", time not estimated"
+        say(f"{number}. {one.method}{time}", style="bold")
         for text in (*one.reasons, *one.cautions):
             say(text, 3)
         doubt = "; caveat above" if one.rank < one.evidence else ""
@@ -59,7 +64,8 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         say("Does not fit", style="italic")
         for left in advice.excluded:
             # A reason often begins with the method's name.
-            text = left.reason if left.reason.startswith(left.method) else f"{left.method}: {left.reason}"
+            name = left.method.partition(":")[0]
+            text = left.reason if left.reason.startswith(name) else f"{left.method}: {left.reason}"
             say(text, 3)
     for text in advice.notes:
         say(text)

@@ -64,6 +64,10 @@ def diagnose(
     minutes: Annotated[
         float | None, typer.Option("--try", metavar="MINUTES", help="Try the advice for so long: successive halving.")
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print all measured quantities and the bounds of theory.")
+    ] = False,
+    cost: Annotated[bool, typer.Option("--cost/--no-cost", help="Estimate the time of each advised method.")] = True,
     sets: Sets = None,
     trust_code: TrustCode = False,
     out: Annotated[
@@ -81,16 +85,19 @@ def diagnose(
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
+    from unskew.config.reading import load_yaml
     from unskew.data.reading.telling import told
     from unskew.diagnosis.diagnose import diagnose as measure
     from unskew.diagnosis.situation import Limits
     from unskew.diagnosis.trying import check_minutes, try_out
     from unskew.plots.figure import check_place
+    from unskew.provenance import TRUST
 
     Limits.read(traffic, secure_aggregation, server_data, privacy)  # a mistake is told before anything is measured
     if minutes is not None:
         check_minutes(minutes)
     options: dict[str, Any] = values_of(config, context)
+    file_values = None if config is None else load_yaml(config, None if trust_code else TRUST)
     try:
         shares = [float(piece) for piece in p.split(",")]
     except ValueError:
@@ -114,12 +121,15 @@ def diagnose(
             follow=tell,
             **options,
         )
-    advice = report.advice(
-        traffic=traffic, secure_aggregation=secure_aggregation, server_data=server_data, privacy=privacy
-    )
+        advice = report.advice(
+            traffic=traffic, secure_aggregation=secure_aggregation, server_data=server_data, privacy=privacy
+        )
+        if cost:
+            advice = advice.with_costs()
+    command = advice.command(COMPARED, config, file_values)
     # What was measured is printed first: the figure may fail all the same, on a disk that is full by now.
     if as_json:
-        found = {**report.as_json(), "advice": {**advice.as_json(), "command": advice.command(COMPARED)}}
+        found = {"summary": report.summary(), **report.as_json(), "advice": {**advice.as_json(), "command": command}}
         if minutes is not None:
             with follower(console) as follow:
                 found["trial"] = try_out(advice, minutes, follow).as_json()
@@ -134,12 +144,18 @@ def diagnose(
         markup=False,
         highlight=False,
     )
-    for table in heterogeneity_tables(report.as_json()):
-        console.print(table)
+    console.print(report.summary(), markup=False, highlight=False)
+    if details:
+        for table in heterogeneity_tables(report.as_json()):
+            console.print(table)
+    else:
+        console.print(
+            "--details prints all measured quantities and the bounds of theory.", markup=False, highlight=False
+        )
     if plot is not None:
         report.plot(plot)
         console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)
-    print_advice(console, advice, advice.command(COMPARED))
+    print_advice(console, advice, command)
     if minutes is not None:
         with follower(console) as follow:
             trial = try_out(advice, minutes, follow)

@@ -21,6 +21,9 @@ PANELS = {
     "rounds": "rounds, relative to p = 0 (Corollary I)",
 }
 
+WEAK, STRONG = 0.15, 0.4
+"""Label distance beyond chance: below the first it is weak, from the second on strong."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -62,6 +65,28 @@ class Report:
         from unskew.diagnosis.situation import Limits
 
         return advise(self, Limits.read(traffic, secure_aggregation, server_data, privacy))
+
+    def summary(self) -> str:
+        """Return a sentence on the skew: of labels, or without labels of the clients' gradients at the first model.
+
+        Label skew below 0.15 beyond chance is weak, from 0.4 on strong; the rules of the advice use the same bounds.
+        """
+        distance, chance = self.labels["label_distance_mean"], self.labels["label_distance_chance"]
+        if distance is None or chance is None:
+            figures = self.places[0].figures
+            zeta2, norm2 = figures["zeta2"], figures["gradient2"]
+            if zeta2 is None or not norm2:
+                return "The skew was not measured: these data have no labels, and there is no gradient to compare."
+            return (
+                f"The clients' gradients differ by {zeta2 / norm2:.2g} times the squared norm of their mean (0: all clients "
+                "agree; above 1: they disagree more than they agree)."
+            )
+        excess = distance - chance
+        kind = "Strong" if excess >= STRONG else "Moderate" if excess >= WEAK else "Weak or no"
+        return (
+            f"{kind} label skew: a client's class frequencies differ from those of all clients by {distance:.2f} on average "
+            f"(total variation: 0 is none, 1 the most); chance alone gives {chance:.2f}."
+        )
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values; what is not known is None."""
