@@ -297,5 +297,5 @@ def test_what_was_measured_is_shown_even_if_the_figure_fails(tmp_path, capsys, m
     outcome = call(capsys, *ARGS, *more, "--out", tmp_path / "new" / "a.png")
     assert outcome.code == 2
     assert "The disk is full" in outcome.err
-    assert "zeta2" in outcome.out if more else "dissimilarity" in outcome.out
+    assert "zeta2" in outcome.out if more else "label skew" in outcome.out
     assert not (tmp_path / "new").exists()
