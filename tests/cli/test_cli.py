@@ -627,20 +627,6 @@ def test_a_run_goes_on_by_a_flag(capsys):
     assert summary("a")["rounds"] == 2
 
 
-def test_former_names_work_with_a_hint(tmp_path):
-    rows = "\n".join(["x,y", *(f"{i / 7:.3f},{i % 2}" for i in range(40))])
-    (tmp_path / "rows.csv").write_text(rows)
-    with pytest.warns(FutureWarning, match="path is called data_path"):
-        old = unskew.load_federation("table", path=tmp_path / "rows.csv", label="y", clients=2, partition="iid")
-    new = unskew.load_federation("table", data_path=tmp_path / "rows.csv", label="y", clients=2, partition="iid")
-    assert old.fingerprint == new.fingerprint
-    given = {"methods": ["fedavg"], "seeds": [0], "model": "logistic", "local_steps": 1, "out": tmp_path / "c"}
-    unskew.compare(new, rounds=1, **given)
-    with pytest.warns(FutureWarning, match="again is called resume"):
-        unskew.compare(new, rounds=2, again=True, **given)
-    assert len(unskew.compare(new, rounds=2, resume=True, **given).histories["fedavg"][0]) == 2
-
-
 def test_the_default_folder_is_called_alike_however_the_data_are_written(capsys, tmp_path):
     rows = "\n".join(["x,y", *(f"{i / 7:.3f},{i % 2}" for i in range(40))])
     Path("rows.csv").write_text(rows)

@@ -275,7 +275,7 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
     fed = load_federation("multi_nli", data_path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
     assert (fed.task, len(fed.test[0]), fed.holdings()[1]) == ("language", 30, GENRES)
     fed = load_federation(
-        "nyu-mll/multi_nli", path=tmp_path, partition="iid", clients=3, tokenizer=str(opt), label="label"
+        "nyu-mll/multi_nli", data_path=tmp_path, partition="iid", clients=3, tokenizer=str(opt), label="label"
     )
     assert (fed.task, fed.classes) == ("classification", 2)
     with pytest.raises(DataError, match="does not hold multi_nli"):
@@ -303,7 +303,7 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
     refused(ConfigError, "needs a path", name="text")
     refused(DataError, "There is no file or folder", name="text:/nowhere.jsonl")
     refused(ConfigError, "it takes no image", image="x")
-    refused(ConfigError, "takes no path", name="sentences", path=texts)
+    refused(ConfigError, "takes no path", name="sentences", data_path=texts)
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "a b", "n": 1}, {"text": " ", "n": 2}])
     refused(DataError, "row 1 has no text", name=f"text:{bad}", text=())
     refused(DataError, "'n' holds int64, not text", name=f"text:{bad}", text=["n"])

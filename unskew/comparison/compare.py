@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -217,7 +216,6 @@ def compare(
     target: float | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    again: bool | None = None,
     follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
     each: Mapping[str, Mapping[str, Any]] | None = None,
     parallel: int | str = 1,
@@ -236,7 +234,6 @@ def compare(
         target: Value of the objective for which rounds are counted; 90% of the best mean if None.
         out: Folder for all runs, figures and ``comparison.json``.
         resume: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
-        again: The former name of ``resume``.
         follow: Gives the callbacks of a run from its method, seed and configuration.
         each: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
         parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size. On a Ray cluster
@@ -253,9 +250,6 @@ def compare(
     """
     if budget_minutes is not None:
         check_budget(budget_minutes)
-    if again is not None:
-        warnings.warn("again is called resume by now: compare(..., resume=True).", FutureWarning, stacklevel=2)
-        resume = again
     if isinstance(methods, str):
         methods = [methods]
     if not isinstance(methods, Sequence):

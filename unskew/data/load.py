@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +38,6 @@ def load_federation(
     clients: int | Literal["auto"] | None = "auto",
     seed: int = 0,
     data_path: str | Path | None = None,
-    path: str | Path | None = None,
     label: str | None = None,
     image: str | None = None,
     label_separator: str | None = None,
@@ -71,7 +69,6 @@ def load_federation(
             partitions and 10 for the others.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.
         data_path: Local files of the data set.
-        path: The former name of ``data_path``.
         label: The label column; where it holds lists, the task is multi-label.
         image: The column of encoded images.
         label_separator: What stands between the labels of a row, in a table's label column of text.
@@ -121,17 +118,12 @@ def load_federation(
         whole_number(server, "server")
     said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
     said["split_by"] = split_by
-    places = {"data_path": data_path, "path": path, "server_path": server_path}
+    places = {"data_path": data_path, "server_path": server_path}
     for field, text_or_path in (said | places).items():
         if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be text, not {shown(text_or_path)}.")
     if label_separator == "":
         raise ConfigError("label_separator must be a text of one character at least, such as '|'.")
-    if path is not None:
-        warnings.warn(
-            "path is called data_path by now: load_federation(..., data_path=...).", FutureWarning, stacklevel=2
-        )
-        data_path = path
     spec = DataSpec(
         data=as_texts(name, names_in(text)),
         data_path=data_path,
