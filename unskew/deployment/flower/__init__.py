@@ -1,0 +1,1 @@
+"""Flower's programs and the bridge to its grid."""

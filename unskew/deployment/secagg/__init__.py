@@ -1,0 +1,1 @@
+"""Secure aggregation (SecAgg+): keys, masks, shares and the opened sum."""

@@ -1,0 +1,1 @@
+"""One session of a deployed run at the server."""

@@ -1,0 +1,1 @@
+"""Messages between server and sites: what is sent, and how it is validated."""

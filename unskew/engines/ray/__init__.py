@@ -1,0 +1,1 @@
+"""Engine that trains clients on a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Several clients as one grouped network."""
