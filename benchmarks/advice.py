@@ -22,7 +22,7 @@ from torch import nn
 
 import unskew
 from unskew.diagnosis.advice_rules import VERSION
-from unskew.files import waiting_for, write_atomic
+from unskew.filesystem import waiting_for, write_atomic
 
 KEPT = Path("results/advice.json")
 PAGE, MARK = Path("docs/advice.md"), "<!-- scores -->"

@@ -31,9 +31,9 @@ from benchmarks.baselines import SETTINGS
 from benchmarks.scaling import RESULTS, page_of, write_pages
 from benchmarks.speed import CIFAR, federation_of, machine
 from benchmarks.timing import load_images
-from unskew.engines.machine import cores
-from unskew.runs.crew import Work
-from unskew.runs.side_by_side import side_by_side
+from unskew.engines.cpu import cores
+from unskew.runs.parallel import side_by_side
+from unskew.runs.process_pool import Work
 
 PARAMETERS, COHORTS, ENGINES = (62_000, 11_000_000, 110_000_000), (10, 100, 1000), ("processes", "ray")
 LARGEST, QUICK = 50e9, 5e9

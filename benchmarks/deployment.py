@@ -28,8 +28,8 @@ from typing import Any
 
 from benchmarks.deployment_case import WIDTHS, one_case
 from unskew.errors import UnskewError
-from unskew.files import write_atomic
-from unskew.reproduction.report import markdown
+from unskew.filesystem import write_atomic
+from unskew.reproduction.tables import markdown
 
 SITES = (2, 8, 32)
 ROUNDS = {"62k": 6, "11M": 4, "110M": 3}

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from unskew.config.reading import experiment
-from unskew.deployment.places import Local
-from unskew.deployment.plan import Deployment
-from unskew.deployment.run import run
+from unskew.config.loader import experiment
+from unskew.deployment.flower.superlinks import Local
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.run import run
 
 WIDTHS = {"62k": 214, "11M": 3280, "110M": 10450}
 """Of the two hidden layers, by the number of parameters that they make."""

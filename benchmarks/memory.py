@@ -78,7 +78,7 @@ def ours(clients: list[tuple[np.ndarray, np.ndarray]], setting: str, **options: 
 
 def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
     """One line of the table, in this process."""
-    from unskew.data.normalisation import Normalisation
+    from unskew.data.normalization import Normalisation
 
     options = {"normalise": Normalisation(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unskew.reproduction.report import markdown
+from unskew.reproduction.tables import markdown
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {

@@ -29,19 +29,19 @@ from benchmarks.handmade import HandmadeTogether, HandmadeTrainer
 from benchmarks.timing import load_images, measure, resident
 from unskew import ClientData, Federation, ModelSpec, Normalisation, method
 from unskew.data.federation import ArrayClients
+from unskew.engines.auto_select import Asked, choose
 from unskew.engines.base import Setup
-from unskew.engines.catalogue import make_engine
-from unskew.engines.choice import Asked, choose
-from unskew.engines.machine import keep_freed_memory
+from unskew.engines.cpu import keep_freed_memory
+from unskew.engines.registry import make_engine
 from unskew.methods.fedavg import FedAvg
-from unskew.models.catalogue import build_model
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.training import Training
-from unskew.simulation.loop import train
+from unskew.models.registry import build_model
+from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
+from unskew.simulation.round_loop import train
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 CIFAR = Path(__file__).parents[2] / "shared" / "data" / "cifar10" / "train.parquet"
 LONG = 1000

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Batch": "unskew.models.trainable",
+    "Batch": "unskew.models.execution",
     "Callback": "unskew.records.recorder",
     "ClientData": "unskew.data.federation",
     "ClientRule": "unskew.protocol.rules",
@@ -25,8 +25,8 @@ _PLACES = {
     "Experiment": "unskew.config.experiment",
     "Federation": "unskew.data.federation",
     "Method": "unskew.protocol.rules",
-    "ModelSpec": "unskew.models.vector",
-    "Normalisation": "unskew.data.normalisation",
+    "ModelSpec": "unskew.models.spec",
+    "Normalisation": "unskew.data.normalization",
     "Result": "unskew.records.result",
     "ServerData": "unskew.data.federation",
     "ServerRule": "unskew.protocol.rules",
@@ -38,7 +38,7 @@ _PLACES = {
     "export": "unskew.serving.export",
     "load": "unskew.serving.load",
     "load_federation": "unskew.data.load",
-    "method": "unskew.methods.catalogue",
+    "method": "unskew.methods.registry",
     "report": "unskew.reporting.report",
     "resume": "unskew.runs.run",
     "run": "unskew.runs.run",
@@ -81,12 +81,12 @@ if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
     from unskew.data.federation import ClientData, Federation, ServerData
     from unskew.data.load import load_federation
-    from unskew.data.normalisation import Normalisation
+    from unskew.data.normalization import Normalisation
     from unskew.diagnosis.diagnose import diagnose
     from unskew.errors import UnskewError
-    from unskew.methods.catalogue import method
-    from unskew.models.trainable import Batch
-    from unskew.models.vector import ModelSpec
+    from unskew.methods.registry import method
+    from unskew.models.execution import Batch
+    from unskew.models.spec import ModelSpec
     from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
     from unskew.records.recorder import Callback
     from unskew.records.result import Result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unskew.tasks.score import RECALL, SCORES, WORST, Metric, metric
+from unskew.tasks.primary_metric import RECALL, SCORES, WORST, Metric, metric
 
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""

@@ -19,7 +19,7 @@ from support.tolerance import FEW, assert_close
 import unskew
 from unskew.cli.tables import summary_table
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
 from unskew.methods.fedprox import FedProx
 from unskew.protocol.rules import ClientRule
@@ -313,7 +313,7 @@ def test_near_misses_are_answered_with_what_was_meant(capsys):
 
 @pytest.mark.parametrize("command", ["predict {} x.csv", "evaluate {} x.csv", "export {}", "resume {}"])
 def test_a_folder_without_a_run_is_noticed_before_pytorch_is_loaded(capsys, monkeypatch, command):
-    for module in ("unskew.serving.load", "unskew.serving.export", "unskew.runs.run", "unskew.deployment.run"):
+    for module in ("unskew.serving.load", "unskew.serving.export", "unskew.runs.run", "unskew.deployment.server.run"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it fails
     assert "config.yaml is missing" in refused(capsys, *command.format("nowhere").split())
 

@@ -16,9 +16,9 @@ from support.running import TINY, Stop, StopAfter, assert_same_run, call, metric
 
 import unskew
 from unskew.cli.app import app
-from unskew.cli.options import values_of
+from unskew.cli.common import values_of
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -641,16 +641,16 @@ def test_the_default_folder_is_called_alike_however_the_data_are_written(capsys,
 
 
 def test_the_list_of_methods_is_kept_until_a_method_changes(capsys, tmp_path, monkeypatch):
-    from unskew.methods import catalogue
+    from unskew.methods import registry
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = call(capsys, "methods", "--json").json()
-    assert first == json.loads(json.dumps(catalogue.describe()))
-    real = catalogue.describe
-    monkeypatch.setattr(catalogue, "describe", None)
+    assert first == json.loads(json.dumps(registry.describe()))
+    real = registry.describe
+    monkeypatch.setattr(registry, "describe", None)
     assert call(capsys, "methods", "--json").json() == first
     (kept,) = (tmp_path / "cache" / "unskew").iterdir()
-    monkeypatch.setattr(catalogue, "describe", real)
+    monkeypatch.setattr(registry, "describe", real)
     kept.write_text("damaged")
     assert call(capsys, "methods", "--json").json() == first
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")

@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from support.running import TINY, call
 
+from unskew.cli.common import stoppable
 from unskew.cli.comparison_tables import comparison_table
-from unskew.cli.loudness import LOUDNESS
-from unskew.cli.options import stoppable
 from unskew.cli.progress import waiting
 from unskew.cli.tables import partition_table
-from unskew.data.reading.telling import tell
-from unskew.simulation.loop import Interrupted
+from unskew.cli.verbosity import LOUDNESS
+from unskew.progress import tell
+from unskew.simulation.round_loop import Interrupted
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

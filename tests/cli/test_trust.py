@@ -10,10 +10,10 @@ import yaml
 from support.running import call
 
 import unskew
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.loader import experiment, load_yaml
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import method
-from unskew.options import imported
+from unskew.methods.registry import method
+from unskew.option_parsing import imported
 from unskew.provenance import FromFile
 from unskew.runs.run import run_experiment
 
@@ -42,7 +42,7 @@ CODE = {
     "generator": {"model": "logistic", "method": "fedssyn:generator=sent_module:net"},
     "keep": {"model": "logistic", "method": "fedssyn:generator=vae-small,epochs=1,keep=sent_module:net"},
     "mapping": {"model": {"name": "sent_module:net"}},
-    "of unskew": {"model": "unskew.config.reading:yaml.unsafe_load", "model_options": {"stream": EVIL}},
+    "of unskew": {"model": "unskew.config.loader:yaml.unsafe_load", "model_options": {"stream": EVIL}},
     "numpy by unskew": {"model": "unskew.data.sources.npz:np.load", "model_options": {"file": "evil.npy"}},
     "a class of unskew": {"model": "logistic", "method": "unskew.methods.fedprox.FedProx"},
     "soft hyphen": {"model": "sent\xad_module:net"},

@@ -12,7 +12,7 @@ from conformance.adapters import unskew as adapter
 from conformance.cases import TABLE, case, distance, measured
 from conformance.papers import PAPERS, paper
 from conformance.problem import problem
-from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.registry import CATALOGUE
 
 EXACT = 1e-12
 UNNAMED = {

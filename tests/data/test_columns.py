@@ -9,14 +9,14 @@ import torch
 import unskew
 from unskew.cli.tables import columns_table
 from unskew.data.load import load_federation
-from unskew.data.partition.spelling import column_of
-from unskew.data.reading.columns import SHOWN, Choice, choose, described
-from unskew.data.reading.encoders import Encoder, read_columns
-from unskew.data.sources import catalogue as sources
-from unskew.data.sources.catalogue import load_source
+from unskew.data.partition.parsing import column_of
+from unskew.data.readers.column_roles import SHOWN, Choice, choose, described
+from unskew.data.readers.encoders import Encoder, read_columns
+from unskew.data.sources import registry as sources
+from unskew.data.sources.registry import load_source
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
-from unskew.runs.inputs import Inputs
-from unskew.serving.rows import rows_of_table
+from unskew.runs.input_spec import Inputs
+from unskew.serving.input_files import rows_of_table
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -8,8 +8,8 @@ import pytest
 from support.running import call
 
 import unskew
-from unskew.data.reading.delimited import LOG
-from unskew.data.reading.parsing import read_file
+from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.csv_dialect import LOG
 from unskew.data.spec import CsvSpec
 from unskew.errors import ConfigError, DataError
 

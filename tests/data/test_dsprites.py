@@ -6,8 +6,8 @@ import torch
 
 import unskew
 from unskew.data.sources import dsprites as sprites
-from unskew.data.sources.catalogue import load_source
 from unskew.data.sources.dsprites import dsprites, factors, groups
+from unskew.data.sources.registry import load_source
 from unskew.errors import ConfigError, DataError
 
 

@@ -10,7 +10,7 @@ import torch
 import unskew
 from unskew.data.clients import RECENT, batched
 from unskew.errors import DataError
-from unskew.runs.continuation import content_of
+from unskew.runs.resume import content_of
 
 OPTIONS = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 4, "engine": "inline", "seed": 0}
 

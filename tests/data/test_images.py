@@ -10,14 +10,14 @@ from support.tolerance import TRAINING, assert_close, near, tolerance
 from torch import nn
 
 import unskew
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.errors import ConfigError, MethodConflict
 from unskew.methods import dense as dense_file
 from unskew.methods.dense import Dense, divergence, ensemble
 from unskew.methods.feddm import FedDM, shortened
-from unskew.models.vector import ModelSpec
+from unskew.models.spec import ModelSpec
 from unskew.protocol.updates import Aggregate
-from unskew.simulation.server_training import ServerTrainer
+from unskew.simulation.server_trainer import ServerTrainer
 
 QUICK = "dense:epochs=2,g_steps=2,batch=6"
 SHAPE = (2, 6, 6)

@@ -10,9 +10,9 @@ from support.running import call
 
 import unskew
 from unskew.data.load import load_federation
-from unskew.data.partition.make import make_partition
-from unskew.data.sources import catalogue as sources
-from unskew.data.sources.catalogue import load_source
+from unskew.data.partition.partitioner import make_partition
+from unskew.data.sources import registry as sources
+from unskew.data.sources.registry import load_source
 from unskew.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")

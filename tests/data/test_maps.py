@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.engines.laid_out import packed
+from unskew.engines.mmap_pickle import packed
 from unskew.errors import DataError
 
 

@@ -9,10 +9,10 @@ from support.running import call
 from support.tolerance import assert_engines_agree, near
 
 import unskew
-from unskew.data.reading.encoders import Encoder, categories_of
-from unskew.data.statistics import bytes_of, counted, moments, squares
+from unskew.data.column_statistics import bytes_of, counted, moments, squares
+from unskew.data.readers.encoders import Encoder, categories_of
 from unskew.errors import ConfigError, DataError
-from unskew.models.zoo.table import TableMLP
+from unskew.models.zoo.tabular import TableMLP
 
 pytest.importorskip("pyarrow")
 TINY = {"rounds": 2, "local_steps": 3, "batch_size": 8, "lr": 0.1, "engine": "inline"}

@@ -12,9 +12,9 @@ from support.running import call
 from support.tolerance import FEW, assert_close
 
 from unskew.data.load import load_federation
-from unskew.data.partition.make import make_partition
-from unskew.data.sources import catalogue as sources
-from unskew.data.sources.catalogue import load_source
+from unskew.data.partition.partitioner import make_partition
+from unskew.data.sources import registry as sources
+from unskew.data.sources.registry import load_source
 from unskew.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -129,7 +129,7 @@ def test_celeba_by_person_with_a_truth_value_as_label(celeba):
 
 
 def test_images_are_brought_to_a_size_one_by_one_as_all_at_once(celeba):
-    from unskew.data.reading.images import with_size
+    from unskew.data.readers.images import with_size
 
     large, small = (load_source("celeba", path=celeba, size=size) for size in (None, 8))
     assert torch.equal(with_size(large.train.x, 8, 8), small.train.x)

@@ -3,9 +3,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from unskew.data.partition import rules as partitioners
-from unskew.data.partition.make import Partition, make_partition
-from unskew.data.partition.spelling import PARTITIONS
+from unskew.data.partition import schemes as partitioners
+from unskew.data.partition.parsing import PARTITIONS
+from unskew.data.partition.partitioner import Partition, make_partition
 from unskew.errors import ConfigError, DataError
 
 

@@ -11,11 +11,11 @@ from sklearn.model_selection import train_test_split
 from support.tolerance import FEW, near
 
 from unskew.data.load import load_federation
-from unskew.data.reading import files, images
-from unskew.data.reading.tables import split_rows
-from unskew.data.reading.tokens import HuggingFace
-from unskew.data.sources import catalogue as sources
-from unskew.data.sources.catalogue import HUB, SOURCES, load_source
+from unskew.data.readers import files, images
+from unskew.data.readers.tables import split_rows
+from unskew.data.readers.tokenization import HuggingFace
+from unskew.data.sources import registry as sources
+from unskew.data.sources.registry import HUB, SOURCES, load_source
 from unskew.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")

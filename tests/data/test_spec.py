@@ -7,7 +7,7 @@ from support.federations import blobs
 
 import unskew
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec, TextSpec
 

@@ -11,10 +11,10 @@ import torch
 
 import unskew
 from unskew.data.load import load_federation
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.images import decode_column
-from unskew.data.sources import catalogue as sources
-from unskew.data.sources.catalogue import load_source
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.images import decode_column
+from unskew.data.sources import registry as sources
+from unskew.data.sources.registry import load_source
 from unskew.errors import ConfigError, DataError, UnskewError
 
 X, Y = np.random.default_rng(0).normal(size=(12, 4)).astype("float32"), np.arange(12) % 3

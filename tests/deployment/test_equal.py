@@ -11,7 +11,7 @@ from support.sites import TINY, deployed
 from support.slow import slow_but
 
 import unskew
-from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.registry import CATALOGUE
 
 QUICK = {
     **KNOWN,

@@ -9,14 +9,14 @@ from support.running import Stop, StopAfter
 from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
-from unskew.config.reading import experiment
-from unskew.deployment import conversation
-from unskew.deployment import sites as sites_module
-from unskew.deployment.arrays import tensor_of
-from unskew.deployment.plan import Deployment
-from unskew.deployment.run import resume, run
-from unskew.deployment.sites import Patience
-from unskew.deployment.thin.frames import Blob, Frame
+from unskew.config.loader import experiment
+from unskew.deployment.server import requests
+from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.run import resume, run
+from unskew.deployment.server.sites import Patience
+from unskew.deployment.wire.frames import Blob, Frame
+from unskew.deployment.wire.tensor_codec import tensor_of
 from unskew.errors import ConfigError, EngineError
 from unskew.simulation.network import Network
 
@@ -26,7 +26,7 @@ SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(sites_module, "POLL", 0.01)
-    monkeypatch.setattr(conversation, "PAUSE", 0.01)
+    monkeypatch.setattr(requests, "PAUSE", 0.01)
 
 
 def with_patience(**patience):
@@ -81,9 +81,9 @@ class Trainings:
 @pytest.mark.parametrize("lost", ["offline", "silent", "late"])
 def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tmp_path, monkeypatch):
     """A SuperNode that dies with a message never gets it again from Flower; without a deadline the run waited forever."""
-    monkeypatch.setattr(conversation, "SELDOM", 0.0)
+    monkeypatch.setattr(requests, "SELDOM", 0.0)
     monkeypatch.setattr(sites_module, "NODES", 0.0)
-    monkeypatch.setattr(conversation, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
+    monkeypatch.setattr(requests, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
     values = {**TINY, **SCAFFOLD}
     place, first, looks = LoopPlace(tmp_path, values), {}, []
     trainings = Trainings(place)
@@ -232,7 +232,7 @@ def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
 
 
 def with_delta(frame, tensor):
-    from unskew.deployment.arrays import blob
+    from unskew.deployment.wire.tensor_codec import blob
 
     return replace(frame, arrays={**frame.arrays, "update/delta": blob(tensor)})
 

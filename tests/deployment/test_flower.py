@@ -11,7 +11,7 @@ from support.running import metrics
 from support.sites import TINY
 
 import unskew
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 
 FLOWER = ROOT / ".venv-deploy" / "bin"
 real = [
@@ -51,7 +51,7 @@ def processes_of(tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_socket_is_reported_at_once(tmp_path):
-    code = "import sys, time; from unskew.deployment.thin.client import exchange; from unskew.deployment.thin.frames import "
+    code = "import sys, time; from unskew.deployment.flower.app.client_app import exchange; from unskew.deployment.wire.frames import "
     code += (
         "Frame; t = time.monotonic(); print(exchange(sys.argv[1], Frame('hello'))); assert time.monotonic() - t < 60"
     )

@@ -18,10 +18,10 @@ from support.sites import TINY
 from test_flower import FLOWER, environment, processes_of, real
 
 import unskew
-from unskew.config.reading import experiment
-from unskew.deployment.places import Local
-from unskew.deployment.plan import Deployment
-from unskew.deployment.run import run
+from unskew.config.loader import experiment
+from unskew.deployment.flower.superlinks import Local
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.run import run
 
 pytestmark = [pytest.mark.slow, *real]
 
@@ -87,7 +87,7 @@ class Kills:
 
 @pytest.mark.usefixtures("flower_is_found")
 def test_a_run_survives_kills_with_the_numbers_of_the_simulator(tmp_path, monkeypatch):
-    monkeypatch.setattr("unskew.deployment.conversation.NO_REPLY", 10.0)  # else each lost message costs two minutes
+    monkeypatch.setattr("unskew.deployment.server.requests.NO_REPLY", 10.0)  # else each lost message costs two minutes
     rounds = KILLS + 1
     values = {**TINY, "clients": 2, "method": "scaffold", "rounds": rounds, "eval_clients": 0}
     place = Local("kills", 2, [experiment(values)])

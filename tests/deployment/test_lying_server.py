@@ -16,22 +16,23 @@ from test_faults import with_patience
 from test_masked import FOUR, close, lost
 
 import unskew
-from unskew.config.reading import experiment
-from unskew.deployment import masks, primitives
-from unskew.deployment import sites as sites_module
-from unskew.deployment.fixed_point import restored
-from unskew.deployment.ledger import Ledger
-from unskew.deployment.masks import Masks
-from unskew.deployment.roster import Identity, read_roster
-from unskew.deployment.run import resume, run
-from unskew.deployment.thin.frames import Frame
+from unskew.config.loader import experiment
+from unskew.deployment.secagg import client as secagg_client
+from unskew.deployment.secagg import crypto
+from unskew.deployment.secagg.client import Masks
+from unskew.deployment.secagg.fixed_point import restored
+from unskew.deployment.secagg.ledger import Ledger
+from unskew.deployment.secagg.roster import Identity, read_roster
+from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server.run import resume, run
+from unskew.deployment.wire.frames import Frame
 from unskew.errors import EngineError, UnskewError
 from unskew.protocol.messages import ClientState, Update
 
 RUN, SIZE, CHANCE = "0123456789abcdef", 400, 0.25  # five standard deviations of the cosine of two random vectors
 SWITCHES = {
-    "threshold": lambda patch: patch.setattr(masks, "threshold", lambda sites: sites // 2 + 1),
-    "signatures": lambda patch: patch.setattr(masks, "is_signed", lambda *_: True),
+    "threshold": lambda patch: patch.setattr(secagg_client, "threshold", lambda sites: sites // 2 + 1),
+    "signatures": lambda patch: patch.setattr(secagg_client, "is_signed", lambda *_: True),
     "ledger": lambda patch: patch.setattr(Ledger, "check", lambda *_: None),
 }
 
@@ -105,12 +106,12 @@ class World:
         total = sum(self.mask(k, alive) for k in alive)
         seeds, _ = self.opened({k: list(alive) for k in alive})
         for k in alive:
-            primitives.apply(total, primitives.stream(secret_of(seeds.get(k, {})), len(total)), add=False)
+            crypto.apply(total, crypto.stream(secret_of(seeds.get(k, {})), len(total)), add=False)
         return self.delta(total)
 
     def delta(self, total):
         rows = json.loads(self.parts)
-        parts = [masks.Part(name, getattr(torch, dtype), tuple(shape), e) for name, dtype, shape, e in rows]
+        parts = [secagg_client.Part(name, getattr(torch, dtype), tuple(shape), e) for name, dtype, shape, e in rows]
         return restored(total, parts, len(self.ready))["delta"]
 
 
@@ -120,7 +121,7 @@ def numbers(frame):
 
 def secret_of(shares):
     """The secret that these shares determine, or something else if there are too few."""
-    return primitives.combine(shares) or 1
+    return crypto.combine(shares) or 1
 
 
 def cosine(one, other):
@@ -136,7 +137,7 @@ def test_different_lists_of_survivors_do_not_open_one_update(count, off, tmp_pat
     for name in off:
         SWITCHES[name](monkeypatch)
     world.share()
-    most = masks.threshold(count)
+    most = secagg_client.threshold(count)
     victim, few = count - 1, [*range(most - 1)]  # as few partners as the victim accepts
     total = world.mask(victim, few)
     for k in range(count - 1):
@@ -148,11 +149,11 @@ def test_different_lists_of_survivors_do_not_open_one_update(count, off, tmp_pat
     seeds, keys = world.opened(lists)
     recovered = torch.zeros(SIZE)
     if total is not None:
-        primitives.apply(total, primitives.stream(secret_of(seeds.get(victim, {})), len(total)), add=False)
+        crypto.apply(total, crypto.stream(secret_of(seeds.get(victim, {})), len(total)), add=False)
         own = bytes.fromhex(world.ready[str(victim)][0][0])
         for k in few:
-            key = primitives.agree(secret_of(keys.get(k, {})), own)
-            primitives.apply(total, primitives.stream(key, len(total)), add=False)
+            key = crypto.agree(secret_of(keys.get(k, {})), own)
+            crypto.apply(total, crypto.stream(key, len(total)), add=False)
         recovered = world.delta(total)
     if len(off) == 2:
         assert cosine(recovered, world.updates[victim]) > 0.999999
@@ -204,11 +205,11 @@ def test_keys_of_the_server_in_place_of_the_sites_are_rejected(off, tmp_path, mo
     """With them the server would be all of a site's partners, and could take their masks off its update."""
     for name in off:
         SWITCHES[name](monkeypatch)
-    world, secret, ready = World(4, tmp_path), [primitives.random_secret() for _ in range(3)], {}
+    world, secret, ready = World(4, tmp_path), [crypto.random_secret() for _ in range(3)], {}
     world.begin("s")
-    seals = [primitives.random_secret() for _ in range(3)]
+    seals = [crypto.random_secret() for _ in range(3)]
     for k in range(3):
-        keys = [primitives.public(secret[k]).hex(), primitives.public(seals[k]).hex()]
+        keys = [crypto.public(secret[k]).hex(), crypto.public(seals[k]).hex()]
         ready[str(k)] = [keys, world.ready[str(k)][1]]
     ready["3"] = world.ready["3"]
     reply = world.say(3, "share", ready=ready, parts=world.parts)
@@ -216,19 +217,19 @@ def test_keys_of_the_server_in_place_of_the_sites_are_rejected(off, tmp_path, mo
         assert reply is None
         return
     sealed, own = json.loads(reply.config["sealed"]), [bytes.fromhex(key) for key in ready["3"][0]]
-    view = masks.view_of(RUN, 0, "s", ready, world.parts)
+    view = secagg_client.view_of(RUN, 0, "s", ready, world.parts)
     seeds, back, commitments = {}, {}, {"3": json.loads(reply.config["commitments"])}
     for k in range(3):
-        common = primitives.agree(seals[k], own[1])
-        seeds[k + 1] = int(json.loads(primitives.unseal(common, bytes.fromhex(sealed[str(k)])))[3], 16)
-        dealt = [primitives.deal(one, 3, 4) for one in (primitives.random_secret(), secret[k])]
+        common = crypto.agree(seals[k], own[1])
+        seeds[k + 1] = int(json.loads(crypto.unseal(common, bytes.fromhex(sealed[str(k)])))[3], 16)
+        dealt = [crypto.deal(one, 3, 4) for one in (crypto.random_secret(), secret[k])]
         plain = json.dumps([view, k, 3, *(f"{shares[3]:x}" for shares, _ in dealt)]).encode()
-        back[str(k)] = primitives.seal(common, plain).hex()
+        back[str(k)] = crypto.seal(common, plain).hex()
         commitments[str(k)] = [*([point.hex() for point in points] for _, points in dealt), ""]
     total = numbers(world.say(3, "mask", sealed=back, commitments=commitments))
-    primitives.apply(total, primitives.stream(primitives.combine(seeds), len(total)), add=False)
+    crypto.apply(total, crypto.stream(crypto.combine(seeds), len(total)), add=False)
     for k in range(3):
-        primitives.apply(total, primitives.stream(primitives.agree(secret[k], own[0]), len(total)), add=False)
+        crypto.apply(total, crypto.stream(crypto.agree(secret[k], own[0]), len(total)), add=False)
     assert cosine(world.delta(total), world.updates[3]) > 0.999999
 
 
@@ -263,7 +264,7 @@ def other_commitment(site, answer):
     """Another polynomial of the seed's shares, signed by the site."""
     one = site.masks._open[RUN]
     _, key, _ = json.loads(answer.config["commitments"])
-    points = [point.hex() for point in primitives.deal(primitives.random_secret(), 3, 4)[1]]
+    points = [point.hex() for point in crypto.deal(crypto.random_secret(), 3, 4)[1]]
     signature = site.identity.sign(["shares", one.view, one.client, [points, key]])
     return {"commitments": json.dumps([points, key, signature])}
 

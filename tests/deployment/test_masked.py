@@ -12,13 +12,13 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import trained, with_patience
 
 import unskew
-from unskew.deployment import sites as sites_module
-from unskew.deployment.arrays import Nonsense, record_of
-from unskew.deployment.masked_engine import MaskedEngine
-from unskew.deployment.masks import parsed
-from unskew.deployment.primitives import apply
-from unskew.deployment.thin.frames import Frame
-from unskew.deployment.unmasking import parts_of
+from unskew.deployment.secagg.client import parsed
+from unskew.deployment.secagg.crypto import apply
+from unskew.deployment.secagg.engine import MaskedEngine
+from unskew.deployment.secagg.server import parts_of
+from unskew.deployment.server import sites as sites_module
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.tensor_codec import Nonsense, record_of
 from unskew.errors import ConfigError, EngineError, MethodConflict
 
 MASKED = {"secure_aggregation": "required", "eval_clients": 0}
@@ -248,7 +248,7 @@ def test_masks_are_added_in_pieces_and_taken_off_again():
 
 def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_sent():
     engine = object.__new__(MaskedEngine)
-    engine.terms = SimpleNamespace(method=unskew.methods.catalogue.method("fedbn"))
+    engine.terms = SimpleNamespace(method=unskew.methods.registry.method("fedbn"))
     casts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
     with pytest.raises(EngineError, match=r"fedbn.travels gives sites different slices .* same slices, or turn it off"):
         list(engine.train(casts))

@@ -12,12 +12,12 @@ from test_equal import BODY, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
 from test_flower import real
 
 import unskew
-from unskew.config.reading import experiment
-from unskew.deployment.places import Given, Local
-from unskew.deployment.plan import Deployment
-from unskew.deployment.run import run
+from unskew.config.loader import experiment
+from unskew.deployment.flower.superlinks import Given, Local
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.run import run
 from unskew.errors import UnskewError
-from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.registry import CATALOGUE
 
 pytestmark = [pytest.mark.slow, *real]
 

@@ -16,18 +16,18 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import SCAFFOLD, trained, with_patience
 
 import unskew
-from unskew.config.reading import experiment
-from unskew.deployment import conversation, joining
-from unskew.deployment import sites as sites_module
-from unskew.deployment.audit import AuditLog, read_events
-from unskew.deployment.control import ask
-from unskew.deployment.flower import SuperLink
-from unskew.deployment.plan import Deployment
-from unskew.deployment.processes import Child
-from unskew.deployment.run import resume, run
-from unskew.deployment.thin.frames import Frame
+from unskew.config.loader import experiment
+from unskew.deployment.flower.cli import SuperLink
+from unskew.deployment.flower.subprocesses import Child
+from unskew.deployment.server import joining, requests
+from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server.audit_log import AuditLog, read_events
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.control import ask
+from unskew.deployment.server.run import resume, run
+from unskew.deployment.wire.frames import Frame
 from unskew.errors import CheckpointError, EngineError
-from unskew.simulation.loop import Interrupted
+from unskew.simulation.round_loop import Interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(sites_module, "POLL", 0.01)
     monkeypatch.setattr(sites_module, "NODES", 0.0)
     monkeypatch.setattr(joining, "POLL", 0.01)
-    monkeypatch.setattr(conversation, "PAUSE", 0.001)
+    monkeypatch.setattr(requests, "PAUSE", 0.001)
 
 
 def failing(client, answers=None):
@@ -80,10 +80,10 @@ def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_eve
     place.link.spoil = noted
     with pytest.raises(EngineError, match="2 of 3 sites"):
         run(experiment(TINY), Deployment(gathering=1.8), tmp_path / "run", [Told()], [].append, place)
-    assert len(times) == conversation.FAILURES + 1
+    assert len(times) == requests.FAILURES + 1
     waits = [b - a for a, b in pairwise(times)]
     assert all(wait >= 0.001 * 2**n for n, wait in enumerate(waits))
-    assert conversation.pause(1000) == conversation.LONGEST
+    assert requests.pause(1000) == requests.LONGEST
 
 
 def test_a_site_that_answers_after_failures_takes_part(tmp_path):

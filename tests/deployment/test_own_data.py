@@ -7,8 +7,8 @@ import pytest
 import yaml
 from support.sites import TINY, LoopPlace, deployed
 
-from unskew.deployment.plan import Deployment
-from unskew.deployment.site import Site
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.site.process import Site
 from unskew.errors import EngineError
 
 NAMES = ("mild", "none", "severe")

@@ -13,9 +13,10 @@ from support.sites import TINY
 from test_flower import command, processes_of, real
 
 import unskew
-from unskew.config.reading import experiment
-from unskew.deployment import flower, folder
-from unskew.deployment.places import Local, free_port
+from unskew.config.loader import experiment
+from unskew.deployment.flower import cli as flower_cli
+from unskew.deployment.flower import project_files
+from unskew.deployment.flower.superlinks import Local, free_port
 
 pytestmark = [pytest.mark.slow, *real]
 
@@ -33,16 +34,16 @@ def supernode(place, tmp_path, *instead, key="known"):
     certificate = ["--root-certificates", str(place.superlink.ca)] if not instead else list(instead)
     keys = tmp_path / key
     if not keys.exists():
-        folder.make_node_key(place.folder, keys)
+        project_files.make_node_key(place.folder, keys)
     command = [
-        *(flower.program("flower-supernode"), "--superlink", place.superlink.address, *certificate),
+        *(flower_cli.program("flower-supernode"), "--superlink", place.superlink.address, *certificate),
         *("--auth-supernode-private-key", str(keys / "node.key"), "--host", "127.0.0.1", "--port", str(free_port())),
         *("--max-retries", "1"),
     ]
     log = tmp_path / "node.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **flower.QUIET}, start_new_session=True
+            command, stdout=out, stderr=out, env={**os.environ, **flower_cli.QUIET}, start_new_session=True
         )
         try:
             code = process.wait(45)
@@ -63,7 +64,7 @@ def test_a_key_that_is_not_registered_is_refused_and_one_that_is_comes_in(place,
     code, text = supernode(place, tmp_path, key="unknown")
     assert code not in (0, None), text
     assert "SuperNode ID" not in text
-    folder.make_node_key(place.folder, tmp_path / "known")
+    project_files.make_node_key(place.folder, tmp_path / "known")
     place.superlink.control(place.superlink.registering(tmp_path / "known" / "node.pub"))
     code, text = supernode(place, tmp_path)
     assert code is None, text
@@ -71,10 +72,10 @@ def test_a_key_that_is_not_registered_is_refused_and_one_that_is_comes_in(place,
 
 
 def test_foreign_certificates_and_plain_connections_are_refused(place, tmp_path):
-    folder.make_node_key(place.folder, tmp_path / "known")
+    project_files.make_node_key(place.folder, tmp_path / "known")
     place.superlink.control(place.superlink.registering(tmp_path / "known" / "node.pub"))
-    folder.put_tools(tmp_path / "foreign")
-    folder.make_certificates(tmp_path / "foreign", ["127.0.0.1"])
+    project_files.put_tools(tmp_path / "foreign")
+    project_files.make_certificates(tmp_path / "foreign", ["127.0.0.1"])
     foreign = tmp_path / "foreign" / "ca" / "ca.crt"
     for instead in (["--root-certificates", str(foreign)], ["--insecure"]):
         _, text = supernode(place, tmp_path, *instead)
@@ -84,15 +85,15 @@ def test_foreign_certificates_and_plain_connections_are_refused(place, tmp_path)
 def test_a_certificate_that_has_expired_is_refused(flower_is_found, tmp_path):
     late = Local("late", 0, [])
     late.folder.mkdir(parents=True)
-    folder.put_tools(late.folder)
+    project_files.put_tools(late.folder)
     subprocess.run(
         ["sh", str(late.folder / "certificates.sh"), "127.0.0.1"], check=True, env={**os.environ, "DAYS": "-1"}
     )
-    late.superlink = flower.SuperLink(f"127.0.0.1:{free_port()}", late.superlink.ca, late.superlink.home)
+    late.superlink = flower_cli.SuperLink(f"127.0.0.1:{free_port()}", late.superlink.ca, late.superlink.home)
     port = int(late.superlink.address.rpartition(":")[2])
     late.logs.mkdir()
     try:
-        late.family.add(flower.superlink(late.folder, port, late.logs, late.folder / "home-superlink"))
+        late.family.add(flower_cli.superlink(late.folder, port, late.logs, late.folder / "home-superlink"))
         late.superlink.wait(60)
         _, text = supernode(late, tmp_path)
         assert "SuperNode ID" not in text, text

@@ -17,21 +17,21 @@ import yaml
 from support.running import call
 from support.sites import TINY, LoopPlace
 
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.load import federation_of
-from unskew.deployment import site as site_module
-from unskew.deployment.arrays import slices_in, written
-from unskew.deployment.folder import init, make_certificates, make_node_key, put_tools
-from unskew.deployment.roster import Identity, is_signed
-from unskew.deployment.site import Site
-from unskew.deployment.site_config import load_site
-from unskew.deployment.state import Forgotten, SiteState
-from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.deployment.flower.project_files import init, make_certificates, make_node_key, put_tools
+from unskew.deployment.secagg.roster import Identity, is_signed
+from unskew.deployment.site import process as site_module
+from unskew.deployment.site.config import load_site
+from unskew.deployment.site.process import Site
+from unskew.deployment.site.state import Forgotten, SiteState
+from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.tensor_codec import slices_in, written
 from unskew.errors import ConfigError, UnskewError
-from unskew.methods.catalogue import method as method_of
+from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import ClientState
 from unskew.provenance import derived
-from unskew.runs.model import initial_spec
+from unskew.runs.build_model import initial_spec
 
 MINE = {"name": "a", "client": 0}
 
@@ -69,7 +69,7 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
     with pytest.raises(ConfigError, match="trust_code: true"):
         Site(path)
     # The method is built, and the model imported, only when the server asks for work.
-    sent = {**TINY, "model": "unskew.config.reading:yaml.unsafe_load", "model_options": {"stream": "!!python/name:os"}}
+    sent = {**TINY, "model": "unskew.config.loader:yaml.unsafe_load", "model_options": {"stream": "!!python/name:os"}}
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(sent))
     config = next(iter(Site(path).experiments.values()))
     federation = federation_of(config.data_spec, config.seed)
@@ -146,7 +146,7 @@ def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path,
     ],
 )
 def test_what_is_no_message_is_refused(header):
-    from unskew.deployment.thin.frames import decode
+    from unskew.deployment.wire.frames import decode
 
     with pytest.raises(FrameError):
         decode(header, lambda size: bytes(size), largest=1 << 20)

@@ -10,11 +10,11 @@ import yaml
 from support.sites import TINY, LoopPlace, deployed
 from test_equal import compare
 
-from unskew.deployment.arrays import blobs
-from unskew.deployment.check import check
-from unskew.deployment.plan import Deployment
-from unskew.deployment.site import Site
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.site.check import check
+from unskew.deployment.site.process import Site
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.tensor_codec import blobs
 from unskew.errors import ConfigError, EngineError
 
 pytest.importorskip("pyarrow")

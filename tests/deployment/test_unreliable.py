@@ -6,10 +6,10 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import trained
 
 import unskew
-from unskew.deployment import engine as engine_module
-from unskew.deployment import sites as sites_module
-from unskew.deployment.plan import Deployment
-from unskew.deployment.sites import Patience
+from unskew.deployment.server import engine as engine_module
+from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.sites import Patience
 from unskew.errors import ConfigError, EngineError
 
 LATE = {"rounds": 5, "eval_clients": 0}

@@ -10,7 +10,7 @@ def test_the_method_shown_to_contributors_is_the_one_in_the_package():
     page = ROOT / "CONTRIBUTING.md"
     assert fences(page, "python") == [(ROOT / "unskew" / "methods" / "fedprox.py").read_text()]
     (line,) = (line for line in fences(page, "text") if "unskew.methods" in line)
-    assert line.strip() in (ROOT / "unskew" / "methods" / "catalogue.py").read_text()
+    assert line.strip() in (ROOT / "unskew" / "methods" / "registry.py").read_text()
 
 
 def test_contributors_are_told_every_folder():

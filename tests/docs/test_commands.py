@@ -10,18 +10,18 @@ from support.pages import DOCS, ROOT, fences
 from support.running import call
 
 from unskew.cli.app import commands
+from unskew.cli.common import values_of
 from unskew.cli.flags import DEFAULTS, EXAMPLES, FLAGS
-from unskew.cli.options import values_of
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.load import federation_of
-from unskew.data.partition.spelling import parse
-from unskew.data.sources.catalogue import SOURCES
-from unskew.methods.catalogue import method
-from unskew.models.catalogue import HUB, MODELS
+from unskew.data.partition.parsing import parse
+from unskew.data.sources.registry import SOURCES
+from unskew.methods.registry import method
+from unskew.models.registry import HUB, MODELS
 from unskew.reproduction.preset import cells, load_preset
 from unskew.reproduction.study import load_study, study_names
-from unskew.runs.checks import check_method
+from unskew.runs.validation import check_method
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]

@@ -14,10 +14,10 @@ from support.pages import DOCS, ROOT, fences, first_names, section, table
 import unskew
 from unskew.cli.app import commands
 from unskew.config.experiment import CsvConfig, Experiment, NetworkConfig, RayConfig, TextConfig
-from unskew.config.reading import experiment
-from unskew.data.partition.spelling import OPTIONS, PARTITIONS
-from unskew.data.sources.catalogue import SOURCES
-from unskew.models.catalogue import MODELS, build_model
+from unskew.config.loader import experiment
+from unskew.data.partition.parsing import OPTIONS, PARTITIONS
+from unskew.data.sources.registry import SOURCES
+from unskew.models.registry import MODELS, build_model
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 COMMAND_LINE = (DOCS / "command-line.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 from support.tolerance import assert_engines_agree
 
 import unskew
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.loader import experiment, load_yaml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -9,8 +9,8 @@ from support.pages import DOCS, ROOT, first_names, section, table
 
 import unskew
 from unskew.generators.latent import LatentGenerator
-from unskew.methods.catalogue import CATALOGUE, describe, method, rule_class
-from unskew.protocol import needs, rules
+from unskew.methods.registry import CATALOGUE, describe, method, rule_class
+from unskew.protocol import requirements, rules
 
 METHODS = (DOCS / "methods.md").read_text()
 CONCEPTS = (DOCS / "concepts.md").read_text()
@@ -54,7 +54,7 @@ def test_the_hooks_of_the_protocol_are_described_and_no_others():
     for name, parameters in listed:
         kind = next(vars(cls)[name] for cls in reversed(classes) if name in vars(cls))
         assert parameters.split(", ") == list(inspect.signature(kind).parameters)[1:] or not parameters, name
-    assert first_names(writing.split("tuple of words:")[1]) == list(needs.NEEDS)
+    assert first_names(writing.split("tuple of words:")[1]) == list(requirements.NEEDS)
 
 
 def part_of(name, label):

@@ -17,7 +17,7 @@ from support.ray_nodes import STORE, TOKEN, Node, cluster
 from test_engines import EARLY, METHODS, SUMS
 
 import unskew
-from unskew.engines import ray_cluster
+from unskew.engines.ray import cluster as ray_cluster
 from unskew.errors import ConfigError, EngineError
 from unskew.records.recorder import Callback
 

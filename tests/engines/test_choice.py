@@ -8,8 +8,8 @@ from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 
 import unskew
-from unskew.engines import choice, trial
-from unskew.engines.choice import Asked, Choice, choose
+from unskew.engines import auto_select, timing
+from unskew.engines.auto_select import Asked, Choice, choose
 
 SIZES = [16, 16, 16, 24]
 GIVEN = {"rounds": 4, "lr": 0.05, "batch_size": 8, "local_epochs": 1, "checkpoint_every": 1}
@@ -24,17 +24,17 @@ def train(out=None, **options):
 def forbid(monkeypatch):
     """No trial from when it is called."""
     begun = []
-    yield lambda: monkeypatch.setattr(trial, "steps_of", lambda *args: begun.append(args))
+    yield lambda: monkeypatch.setattr(timing, "steps_of", lambda *args: begun.append(args))
     assert not begun
 
 
 @pytest.fixture
 def measured(monkeypatch):
     """As if the run were long, on two cores where three clients together take as long as one."""
-    monkeypatch.setattr(choice, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(choice, "SHARE", 1e9)
-    monkeypatch.setattr(choice, "LONGEST", 1e9)
-    monkeypatch.setattr(choice, "cores", lambda: 1)
+    monkeypatch.setattr(auto_select, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(auto_select, "SHARE", 1e9)
+    monkeypatch.setattr(auto_select, "LONGEST", 1e9)
+    monkeypatch.setattr(auto_select, "cores", lambda: 1)
     seconds = iter([])
 
     def seconds_of(step, slot):
@@ -45,7 +45,7 @@ def measured(monkeypatch):
         nonlocal seconds
         seconds = iter(values)
 
-    monkeypatch.setattr(choice.trial, "seconds_of", seconds_of)
+    monkeypatch.setattr(auto_select.trial, "seconds_of", seconds_of)
     return give
 
 
@@ -80,8 +80,8 @@ def test_several_clients_must_be_faster_by_more_than_noise(measured):
 @pytest.mark.parametrize(("taken", "workers"), [(0.45, 2), (0.6, 4)])
 def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tmp_path, taken, workers):
     """Half of them have two parts each, so a part must take less than half of the time."""
-    monkeypatch.setattr(choice, "cores", lambda: 4)
-    monkeypatch.setattr(choice.processes, "available", lambda: True)
+    monkeypatch.setattr(auto_select, "cores", lambda: 4)
+    monkeypatch.setattr(auto_select.processes, "available", lambda: True)
     seconds = {4: 1.0, 2: taken}
     looked = []
 
@@ -89,12 +89,12 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
         looked.append(count)
         return dict.fromkeys(groups[:1], seconds[count])
 
-    monkeypatch.setattr(choice.trial, "in_processes", in_processes)
+    monkeypatch.setattr(auto_select.trial, "in_processes", in_processes)
     measured(1.0, *[100.0] * 9)
     found = []
-    choose = choice.choose
+    choose = auto_select.choose
     monkeypatch.setattr(
-        "unskew.runs.session.choose", lambda *args: found.append(choose(*args)) or choice.Choice("inline", 1)
+        "unskew.runs.session.choose", lambda *args: found.append(choose(*args)) or auto_select.Choice("inline", 1)
     )
     unskew.run(blobs([9, 9, 9, 9]), model=SmallBatchNorm(), **GIVEN)
     assert looked == [4, 2]
@@ -129,7 +129,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(trial.in_processes(setup, choice.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
+        found.update(timing.in_processes(setup, auto_select.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
 
     setup_of(monkeypatch, look)
     train(rounds=1)

@@ -9,8 +9,8 @@ from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
 
 import unskew
-from unskew.engines.group import GroupTrainer, parts_of
-from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
+from unskew.engines.vmap_trainer import GroupTrainer, parts_of
+from unskew.methods.registry import CATALOGUE, rule_class, slots_of
 from unskew.protocol.messages import Broadcast, ClientState
 from unskew.protocol.rules import ClientRule
 

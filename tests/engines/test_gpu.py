@@ -7,9 +7,9 @@ from support.multilabel import federation
 from support.tolerance import MAGNIFIED, assert_close, near
 
 import unskew
-from unskew.generators.catalogue import factory
-from unskew.generators.job import Job
-from unskew.generators.trained.privacy import Privacy
+from unskew.generators.base import Job
+from unskew.generators.registry import factory
+from unskew.generators.trained.dp_sgd import Privacy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

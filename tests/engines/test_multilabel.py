@@ -19,13 +19,13 @@ from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import compare
 from unskew.errors import ConfigError, DataError
-from unskew.methods.catalogue import CATALOGUE, rule_class
 from unskew.methods.fedcog.fedcog import FedCOG
-from unskew.models.vector import ModelSpec
+from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
-from unskew.tasks.catalogue import TASKS
-from unskew.tasks.labels import Classification, MultiLabel
+from unskew.tasks.classification import Classification, MultiLabel
+from unskew.tasks.registry import TASKS
 
 TASK = MultiLabel()
 FEDCOG = "fedcog:start_round=1,n=11,g_steps=3,lambda_kd=1,lambda_dis=5"

@@ -5,7 +5,7 @@ import torch
 from support.tolerance import assert_close
 
 from unskew.engines import optimizers
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 SETTINGS = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.1},

@@ -10,12 +10,12 @@ from support.federations import QUICK, SmallBatchNorm, blobs
 from unskew import ModelSpec, method
 from unskew.engines.base import Setup
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.catalogue import CATALOGUE
 from unskew.methods.fedavg import FedAvg
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.training import Training
+from unskew.methods.registry import CATALOGUE
+from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.training_config import Training
 from unskew.simulation.server import Server
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 NOT_HERE = {"vhl": "has images made before training", "feddm": "sends images of the classes that a client has"}
 ACTING = {

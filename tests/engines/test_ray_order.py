@@ -17,10 +17,12 @@ from support.federations import blobs
 
 import unskew
 from unskew.cli.tables import summary_table
-from unskew.engines import on_ray, ray_cluster, ray_worker
-from unskew.engines.ray_cluster import check_guarded
+from unskew.engines.ray import cluster as ray_cluster
+from unskew.engines.ray import engine as ray_engine
+from unskew.engines.ray import worker as ray_worker
+from unskew.engines.ray.cluster import check_guarded
 from unskew.errors import ConfigError, DataError, EngineError
-from unskew.protocol.state_files import with_state
+from unskew.protocol.client_state_files import with_state
 
 
 class Played:
@@ -86,9 +88,9 @@ class Played:
 def played(monkeypatch):
     cluster = Played(3)
     monkeypatch.setitem(sys.modules, "ray", cluster)
-    monkeypatch.setattr(on_ray, "load_ray", lambda: cluster)
-    monkeypatch.setattr(on_ray, "connect", lambda *where: None)
-    monkeypatch.setattr(on_ray, "HELD", 0)
+    monkeypatch.setattr(ray_engine, "load_ray", lambda: cluster)
+    monkeypatch.setattr(ray_engine, "connect", lambda *where: None)
+    monkeypatch.setattr(ray_engine, "HELD", 0)
     return cluster
 
 
@@ -139,7 +141,7 @@ def test_a_node_trains_on_its_own_accelerator(played, monkeypatch):
 
 
 def test_small_models_share_a_task_and_are_trained_one_after_another(played, monkeypatch):
-    monkeypatch.setattr(on_ray, "HELD", 1 << 30)
+    monkeypatch.setattr(ray_engine, "HELD", 1 << 30)
     alone = train("inline")
     before = len(played.values)
     there = train("ray")

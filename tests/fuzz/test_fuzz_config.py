@@ -8,7 +8,7 @@ from support.fuzz_names import fields_with_values
 from support.fuzzing import amounts, fuzz, mutated, nested, texts
 
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment, load_yaml, read_yaml
+from unskew.config.loader import experiment, load_yaml, read_yaml
 from unskew.runs.run import run_experiment
 
 

@@ -20,15 +20,15 @@ from support.running import call
 
 import unskew
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment, read_yaml
-from unskew.data.reading.files import class_folders
-from unskew.data.reading.images import decode
-from unskew.deployment.plan import Deployment
-from unskew.engines.ray_cluster import check_named, connect
+from unskew.config.loader import experiment, read_yaml
+from unskew.data.readers.files import class_folders
+from unskew.data.readers.images import decode
+from unskew.deployment.server.config import Deployment
+from unskew.engines.ray.cluster import check_named, connect
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
-from unskew.files import check_plain, occupied, write_atomic
+from unskew.filesystem import check_plain, occupied, write_atomic
 from unskew.provenance import FromFile
-from unskew.reporting.reading import read_curves
+from unskew.reporting.run_reader import read_curves
 from unskew.simulation.checkpoint import checkpoints
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -181,7 +181,7 @@ PATHS = (
     "evil'\":net",
     "table:net",
     "text:net",
-    "unskew.config.reading:yaml.load",
+    "unskew.config.loader:yaml.load",
 )
 HOLES = (
     "{}",
@@ -205,7 +205,7 @@ def test_no_field_of_a_file_imports_anything(here, capsys, examples):
             Path("sent.yaml").write_text(yaml.safe_dump({**TINY, "engine": "inline", field: value}, allow_unicode=True))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "unskew.simulation.loop.train", lambda *args, **kwargs: pytest.fail("it began"), raising=False
+                    "unskew.simulation.round_loop.train", lambda *args, **kwargs: pytest.fail("it began"), raising=False
                 )
                 answered(capsys, "run", "sent.yaml", "--out", "out")
             shutil.rmtree("out", ignore_errors=True)

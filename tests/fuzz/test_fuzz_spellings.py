@@ -7,8 +7,8 @@ from support.fuzz_names import delays, methods, models, partitions
 from support.fuzzing import amounts, fuzz, values
 
 import unskew
-from unskew.data.partition.make import make_partition
-from unskew.models.catalogue import resolve_model
+from unskew.data.partition.partitioner import make_partition
+from unskew.models.registry import resolve_model
 from unskew.simulation.delays import Delays
 
 LABELS = np.arange(60) % 6

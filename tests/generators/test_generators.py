@@ -10,13 +10,13 @@ from support.slow import slow_but
 from support.tolerance import FEW, FORMULA, MAGNIFIED, assert_close, near
 
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.generators.catalogue import GENERATORS, factory
-from unskew.generators.job import Job, as_pixels, halvings, pad
-from unskew.generators.trained import training
+from unskew.generators.base import Job, as_pixels, halvings, pad
+from unskew.generators.registry import GENERATORS, factory
+from unskew.generators.trained import train_loop
 from unskew.generators.trained.ddpm import DDPM, unet
 from unskew.generators.trained.diffusion import Diffusion, betas, spaced
-from unskew.generators.trained.privacy import Privacy
-from unskew.generators.trained.training import Average, Trained
+from unskew.generators.trained.dp_sgd import Privacy
+from unskew.generators.trained.train_loop import Average, Trained
 from unskew.generators.trained.vae import VAE, VAEGenerator, kl, negative_bound
 
 pytestmark = pytest.mark.xdist_group("heavy")
@@ -210,7 +210,7 @@ def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
 
 @pytest.mark.parametrize("kind", slow_but(["vae"], list(TINY)))
 def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SECONDS", 0.0)
+    monkeypatch.setattr(train_loop, "SECONDS", 0.0)
     x, y = images()
     spec, wanted = TINY[kind].replace("epochs=2", "epochs=4"), torch.tensor([0, 1, 2])
 
@@ -230,7 +230,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
     rest.fit(x, y)
     assert seen == [3, 4], "epochs that were kept are not made again"
     assert torch.equal(rest.sample(wanted), whole.sample(wanted))
-    (tmp_path / training.STATE).write_bytes(b"nonsense")
+    (tmp_path / train_loop.STATE).write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="damaged"):
         factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
 
@@ -242,17 +242,17 @@ def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tm
     if private:
         pytest.importorskip("opacus")
     privacy = Privacy(noise_multiplier=1.0) if private else None
-    monkeypatch.setattr(training, "SECONDS", 0.0)
+    monkeypatch.setattr(train_loop, "SECONDS", 0.0)
     x, y = images()
     spec, wanted, checkpoints = TINY["ddpm"].replace("epochs=2;", ""), torch.tensor([0, 1, 2]), []
 
     def keep(figures):
         # The checkpoint of the epoch before lies there when an epoch is reported.
         if figures["epoch"] == 3:
-            checkpoints.append((tmp_path / training.STATE).read_bytes())
+            checkpoints.append((tmp_path / train_loop.STATE).read_bytes())
 
     factory(spec, 5)(Job((1, 8, 8), 3, 7, folder=tmp_path, report=keep, privacy=privacy)).fit(x, y)
-    (tmp_path / training.STATE).write_bytes(checkpoints[0])
+    (tmp_path / train_loop.STATE).write_bytes(checkpoints[0])
     early, short = (factory(spec, 2)(Job((1, 8, 8), 3, 7, folder=f, privacy=privacy)) for f in (tmp_path, None))
     early.fit(x, y)  # nothing is left to do
     short.fit(x, y)
@@ -275,7 +275,7 @@ def test_generators_learn_what_classes_look_like():
 def test_a_loss_that_is_not_finite_is_said():
     net = torch.nn.Linear(1, 1)
     with pytest.raises(DataError, match="loss is nan"):
-        training.train(Job((1, 8, 8), 2, 0), Trained({"net": net}, {}), lambda i, s: torch.tensor(math.nan), 4, 1, 2)
+        train_loop.train(Job((1, 8, 8), 2, 0), Trained({"net": net}, {}), lambda i, s: torch.tensor(math.nan), 4, 1, 2)
 
 
 @pytest.mark.parametrize(

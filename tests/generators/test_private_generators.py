@@ -12,9 +12,9 @@ from support.tolerance import FEW, FORMULA, TRAINING, assert_close, near
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.generators.catalogue import factory
-from unskew.generators.job import Job
-from unskew.generators.trained.privacy import Privacy, PrivateSteps, epsilon_after, noise_for, without_batchnorm
+from unskew.generators.base import Job
+from unskew.generators.registry import factory
+from unskew.generators.trained.dp_sgd import Privacy, PrivateSteps, epsilon_after, noise_for, without_batchnorm
 
 pytestmark = [
     pytest.mark.xdist_group("heavy"),

@@ -170,9 +170,9 @@ def test_the_command_line_takes_samples_for_the_server(capsys, tmp_path):
 
 def test_the_bench_learns_in_eval_mode_without_moving_statistics():
     """The gradient in eval mode is autograd's at the vector, and outputs are those of the whole set at once."""
-    from unskew.models.vector import ModelSpec
-    from unskew.protocol.training import Training
-    from unskew.simulation.server_training import ServerTrainer
+    from unskew.models.spec import ModelSpec
+    from unskew.protocol.training_config import Training
+    from unskew.simulation.server_trainer import ServerTrainer
 
     torch.manual_seed(0)
     fed = with_server()

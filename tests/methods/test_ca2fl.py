@@ -12,9 +12,9 @@ from support.tolerance import TRAINING, assert_close
 import unskew
 from unskew.errors import ConfigError, MethodConflict
 from unskew.runs import session
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
-from unskew.simulation.store import ClientStore
 
 SIZES = [9, 14, 11, 8, 12, 10]
 METHOD = "ca2fl:buffer_size=4,eta=0.7"

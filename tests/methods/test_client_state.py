@@ -11,10 +11,10 @@ from support.slow import slow_but
 from support.tolerance import assert_close
 
 import unskew
-from unskew.models.groups import statistics_mask
-from unskew.models.vector import mask_of
+from unskew.models.layer_groups import statistics_mask
+from unskew.models.spec import mask_of
 from unskew.protocol.rules import ClientRule
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
 
 NAMES = ("model", "optimizer", "statistics", "buffers")

@@ -13,11 +13,11 @@ from torch import nn
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import method
 from unskew.methods.fedals.auto import best_periods
-from unskew.models.catalogue import build_model
-from unskew.models.groups import layer_groups
-from unskew.models.vector import ModelSpec
+from unskew.methods.registry import method
+from unskew.models.layer_groups import layer_groups
+from unskew.models.registry import build_model
+from unskew.models.spec import ModelSpec
 
 SIZES = [9, 14, 11]
 

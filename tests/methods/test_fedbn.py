@@ -13,7 +13,7 @@ from support.tolerance import MAGNIFIED, assert_close, assert_engines_agree
 
 import unskew
 from unskew.errors import MethodConflict
-from unskew.methods.catalogue import method
+from unskew.methods.registry import method
 from unskew.simulation.sampler import Sampler
 
 BUDGET = {"lr": 0.2, "local_steps": 6, "batch_size": 100, "momentum": 0.5, "precision": "fp64", "participation": 0.4}

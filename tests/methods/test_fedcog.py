@@ -14,10 +14,10 @@ from torch import nn
 import unskew
 from unskew.generators.labels import allocate, labels_of
 from unskew.generators.learned.inversion import learn, statistics_distance
-from unskew.methods.catalogue import CATALOGUE, rule_class, slots_of
 from unskew.methods.fedcog.fedcog import FedCOG, kl
+from unskew.methods.registry import CATALOGUE, rule_class, slots_of
 from unskew.seeding import fold
-from unskew.tasks.labels import Classification
+from unskew.tasks.classification import Classification
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ from torch import nn
 import unskew
 from unskew.data.augment import keyed_crop_and_flip
 from unskew.data.federation import Federation
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.errors import ConfigError, MethodConflict
-from unskew.generators.learned import decoder, pair
+from unskew.generators.learned import decoder, model_pair
 from unskew.generators.learned.inversion import augmented
-from unskew.methods.catalogue import method
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedcog.fedcog import FedCOG
 from unskew.methods.moon import Moon
-from unskew.models.catalogue import build_model
-from unskew.protocol.training import Training
+from unskew.methods.registry import method
+from unskew.models.registry import build_model
+from unskew.protocol.training_config import Training
 
 F64 = torch.float64
 
@@ -103,7 +103,7 @@ def test_synthesis_with_a_network_equals_a_loop_of_torch(spec):
     generator = oracle(decoder.start(ctx.key, 9, (2, 6, 6), F64), 9, (2, 6, 6))
     adam = torch.optim.Adam(generator.parameters(), 0.01, (0.5, 0.999))
     model, best = spec.load(ctx.v_global, ctx.b_global), float("inf")
-    mean, std = (torch.tensor(pair, dtype=F64)[:, None, None] for pair in ([0.5, 0.4], [0.1, 0.2]))
+    mean, std = (torch.tensor(model_pair, dtype=F64)[:, None, None] for model_pair in ([0.5, 0.4], [0.1, 0.2]))
     for _ in range(10):
         x = (generator() - mean) / std
         logits = model(x)
@@ -299,12 +299,12 @@ def test_two_models_in_one_pass_equal_one_after_the_other(name, shape, known):
     """Their logits and the gradient for the inputs, also mapped over clients; a model with other layers falls back."""
     torch.manual_seed(0)
     spec = unskew.ModelSpec(build_model(name, shape, 4), shape, 4, dtype=torch.float64)
-    assert (pair.layers_of(spec) is not None) == known
+    assert (model_pair.layers_of(spec) is not None) == known
     v, b, x = spec.flatten(), spec.flatten_buffers(), torch.randn(5, *shape, dtype=torch.float64)
     w = v + 0.1 * torch.randn_like(v)
 
     def together(w, x):
-        first, second = pair.pair(spec, (v, b), (w, b))(x)
+        first, second = model_pair.pair(spec, (v, b), (w, b))(x)
         return (first.square() * second.exp()).sum(), (first, second)
 
     def alone(w, x):

@@ -13,7 +13,7 @@ from torch import nn
 import unskew
 from unskew.engines.batches import Plan
 from unskew.generators.learned.inversion import learn
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 from unskew.seeding import derive, fold, normal, uniform
 from unskew.simulation.sampler import Sampler
 

@@ -16,14 +16,14 @@ import unskew
 from unskew.data.federation import Federation
 from unskew.data.load import load_federation
 from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.catalogue import method
 from unskew.methods.feddle.feddle import Anchor, Feddle
 from unskew.methods.feddle.search import Directions, cosine, minimise, new_head, norms, scales, surrogate
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.training import Training
+from unskew.methods.registry import method
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.training_config import Training
 from unskew.seeding import fold
-from unskew.simulation.server_training import ServerTrainer
+from unskew.simulation.server_trainer import ServerTrainer
 
 FULL = torch.float64
 OWN, OTHER = with_server(), with_server(in_domain=False)

@@ -12,11 +12,11 @@ from torch import nn
 import unskew
 from unskew.generators.latent import LatentGenerator, choose, diversity
 from unskew.methods.fedgen import PURPOSE, FedGen
-from unskew.models.catalogue import build_model
-from unskew.models.trainable import Batch
+from unskew.models.execution import Batch
+from unskew.models.registry import build_model
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import fold, normal
-from unskew.tasks.labels import Classification
+from unskew.tasks.classification import Classification
 
 SIZES = [12, 23, 17]
 

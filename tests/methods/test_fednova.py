@@ -10,8 +10,8 @@ from support.tolerance import TRAINING, assert_close, near
 import unskew
 from unskew.engines.batches import Plan
 from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.catalogue import method
-from unskew.protocol.training import Training
+from unskew.methods.registry import method
+from unskew.protocol.training_config import Training
 
 
 def weight_of_gradients(steps, rho):

@@ -12,8 +12,8 @@ from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import MethodConflict
-from unskew.methods.catalogue import method
-from unskew.protocol.training import Training
+from unskew.methods.registry import method
+from unskew.protocol.training_config import Training
 
 LR, STEPS, MOMENTUM, DECAY = 0.03, 7, 0.8, 0.05
 HIDDEN = 2

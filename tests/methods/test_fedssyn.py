@@ -23,15 +23,15 @@ from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew import Federation
-from unskew.comparison.target import target_costs
+from unskew.comparison.cost_to_target import target_costs
 from unskew.data.federation import ServerData
 from unskew.errors import ConfigError, DataError, MethodConflict
-from unskew.generators import synthetic_set as synthetic
+from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import note, subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn
-from unskew.methods.fedssyn.sets import refusing
+from unskew.methods.fedssyn.synthetic_sets import refusing
+from unskew.protocol.data_preparation import Workspace
 from unskew.protocol.rules import ClientRule
-from unskew.protocol.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -321,7 +321,7 @@ def test_the_papers_numbers_follow_from_the_formula():
 
 
 def unskew_vgg():
-    from unskew.models.catalogue import build_model
+    from unskew.models.registry import build_model
 
     return build_model("vgg11", (3, 32, 32), 10)
 

@@ -10,13 +10,13 @@ from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, oracle, 
 from support.tolerance import TRAINING, assert_close
 
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import method
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.feddle.feddle import Feddle
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from unskew.methods.fedprox import FedProx
+from unskew.methods.registry import method
 from unskew.protocol.rules import ClientRule
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])

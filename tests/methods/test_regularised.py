@@ -13,7 +13,7 @@ import unskew
 from unskew.errors import ConfigError
 from unskew.methods.feddecorr import FedDecorr, authors_energy, correlation_energy
 from unskew.methods.moon import contrast
-from unskew.models.trainable import Batch
+from unskew.models.execution import Batch
 
 
 def train(method, **options):

@@ -14,7 +14,7 @@ from support.tolerance import TRAINING, assert_close, near
 import unskew
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.fednova import FedNova
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 LR = 0.05
 

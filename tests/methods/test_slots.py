@@ -13,10 +13,10 @@ from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.catalogue import describe, method
+from unskew.methods.registry import describe, method
+from unskew.protocol.data_preparation import Contributions, Dealt
 from unskew.protocol.rules import DataRule, ServerRule, Sync
 from unskew.protocol.updates import Aggregate
-from unskew.protocol.workspace import Contributions, Dealt
 
 
 class HeadOften(Sync):

@@ -8,10 +8,10 @@ from support.quadratic import Quadratics, gradient, problem
 from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
-from unskew.methods.catalogue import method
+from unskew.methods.registry import method
 from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ServerRule
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
 
 LR, STEPS, HIDDEN = 0.03, 3, 2

@@ -10,7 +10,7 @@ from support.tolerance import MAGNIFIED, TRAINING, assert_close
 from torch import nn
 
 import unskew
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])

@@ -14,12 +14,12 @@ from torch import nn
 
 import unskew
 from unskew.engines.batches import Normaliser
-from unskew.generators.virtual.clusters import gaussian
+from unskew.generators.virtual.gaussian import gaussian
 from unskew.generators.virtual.style import modulated, style_images
 from unskew.methods.vhl import VHL, align
-from unskew.models.trainable import Batch
+from unskew.models.execution import Batch
 from unskew.protocol.rules import ClientRule
-from unskew.tasks.labels import Classification
+from unskew.tasks.classification import Classification
 
 SIZES = [12, 23, 17]
 

@@ -8,9 +8,9 @@ from support.running import call
 from torch import nn
 
 from unskew.errors import ConfigError
-from unskew.models.catalogue import MODELS, build_model
-from unskew.models.groups import layer_groups, split_at
-from unskew.models.vector import ModelSpec
+from unskew.models.layer_groups import layer_groups, split_at
+from unskew.models.registry import MODELS, build_model
+from unskew.models.spec import ModelSpec
 
 
 def groups_of(module, shape=(3, 32, 32), classes=10):

@@ -19,20 +19,20 @@ from support.tolerance import FEW, MAGNIFIED, assert_close, assert_engines_agree
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import summary_table
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.loader import experiment, load_yaml
 from unskew.data.load import load_federation
-from unskew.data.reading.tokens import make_tokenizer
-from unskew.engines.catalogue import pick_device
+from unskew.data.readers.tokenization import make_tokenizer
+from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.methods.catalogue import CATALOGUE, method, rule_class
-from unskew.models.catalogue import resolve_model
-from unskew.models.groups import layer_groups, split_at
-from unskew.models.vector import ModelSpec
-from unskew.protocol.workspace import Prepared
+from unskew.methods.registry import CATALOGUE, method, rule_class
+from unskew.models.layer_groups import layer_groups, split_at
+from unskew.models.registry import resolve_model
+from unskew.models.spec import ModelSpec
+from unskew.protocol.data_preparation import Prepared
 from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("heavy")]
 
@@ -444,7 +444,7 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
     assert len(names) == 3 * 2 * 2
     net = OPTForCausalLM.from_pretrained(opt, dtype=torch.float64, attn_implementation="eager")
     theirs = peft.get_peft_model(net, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])).train()
-    from unskew.runs.model import initial_spec
+    from unskew.runs.build_model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
     start = spec.parameters(spec.flatten())
@@ -482,7 +482,7 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     from unskew.data.load import federation_of
 
     fed = federation_of(config.data_spec, config.seed)
-    from unskew.runs.model import initial_spec
+    from unskew.runs.build_model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
     session = Session(config, Prepared(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"), None, [])
@@ -521,7 +521,7 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
     from unskew.data.load import federation_of
-    from unskew.runs.model import initial_spec
+    from unskew.runs.build_model import initial_spec
 
     fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
     spec = initial_spec(config, fed, None, rule)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from unskew.errors import ConfigError
-from unskew.models.catalogue import MODELS, build_model, resolve_model
+from unskew.models.registry import MODELS, build_model, resolve_model
+from unskew.models.zoo.basic import MLP
 from unskew.models.zoo.cnn import CNNA
 from unskew.models.zoo.resnet import PaddedShortcut, ResNet20
-from unskew.models.zoo.vision import MLP
 
 BUILT = [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)]
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]

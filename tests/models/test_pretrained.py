@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.models.catalogue import build_model
-from unskew.models.groups import layer_groups
-from unskew.models.vector import ModelSpec
-from unskew.models.zoo.pretrained import HALVES, IMAGENET, RESNET18
-from unskew.runs.model import as_wanted
+from unskew.models.layer_groups import layer_groups
+from unskew.models.registry import build_model
+from unskew.models.spec import ModelSpec
+from unskew.models.zoo.huggingface import HALVES, IMAGENET, RESNET18
+from unskew.runs.build_model import as_wanted
 from unskew.runs.run import resume
 
 pytestmark = pytest.mark.xdist_group("heavy")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.tolerance import FEW, assert_close
 
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 DRAWS = torch.Generator().manual_seed(0)
 CASES = {

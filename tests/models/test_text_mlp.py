@@ -6,9 +6,9 @@ import torch
 from support.running import call
 
 import unskew
-from unskew.data.reading.tokens import make_tokenizer
+from unskew.data.readers.tokenization import make_tokenizer
 from unskew.errors import ConfigError, DataError
-from unskew.models.catalogue import build_model
+from unskew.models.registry import build_model
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -7,11 +7,11 @@ from support.federations import SmallBatchNorm
 from support.tolerance import MAGNIFIED, assert_close
 from torch import nn
 
-from unskew.models.catalogue import MODELS, build_model
-from unskew.models.mapped import NotTogether
-from unskew.models.together import stacked_form, together, unchecked
-from unskew.models.trainable import Batch, BoundModel, FunctionalModel
-from unskew.models.vector import ModelSpec
+from unskew.models.execution import Batch, BoundModel, FunctionalModel
+from unskew.models.grouped.context import stacked_form, together, unchecked
+from unskew.models.grouped.vmap_op import NotTogether
+from unskew.models.registry import MODELS, build_model
+from unskew.models.spec import ModelSpec
 
 CLIENTS, BATCH, CLASSES = 3, 4, 5
 

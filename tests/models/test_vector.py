@@ -11,9 +11,9 @@ from unskew.engines import optimizers
 from unskew.engines.batches import Normaliser, Plan
 from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import ConfigError
-from unskew.models.trainable import Batch, BoundModel, FunctionalModel
-from unskew.models.vector import ModelSpec
-from unskew.protocol.training import Training
+from unskew.models.execution import Batch, BoundModel, FunctionalModel
+from unskew.models.spec import ModelSpec
+from unskew.protocol.training_config import Training
 from unskew.seeding import derive, fold, generator, uniform
 
 

@@ -21,12 +21,12 @@ from support.running import TINY, call
 import unskew
 from unskew.comparison.intervals import interval95
 from unskew.errors import CheckpointError, ConfigError
-from unskew.measures.labels import label_figures
-from unskew.reporting.about import facts
-from unskew.reporting.holdings import heat_map, of_labels
+from unskew.measurements.label_skew import label_figures
+from unskew.reporting.label_distribution import heat_map, of_labels
 from unskew.reporting.page import allowed, as_script
-from unskew.reporting.parts import parts_of
-from unskew.reporting.reading import read_runs
+from unskew.reporting.run_description import facts
+from unskew.reporting.run_groups import parts_of
+from unskew.reporting.run_reader import read_runs
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -420,7 +420,7 @@ def test_a_broken_section_does_not_cost_the_others(compared, tmp_path, light, mo
     def broken(part):
         raise TypeError("<b> * None")
 
-    monkeypatch.setattr("unskew.reporting.figures.boxes", broken)
+    monkeypatch.setattr("unskew.reporting.chart_data.boxes", broken)
     monkeypatch.setattr("unskew.reporting.tables.costs", broken)
     whole = call(capsys, "report", compared[0], "--out", tmp_path / "r.html").out
     printed = " ".join(whole.split())

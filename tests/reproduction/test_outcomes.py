@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from unskew.config.experiment import Experiment, NetworkConfig
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.reproduction.outcomes import (
     keep,
     kept,
@@ -98,8 +98,8 @@ def test_names_are_safe_and_short_and_two_runs_never_share_one():
 
 def test_outcomes_of_before_a_default_changed_are_marked_and_give_way_to_new_ones(tmp_path):
     """They are no run that a preset names, and never mixed with one."""
-    from unskew.reproduction import report
-    from unskew.reproduction.earlier import notes
+    from unskew.reproduction import tables
+    from unskew.reproduction.legacy_outcomes import notes
     from unskew.reproduction.preset import load_preset
     from unskew.reproduction.sweep import Sweep
 
@@ -120,7 +120,7 @@ def test_outcomes_of_before_a_default_changed_are_marked_and_give_way_to_new_one
             keep(tmp_path, cell.config.model_copy(update={"method": one, "seed": seed}), None, history, summary)
     found = list(sweep.found([0, 1]))
     assert [(c.row, c.config.seed) for c, _ in found] == [("FedAvg + Fedssyn †", 0), ("FedAvg + Fedssyn", 1)]
-    assert {e.row: e.published for e in report.entries(sweep.preset, found)} == dict.fromkeys(
+    assert {e.row: e.published for e in tables.entries(sweep.preset, found)} == dict.fromkeys(
         (c.row for c, _ in found), 4
     )
     (note,) = notes(c for c, _ in found)

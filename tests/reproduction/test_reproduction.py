@@ -12,13 +12,13 @@ from support.running import call
 from support.slow import slow_but
 
 import unskew
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.federation import ServerData
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
-from unskew.methods.catalogue import method
-from unskew.protocol.proposed import Proposed
-from unskew.reproduction import report, sweep
+from unskew.methods.registry import method
+from unskew.protocol.run_context import Proposed
+from unskew.reproduction import sweep, tables
 from unskew.reproduction.outcomes import kept, key_of, run_identity
 from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
 from unskew.reproduction.settings import settings_note
@@ -71,7 +71,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
             stem, slash, _ = value.partition("/")
             if slash and stem in ("consensus", "generalization", "gradients", "updates"):
                 assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
-    assert all(report.shown(value.removesuffix("*"))[0] for value in preset.values)
+    assert all(tables.shown(value.removesuffix("*"))[0] for value in preset.values)
     for value, columns in preset.published.items():
         assert value in preset.values
         assert set(columns) <= set(preset.columns)
@@ -328,22 +328,22 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
         for seed, value in enumerate(accuracies.get(cell.row, ()))
         if cell.column == "NIID-1"
     ]
-    avg, cog = report.entries(preset, outcomes)
+    avg, cog = tables.entries(preset, outcomes)
     assert (avg.mean, avg.std, avg.paired) == (pytest.approx(60), pytest.approx(10), None)
     assert (cog.mean, cog.seeds, cog.published) == (pytest.approx(62), [0, 1, 2], 64.83)
     assert cog.difference == pytest.approx(62 - 64.83)
     assert cog.paired == (pytest.approx(2), pytest.approx(1), 3)
-    ((title, header, body),) = report.lines(preset, [avg, cog])
+    ((title, header, body),) = tables.lines(preset, [avg, cog])
     assert title == "NIID-1: accuracy after the last round, %"
     assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "-0.48 to +4.48", "64.83", "-2.83"]
-    assert report.markdown(header, body).count("\n") == 3
-    ((_, _, body),) = report.lines(preset, [avg, cog], whole=True)
+    assert tables.markdown(header, body).count("\n") == 3
+    ((_, _, body),) = tables.lines(preset, [avg, cog], whole=True)
     assert ["FedGen", "not run", "", "", "", "62.45", ""] in body
     assert [row[0] for row in body][:2] == ["FedAvg", "FedCOG"]
     assert "FedCOG (authors)" not in [row[0] for row in body]
     # Two of FedAvg's seeds are missing: one difference has no spread, and the table says of how many it is.
     fewer = [(cell, outcome) for cell, outcome in outcomes if cell.row == "FedCOG" or cell.config.seed == 1]
-    ((_, _, body),) = report.lines(preset, report.entries(preset, fewer))
+    ((_, _, body),) = tables.lines(preset, tables.entries(preset, fewer))
     assert body[1][3] == "+1.00 (1 of 3)"
 
 
@@ -359,7 +359,7 @@ def test_rounds_and_traffic_are_those_to_the_tables_own_target():
             outcomes.append(
                 (Cell(row, "α=0.1", config), {"summary": {"bytes_up": 30, "bytes_down": 20, **told}, "curve": curve})
             )
-        made = report.entries(preset, outcomes)
+        made = tables.entries(preset, outcomes)
         return {(e.value, e.row): e.mean for e in made if e.value != "accuracy"}
 
     other = {"target": 0.2, "rounds_to_target": 1, "bytes_to_target": 10}
@@ -377,11 +377,11 @@ def test_what_is_called_a_mean_over_rounds_is_none_of_the_last_round():
     curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
     cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
     outcome = {"summary": {"accuracy": 0.3, "coefficients/negative": 7}, "curve": curve}
-    found = report.entries(load_preset("feddle/figure-6"), [(cell, outcome)])
+    found = tables.entries(load_preset("feddle/figure-6"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
     curve = {"surrogate/cosine": [0.5, 0.0, 0.1], "accuracy": [0.1, 0.2, 0.3]}
     outcome = {"summary": {"accuracy": 0.3, "surrogate/cosine": 0.1}, "curve": curve}
-    found = report.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
+    found = tables.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"surrogate/cosine": pytest.approx(0.2), "accuracy": 30}
 
 
@@ -396,7 +396,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
             raise DataError("There is no network.")
         return real(spec, seed)
 
-    monkeypatch.setattr("unskew.comparison.one_run.federation_of", offline)
+    monkeypatch.setattr("unskew.comparison.single_run.federation_of", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
     reported = []
     monkeypatch.setattr("unskew.cli.reproduce.report_at_the_end", lambda console, *what: reported.append(what))
@@ -409,7 +409,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     assert "Scale smoke is not the paper's setting: data digits (paper: cifar10); " in outcome.out
     assert "64.36" not in outcome.out, "the paper's number is of other data"
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
-    monkeypatch.setattr("unskew.comparison.one_run.federation_of", None)  # showing needs no data
+    monkeypatch.setattr("unskew.comparison.single_run.federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     assert len(reported) == 1, "nothing was run, so there is nothing new to report on"
     found = json.loads(shown.out[shown.out.index("{") :])
@@ -445,13 +445,13 @@ def test_a_table_states_what_is_not_the_papers_and_shows_only_numbers_of_the_sam
     assert bool(note) == bool(notes)
     if name == "fedssyn/table-a1":
         outcomes = [(c, {**o, "summary": {**o["summary"], "target": c.config.target}}) for c, o in outcomes]
-    table = [e for e in report.entries(preset, outcomes) if e.value == preset.values[0] and e.against is None]
+    table = [e for e in tables.entries(preset, outcomes) if e.value == preset.values[0] and e.against is None]
     assert len(table) == len(some)
     theirs = preset.published[preset.values[0]]
     known = [e for e in table if e.row in theirs[e.column]]
     assert known
     assert all((e.published is not None) == published and (e.difference is not None) == difference for e in known)
-    header = {title for _, header, _ in report.lines(preset, table, whole=True) for title in header}
+    header = {title for _, header, _ in tables.lines(preset, table, whole=True) for title in header}
     assert ("paper" in header, "ours minus paper" in header) == (published, difference)
 
 
@@ -464,12 +464,12 @@ def test_rows_are_paired_with_the_row_without_images():
         for seed, found in enumerate(rounds.get(cell.row, ()))
         if cell.column == "N=10, C=1, α=0.01"
     ]
-    table = [e for e in report.entries(preset, outcomes) if e.value == "rounds_to_target"]
+    table = [e for e in tables.entries(preset, outcomes) if e.value == "rounds_to_target"]
     (pair,) = [e for e in table if e.against is not None]
     low, high = -5 - 4.302652729696142 * 3 / 3**0.5, -5 + 4.302652729696142 * 3 / 3**0.5  # Student's t, two degrees
     assert (pair.row, pair.against, pair.mean, pair.std) == ("SCAFFOLD + Fedssyn", "SCAFFOLD", -5, 3)
     assert pair.interval == pytest.approx((low, high))
-    *_, (title, _, body) = report.lines(preset, table)
+    *_, (title, _, body) = tables.lines(preset, table)
     assert title.endswith("differences")
     assert body == [["SCAFFOLD + Fedssyn − SCAFFOLD", "0, 1, 2", "-5.0 ± 3.0", "-12.5 to +2.5"]]
 
@@ -519,7 +519,7 @@ def test_tables_can_be_drawn(tmp_path, name, rows, size):
 
     made = make(tmp_path, name, rows, None, {"engine": "inline"})
     found = list(made.carry_out([0]))
-    entries = report.entries(made.preset, found)
+    entries = tables.entries(made.preset, found)
     assert len({e.value for e in entries}) == size
     path = tmp_path / "figure.png"
     if made.preset.curves:
@@ -538,7 +538,7 @@ def test_curves_over_traffic_end_where_the_table_says(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     figures.draw_curves(made.preset, found, tmp_path / "figure.png")
     (axis,) = drawn[0].axes
-    sent = {e.row: e.mean for e in report.entries(made.preset, found) if e.value == "bytes_per_client"}
+    sent = {e.row: e.mean for e in tables.entries(made.preset, found) if e.value == "bytes_per_client"}
     assert {line.get_label(): line.get_xdata()[-1] for line in axis.lines} == pytest.approx(sent)
     assert sent["FedALS"] < sent["FedAvg"]
 
@@ -590,4 +590,4 @@ def test_a_row_that_lacks_a_value_keeps_the_colours_of_the_others_and_its_place_
 
 def test_counted_parameters_are_scaled_to_the_papers_steps():
     summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
-    assert report.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40
+    assert tables.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40

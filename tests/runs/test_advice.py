@@ -15,12 +15,12 @@ from support.running import call
 import unskew
 from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_rules import RULES
-from unskew.diagnosis.situation import Limits
-from unskew.diagnosis.trying import try_out
+from unskew.diagnosis.features import Limits
+from unskew.diagnosis.successive_halving import try_out
 from unskew.errors import ConfigError, DataError
-from unskew.measures.features import feature_skew
-from unskew.measures.labels import label_chance
-from unskew.methods.catalogue import method
+from unskew.measurements.feature_skew import feature_skew
+from unskew.measurements.label_skew import label_chance
+from unskew.methods.registry import method
 
 SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "local_steps": 10, "batch_size": 8}
 

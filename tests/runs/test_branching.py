@@ -8,7 +8,7 @@ from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import CATALOGUE
+from unskew.methods.registry import CATALOGUE
 
 SIZES = [12, 17, 9]
 

@@ -15,12 +15,12 @@ from support.tolerance import FEW, assert_close
 import unskew
 from unskew.cli.tables import partition_table, summary_table
 from unskew.data.federation import ClientData, Federation
-from unskew.data.partition.make import make_partition
+from unskew.data.partition.partitioner import make_partition
 from unskew.errors import DataError
 from unskew.plots.curves import clients_by_class
 from unskew.plots.figure import literal
 from unskew.runs import summary
-from unskew.simulation.trouble import left_out
+from unskew.simulation.run_warnings import left_out
 
 NAMES = ("North [x]", "St. Mary's", "$5", "East")
 draws = np.random.default_rng(0)

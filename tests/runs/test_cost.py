@@ -5,9 +5,9 @@ import torch
 from support.running import TINY, call
 
 import unskew
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import method
+from unskew.methods.registry import method
 from unskew.runs import cost
 
 pytestmark = pytest.mark.usefixtures("undrawn")

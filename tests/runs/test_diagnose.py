@@ -22,14 +22,14 @@ import unskew
 from unskew.data.federation import ArrayClients, Federation
 from unskew.diagnosis.synthetic import POOL, checked
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.measures import lemma
-from unskew.measures.gradients import Gradients
-from unskew.measures.heterogeneity import Scope, measure
-from unskew.measures.labels import label_figures
-from unskew.measures.probe import Probe, largest
-from unskew.measures.updates import Updates
-from unskew.models.vector import ModelSpec
-from unskew.tasks.catalogue import TASKS
+from unskew.measurements import fedssyn_bounds
+from unskew.measurements.gradient_dissimilarity import Gradients
+from unskew.measurements.gradient_probe import Probe, largest
+from unskew.measurements.heterogeneity import Scope, measure
+from unskew.measurements.label_skew import label_figures
+from unskew.measurements.update_norms import Updates
+from unskew.models.spec import ModelSpec
+from unskew.tasks.registry import TASKS
 
 SIZES = (3, 7, 5, 4)
 ALL = Scope(clients=None, samples=None, shares=(0.0, 0.3, 0.5, 1.0), iterations=500, tolerance=1e-12, tau=4, batch=2)
@@ -99,9 +99,9 @@ def test_all_quantities_of_least_squares_are_the_closed_forms(shared):
         assert row["zeta2_bound"] == near((1 - p) ** 2 * zeta2)
         assert row["sigma2_bound"] == near((1 - p) * noise.mean() + p * pool + p * (1 - p) * (zeta2 + delta2))
         assert row["L_bound"] == pytest.approx((1 - p) * expected["L_max"] + p * expected["L_synthetic"], rel=1e-6)
-        base = lemma.iterations(expected["epsilon"], 4, 4, expected["L_max"], zeta2, noise.mean() / 2)
+        base = fedssyn_bounds.iterations(expected["epsilon"], 4, 4, expected["L_max"], zeta2, noise.mean() / 2)
         for end in ("", "_bound"):
-            steps = lemma.iterations(
+            steps = fedssyn_bounds.iterations(
                 expected["epsilon"], 4, 4, row[f"L{end}"], row[f"zeta2{end}"], row[f"sigma2{end}"] / 2
             )
             assert row[f"rounds{end}"] == pytest.approx(steps / base, rel=1e-5)
@@ -124,7 +124,7 @@ def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
     assert found.figures["epsilon"] == near(epsilon)
     zeta2 = np.square(g - g.mean(0)).sum(1).mean()
     steps = [
-        lemma.iterations(epsilon, 4, 4, L, z, s / 2, mu)
+        fedssyn_bounds.iterations(epsilon, 4, 4, L, z, s / 2, mu)
         for L, z, s in (
             (max(map(top, H)), zeta2, noise.mean()),
             *((r["L"], r["zeta2"], r["sigma2"]) for r in found.shares),
@@ -214,13 +214,13 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
 
 def test_corollary_one_in_numbers():
     drift = 5 * math.sqrt(2.0) + math.sqrt(5 * 3.0)
-    assert lemma.iterations(0.1, 10, 5, 7, 2.0, 3.0) == pytest.approx(
+    assert fedssyn_bounds.iterations(0.1, 10, 5, 7, 2.0, 3.0) == pytest.approx(
         7 * 3 / (10 * 0.1**2) + 7 * drift / 0.1**1.5 + 7 * 5 / 0.1
     )
-    assert lemma.iterations(0.1, 10, 5, 7, 2.0, 3.0, mu=0.5) == pytest.approx(
+    assert fedssyn_bounds.iterations(0.1, 10, 5, 7, 2.0, 3.0, mu=0.5) == pytest.approx(
         3 / (0.5 * 10 * 0.1) + math.sqrt(7) * drift / (0.5 * math.sqrt(0.1)) + 7 * 5 / 0.5 * math.log(10)
     )
-    assert lemma.iterations(1e-300, 10, 5, 2.0, 0.4, 6.0) == math.inf
+    assert fedssyn_bounds.iterations(1e-300, 10, 5, 2.0, 0.4, 6.0) == math.inf
 
 
 def test_label_figures():

@@ -8,11 +8,11 @@ import torch
 import yaml
 
 import unskew
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.errors import CheckpointError, ConfigError, UnskewError
-from unskew.methods.catalogue import method
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedprox import FedProx
+from unskew.methods.registry import method
 
 BUDGET = {"local_steps": 1, "model": "logistic", "engine": "inline"}
 

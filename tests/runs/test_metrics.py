@@ -12,9 +12,9 @@ from support.tolerance import FEW, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import metrics_table
 from unskew.errors import ConfigError
-from unskew.tasks.catalogue import TASKS
-from unskew.tasks.labels import Classification
+from unskew.tasks.classification import Classification
 from unskew.tasks.metrics import METRICS, metric_figures
+from unskew.tasks.registry import TASKS
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
 ASKED = ",".join(METRICS)

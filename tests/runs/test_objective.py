@@ -14,11 +14,11 @@ from support.tolerance import near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
-from unskew.comparison.target import target_costs
+from unskew.comparison.cost_to_target import target_costs
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import reaching
-from unskew.runs.curves import classifier_curves
-from unskew.tasks.score import KNOWN_METRICS, metric
+from unskew.runs.prediction_curves import classifier_curves
+from unskew.tasks.primary_metric import KNOWN_METRICS, metric
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model": "logistic", "rounds": 6, "local_steps": 4, "lr": 2.0, "batch_size": 8, "engine": "inline"}
@@ -302,8 +302,8 @@ def test_functions_of_files_need_trust_and_travel_to_other_processes(fed, tmp_pa
 
 
 def test_every_metric_has_one_entry_with_its_direction():
-    from unskew.tasks.catalogue import TASKS
     from unskew.tasks.metrics import METRICS
+    from unskew.tasks.registry import TASKS
 
     named = {*METRICS, *(name for task in TASKS.values() for name in (task.scored, "loss", *task.figures))} - {"recall"}
     assert named <= set(KNOWN_METRICS)

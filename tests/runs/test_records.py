@@ -18,14 +18,14 @@ from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import megabytes, partition_table, percent, summary_table
 from unskew.comparison.compare import Comparison, folder_name, mean_std
 from unskew.errors import CheckpointError, ConfigError
-from unskew.models.vector import ModelSpec
+from unskew.models.spec import ModelSpec
 from unskew.plots import curves
 from unskew.plots.curves import clients_by_class, convergence, signs
 from unskew.plots.figure import new_figure, over_rounds
 from unskew.records.recorder import MEASURED, Recorder, reaching
 from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
-from unskew.tasks.score import metric
+from unskew.tasks.primary_metric import metric
 
 
 @pytest.fixture(autouse=True)

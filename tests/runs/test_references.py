@@ -13,7 +13,7 @@ from torch import nn
 import unskew
 from unskew.errors import CheckpointError, ConfigError, MethodConflict
 from unskew.methods.references import steps_per_round
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 QUICK = {"model": "logistic", "rounds": 3, "local_epochs": 1, "batch_size": 16, "lr": 0.2, "engine": "inline"}

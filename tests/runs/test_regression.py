@@ -11,9 +11,9 @@ from support.tolerance import FEW, near
 
 import unskew
 from unskew.errors import ConfigError, DataError
-from unskew.methods.catalogue import CATALOGUE, rule_class
-from unskew.reporting.parts import parts_of
-from unskew.reporting.reading import read_runs
+from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.reporting.run_groups import parts_of
+from unskew.reporting.run_reader import read_runs
 from unskew.reporting.tables import comparison, fairness
 from unskew.tasks.regression import LEAST, Regression, regression_figures, regression_sums
 

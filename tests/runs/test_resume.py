@@ -21,7 +21,7 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, UnskewError
-from unskew.files import locked
+from unskew.filesystem import locked
 from unskew.runs import run as run_module
 from unskew.simulation.checkpoint import FORMAT, checkpoints
 

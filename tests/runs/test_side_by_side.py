@@ -14,13 +14,13 @@ from support.running import assert_same_run, call, metrics
 from support.sweeps import small_table
 
 import unskew
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.federation import ArrayClients
-from unskew.engines.laid_out import lay_out, taken_up
-from unskew.engines.machine import cores
+from unskew.engines.cpu import cores
+from unskew.engines.mmap_pickle import lay_out, taken_up
 from unskew.errors import ConfigError, EngineError
-from unskew.runs.crew import Work
-from unskew.runs.side_by_side import SMALL, places, read_parallel, side_by_side
+from unskew.runs.parallel import SMALL, places, read_parallel, side_by_side
+from unskew.runs.process_pool import Work
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -61,7 +61,7 @@ def test_no_number_of_runs(text):
 
 
 def test_how_many_runs_are_made_at_a_time(monkeypatch):
-    monkeypatch.setattr("unskew.engines.machine._share", 4)
+    monkeypatch.setattr("unskew.engines.cpu._share", 4)
     assert cores() == 4
 
     def at_once(parallel, runs=8, size=100, **options):

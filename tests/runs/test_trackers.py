@@ -11,7 +11,7 @@ from support.running import Process, metrics
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.files import waiting_for
+from unskew.filesystem import waiting_for
 from unskew.records import mlflow_store, trackers
 from unskew.records.mlflow_store import put_aside, whole
 

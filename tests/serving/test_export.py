@@ -13,10 +13,10 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, ConfigError
-from unskew.models.catalogue import MODELS
-from unskew.serving.card import card
+from unskew.models.registry import MODELS
 from unskew.serving.load import opened
-from unskew.serving.portable import TOLERANCE, examples
+from unskew.serving.model_card import card
+from unskew.serving.portable_model import TOLERANCE, examples
 
 pytest.importorskip("onnxruntime")
 Image = pytest.importorskip("PIL.Image")
@@ -176,7 +176,7 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
     (folder / "personal" / "1.safetensors").write_bytes(b"{")
     with pytest.raises(CheckpointError, match="damaged"):
         unskew.load(folder, client=1)
-    monkeypatch.setattr("unskew.runs.tuned.MOST", 10)
+    monkeypatch.setattr("unskew.runs.personal_model_files.MOST", 10)
     with pytest.warns(UserWarning, match="are not kept"):
         unskew.run(out=tmp_path / "large", **same)
     with pytest.raises(ConfigError, match="keeps none of client 0"):
@@ -198,14 +198,14 @@ def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
 
 
 def test_a_file_that_gives_something_else_is_not_kept(ditto, tmp_path, monkeypatch):
-    monkeypatch.setattr("unskew.serving.portable._apart", lambda one, other: 1e-3)
+    monkeypatch.setattr("unskew.serving.portable_model._apart", lambda one, other: 1e-3)
     with pytest.raises(ConfigError, match="other probabilities"):
         unskew.export(ditto, "torchscript", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_without_onnx_it_is_said_what_to_install(ditto, tmp_path, monkeypatch):
-    monkeypatch.setattr("unskew.serving.portable.find_spec", lambda name: None)
+    monkeypatch.setattr("unskew.serving.portable_model.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"unskew\[export\]"):
         unskew.export(ditto, "onnx", out=tmp_path / "out")
 
@@ -273,7 +273,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(ditto, tmp_path, monkeypat
     def full(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("unskew.files.write_synced", full)
+    monkeypatch.setattr("unskew.filesystem.write_synced", full)
     with pytest.raises(CheckpointError, match="The disk is full"):
         unskew.export(ditto, kind, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ from support.running import call
 
 import unskew
 from unskew.cli.predict import as_text
-from unskew.data.reading.telling import told
 from unskew.errors import CheckpointError, ConfigError, DataError
+from unskew.progress import told
 
 TINY = {"rounds": 2, "local_steps": 5, "engine": "inline"}
 Image = pytest.importorskip("PIL.Image")

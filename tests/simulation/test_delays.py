@@ -19,11 +19,11 @@ from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.protocol.updates import Updates
 from unskew.runs import session
 from unskew.simulation.checkpoint import read_manifest
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
-from unskew.simulation.intake import Intake, empty
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
-from unskew.simulation.store import ClientStore
+from unskew.simulation.update_buffer import Intake, empty
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -7,9 +7,9 @@ from support.federations import Spy, blobs
 from support.tolerance import TRAINING, near
 
 import unskew
-from unskew.data.partition.rules import iid
+from unskew.data.partition.schemes import iid
 from unskew.errors import ConfigError, DataError
-from unskew.measures.bounds import fedcog_bound, feddle_rate
+from unskew.measurements.bounds import fedcog_bound, feddle_rate
 
 
 def log_loss(v, x, y, classes=3):
@@ -117,7 +117,7 @@ def test_iid_clients_may_get_so_many_samples_each():
 
 
 def test_the_gaussians_are_what_they_say():
-    source = unskew.data.sources.catalogue.load_source("gaussians")
+    source = unskew.data.sources.registry.load_source("gaussians")
     x, y = source.train.x.numpy(), source.train.y.numpy()
     for c in range(10):
         np.testing.assert_allclose(x[y == c].mean(0), np.full(10, c - 5.0), atol=0.15)

@@ -18,10 +18,10 @@ from unskew.cli.tables import summary_table
 from unskew.comparison.compare import Comparison
 from unskew.engines.batches import Plan
 from unskew.errors import MethodConflict
-from unskew.methods.catalogue import method
-from unskew.protocol.training import Training
-from unskew.simulation import personal
-from unskew.tasks.score import metric
+from unskew.methods.registry import method
+from unskew.protocol.training_config import Training
+from unskew.simulation import personal_models
+from unskew.tasks.primary_metric import metric
 
 LR, STEPS, MOMENTUM, DECAY = 0.05, 5, 0.9, 0.1
 COG = "fedcog:start_round=1,n=6,g_steps=2"
@@ -71,7 +71,7 @@ def test_the_last_training_equals_a_loop_in_numpy(chosen, engine):
     x = run.rounds(3)[-1]
     state = {k: dict(run.server.store.get(k)) for k in range(4)}
     clients = [3, 0, 2, 1]
-    found = list(personal.tuned(run.server, run.engine, 3, 3, clients))
+    found = list(personal_models.tuned(run.server, run.engine, 3, 3, clients))
     for k, (v, _) in zip(clients, found, strict=True):
         y, m = x.copy(), np.zeros(3)
         correction = np.zeros(3)
@@ -148,13 +148,13 @@ def test_every_engine_gives_the_same_personal_figures(chosen, engine):
 
 def test_only_clients_that_are_evaluated_train(monkeypatch):
     seen = []
-    tuned = personal.tuned
+    tuned = personal_models.tuned
 
     def watched(*args):
         seen.append(args[-1])
         return tuned(*args)
 
-    monkeypatch.setattr(personal, "tuned", watched)
+    monkeypatch.setattr(personal_models, "tuned", watched)
     train("fedavg+ft", eval_clients=5)
     some = train("fedavg+ft", eval_clients=2)
     none = train("fedavg+ft", eval_clients=0)
@@ -170,7 +170,7 @@ def test_a_client_whose_last_training_fails_is_served_by_the_global_model():
     run = Quadratics(A, b, "ft")
     x = run.rounds(1)[-1]
     run.engine.trainer.setup.federation.clients.x[3:10] = torch.nan
-    found = [v.numpy() for v, _ in personal.tuned(run.server, run.engine, 1, 4, range(4))]
+    found = [v.numpy() for v, _ in personal_models.tuned(run.server, run.engine, 1, 4, range(4))]
     assert np.array_equal(found[1], x)
     assert all(np.isfinite(v).all() and not np.array_equal(v, x) for k, v in enumerate(found) if k != 1)
 

@@ -10,12 +10,12 @@ from support.tolerance import MAGNIFIED, assert_close
 
 import unskew
 from unskew.data.federation import Federation
-from unskew.data.normalisation import Normalisation
-from unskew.data.pixels import Pixels
+from unskew.data.normalization import Normalisation
+from unskew.data.pixel_scaling import Pixels
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError
-from unskew.plots.pictures import grid_by_class
-from unskew.simulation.made_inputs import MadeInputs
+from unskew.plots.image_grid import grid_by_class
+from unskew.simulation.generated_samples import MadeInputs
 
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
 

@@ -7,7 +7,7 @@ from support.tolerance import near
 
 import unskew
 from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.catalogue import describe
+from unskew.methods.registry import describe
 from unskew.protocol.rules import ClientRule, ServerRule
 
 SIZES = [12, 20, 16]

@@ -9,8 +9,8 @@ from support.federations import blobs
 
 import unskew
 from unskew.runs import session
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
-from unskew.simulation.store import ClientStore
 
 SIZES = [4] * 24
 M = 6  # clients per round

@@ -14,10 +14,10 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError
-from unskew.files import write_atomic
+from unskew.filesystem import write_atomic
 from unskew.protocol.messages import ClientState, bytes_of
 from unskew.runs import session
-from unskew.simulation.store import ClientStore, encode
+from unskew.simulation.client_store import ClientStore, encode
 
 
 def state(value, size=100):

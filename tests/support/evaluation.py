@@ -6,9 +6,9 @@ from rich.console import Console
 from torch import nn
 
 import unskew
-from unskew.models.vector import ModelSpec
+from unskew.models.spec import ModelSpec
 from unskew.simulation.evaluate import Evaluator
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 
 def shown(table, width=200):

@@ -6,7 +6,7 @@ from torch import nn
 import unskew
 from support import protocol
 from support.federations import SmallBatchNorm, blobs
-from unskew.tasks.labels import Classification
+from unskew.tasks.classification import Classification
 
 
 def small_net(seed):

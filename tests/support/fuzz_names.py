@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from support.fuzzing import NUMBERS, TEXTS, near, nested, numbers, plain, texts
 from unskew.config.experiment import DIAGNOSES, Experiment
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
-from unskew.data.partition.spelling import OPTIONS, PARTITIONS
-from unskew.methods.catalogue import CATALOGUE, rule_class
-from unskew.models.catalogue import MODELS
-from unskew.options import options_of
+from unskew.data.partition.parsing import OPTIONS, PARTITIONS
+from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.models.registry import MODELS
+from unskew.option_parsing import options_of
 from unskew.simulation.delays import KINDS
 
 FIELDS = [

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 
 from unskew.protocol.context import Context
-from unskew.protocol.facts import FederationFacts, Holdings
+from unskew.protocol.data_preparation import NOWHERE, Prepared
+from unskew.protocol.federation_info import FederationFacts, Holdings
 from unskew.protocol.messages import Broadcast, ClientState, Update
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 from unskew.protocol.updates import Aggregate, Updates
-from unskew.protocol.workspace import NOWHERE, Prepared
 
 NOTHING = torch.zeros(0, dtype=torch.float64)
 

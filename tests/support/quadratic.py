@@ -7,13 +7,13 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.base import Setup
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.catalogue import method
 from unskew.methods.fedavg import FedAvg
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.training import Training
-from unskew.simulation.loop import train
+from unskew.methods.registry import method
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
+from unskew.simulation.round_loop import train
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 

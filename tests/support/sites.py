@@ -7,12 +7,12 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from unskew.config.reading import experiment
-from unskew.deployment.plan import Deployment
-from unskew.deployment.roster import read_roster
-from unskew.deployment.run import run
-from unskew.deployment.site import Site
-from unskew.deployment.thin.frames import Frame, decode, encode_header
+from unskew.config.loader import experiment
+from unskew.deployment.secagg.roster import read_roster
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.run import run
+from unskew.deployment.site.process import Site
+from unskew.deployment.wire.frames import Frame, decode, encode_header
 
 TINY = {
     "data": "digits",

@@ -13,17 +13,17 @@ from support.pages import DOCS, table
 from support.running import Process, call, metrics
 
 import unskew
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.loader import experiment, load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.methods.catalogue import CATALOGUE, rule_class
-from unskew.options import options_of
-from unskew.protocol.spaces import Choice, Range, log, one_of, read_space
-from unskew.reporting.about import again
-from unskew.reporting.parts import parts_of
-from unskew.reporting.reading import read_runs
-from unskew.tuning.options import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
+from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.option_parsing import options_of
+from unskew.protocol.search_space import Choice, Range, log, one_of, read_space
+from unskew.reporting.run_description import again
+from unskew.reporting.run_groups import parts_of
+from unskew.reporting.run_reader import read_runs
+from unskew.tuning.spaces import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
 from unskew.tuning.study import Study, database, make_storage
-from unskew.tuning.trials import Plan
+from unskew.tuning.trial_runner import Plan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 pytest.importorskip("optuna")

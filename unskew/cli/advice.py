@@ -15,7 +15,7 @@ from unskew.cli.progress import ProgressLine, make_progress
 if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
     from unskew.diagnosis.advice import Advice
-    from unskew.diagnosis.trying import Trial
+    from unskew.diagnosis.successive_halving import Trial
     from unskew.records.recorder import Callback
 
 EVIDENCE = {
@@ -83,7 +83,7 @@ def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[
 
 def print_trial(console: Console, trial: Trial) -> None:
     """A line per advised method, and how many pieces of advice held."""
-    from unskew.diagnosis.trying import VERDICTS
+    from unskew.diagnosis.successive_halving import VERDICTS
 
     table = Table(title="The advice, tried", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):

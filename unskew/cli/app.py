@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unskew.cli import info as cli_info
-from unskew.cli.deploy import deploy
-from unskew.cli.diagnose import diagnose
-from unskew.cli.evaluate import evaluate
-from unskew.cli.export import export
-from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
-from unskew.cli.init import init
-from unskew.cli.loudness import LOUDNESS, in_front, print_notices
-from unskew.cli.options import (
+from unskew.cli.common import (
     SEEDS,
     AsJson,
     ConfigFile,
@@ -45,12 +38,19 @@ from unskew.cli.options import (
     values_of,
     which_seeds,
 )
+from unskew.cli.deploy import deploy
+from unskew.cli.diagnose import diagnose
+from unskew.cli.evaluate import evaluate
+from unskew.cli.export import export
+from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
+from unskew.cli.init import init
 from unskew.cli.predict import predict
 from unskew.cli.report import report, report_at_the_end
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
+from unskew.cli.verbosity import LOUDNESS, in_front, print_notices
 from unskew.errors import ConfigError, UnskewError, shown
-from unskew.files import check_run, place
+from unskew.filesystem import check_run, place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,7 +81,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train one model across clients with one method."""
-    from unskew.config.reading import experiment
+    from unskew.config.loader import experiment
 
     values = values_of(config, context)
     checked = experiment(values)  # a mistake is told before PyTorch is loaded
@@ -136,8 +136,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare methods on the same data, partition, cohorts and initial model per seed."""
-    from unskew.config.reading import experiment
-    from unskew.methods.catalogue import check_names
+    from unskew.config.loader import experiment
+    from unskew.methods.registry import check_names
 
     files = [Path(name) for name in methods if is_config(name)]  # each a method with its configuration
     each = {}
@@ -157,8 +157,8 @@ def compare(
     from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
-    from unskew.comparison.target import target_costs
-    from unskew.runs.side_by_side import read_parallel
+    from unskew.comparison.cost_to_target import target_costs
+    from unskew.runs.parallel import read_parallel
 
     at_once = read_parallel(parallel)
     check_place(again, out)
@@ -238,9 +238,9 @@ def resume(
     """Go on with an interrupted run, or make a finished one longer with --rounds."""
     check_run(folder, resume=True)
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.config.reading import set_field
-    from unskew.deployment.plan import is_deployed
-    from unskew.deployment.run import resume as resume_deployed
+    from unskew.config.loader import set_field
+    from unskew.deployment.server.config import is_deployed
+    from unskew.deployment.server.run import resume as resume_deployed
     from unskew.runs.run import resume as resume_run
 
     flags = {"rounds": rounds, "data_path": data_path, "engine": engine, "device": device}

@@ -20,7 +20,7 @@ import typer
 
 from unskew.cli.flags import FLAGS, flag
 from unskew.errors import ConfigError
-from unskew.files import place
+from unskew.filesystem import place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +107,7 @@ def is_config(word: str) -> bool:
 
 def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     """The configuration file, overridden by the command's flags, overridden by its ``--set``."""
-    from unskew.config.reading import load_yaml, set_field
+    from unskew.config.loader import load_yaml, set_field
     from unskew.provenance import TRUST
 
     values = {} if config is None else load_yaml(config, None if context.params.get("trust_code") else TRUST)
@@ -160,7 +160,7 @@ def which_seeds(text: str, first: int = 0) -> list[int]:
         text: As it was written.
         first: The first of so many.
     """
-    from unskew.options import seeds_in
+    from unskew.option_parsing import seeds_in
 
     which = seeds_in(text)
     if text.strip().isdigit() and which[0] > 0:
@@ -237,7 +237,7 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        from unskew.simulation.loop import Interrupted
+        from unskew.simulation.round_loop import Interrupted
 
         number = stop.number if isinstance(stop, Interrupted) else ended[0] if ended else signal.SIGINT
         if not any(found.is_file() for found in folder.rglob("*")):  # as where a run has not begun

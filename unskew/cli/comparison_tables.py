@@ -11,10 +11,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.wide import as_text, below
-from unskew.comparison.target import TargetCost
-from unskew.reporting.wording import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
-from unskew.tasks.score import SCORES, Metric, client_metric, metric, objective_of, score_of
+from unskew.cli.fit_table import as_text, below
+from unskew.comparison.cost_to_target import TargetCost
+from unskew.formatting import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
+from unskew.tasks.primary_metric import SCORES, Metric, client_metric, metric, objective_of, score_of
 
 REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
 WORDS = ("model", "over")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli import operate
-from unskew.cli.options import (
+from unskew.cli.common import (
     AsJson,
     ConfigFile,
     Rounds,
@@ -24,7 +24,7 @@ from unskew.cli.options import (
     values_of,
 )
 from unskew.errors import ConfigError
-from unskew.files import place
+from unskew.filesystem import place
 
 deploy = typer.Typer(
     help="Train across real sites over Flower: the same method, the same run folder.",
@@ -47,9 +47,9 @@ def init(
     trust_code: TrustCode = False,
 ) -> None:
     """Write all that a deployment needs: the app, a site's configuration, scripts for keys, units, compose."""
-    from unskew.config.reading import experiment
-    from unskew.deployment.folder import init as write_folder
-    from unskew.deployment.session import check_deployable
+    from unskew.config.loader import experiment
+    from unskew.deployment.flower.project_files import init as write_folder
+    from unskew.deployment.server.session import check_deployable
 
     if config is None:
         raise ConfigError("Name the experiment that was simulated: --config experiment.yaml.")
@@ -75,7 +75,7 @@ def check(
     from rich.table import Table
     from rich.text import Text
 
-    from unskew.deployment.check import check as findings_of
+    from unskew.deployment.site.check import check as findings_of
 
     findings = list(findings_of(file))
     if as_json:
@@ -97,7 +97,7 @@ def site(
     ],
 ) -> None:
     """Run a site's own process, which holds the data and trains; its SuperNode hands messages to it."""
-    from unskew.deployment.site import serve
+    from unskew.deployment.site.process import serve
 
     serve(file)
 
@@ -154,7 +154,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Carry out an experiment across sites; writes the run folder that unskew run would."""
-    from unskew.config.reading import experiment
+    from unskew.config.loader import experiment
 
     values = values_of(config, context)
     if rounds is not None:
@@ -163,9 +163,9 @@ def run(
     from unskew.cli.app import show
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
-    from unskew.deployment.plan import Deployment
-    from unskew.deployment.run import run as run_deployed
-    from unskew.deployment.sites import Patience
+    from unskew.deployment.server.config import Deployment
+    from unskew.deployment.server.run import run as run_deployed
+    from unskew.deployment.server.sites import Patience
 
     if (local is None) == (folder is None and superlink is None):
         raise ConfigError("Say where the sites are, one of: --local N, or --folder FOLDER --superlink HOST:PORT.")

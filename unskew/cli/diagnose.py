@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
-from unskew.cli.options import (
+from unskew.cli.common import (
     AsJson,
     ConfigFile,
     Sets,
@@ -18,8 +17,9 @@ from unskew.cli.options import (
     print_json,
     values_of,
 )
+from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
 from unskew.errors import ConfigError
-from unskew.files import place
+from unskew.filesystem import place
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
@@ -85,12 +85,12 @@ def diagnose(
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
-    from unskew.config.reading import load_yaml
-    from unskew.data.reading.telling import told
+    from unskew.config.loader import load_yaml
     from unskew.diagnosis.diagnose import diagnose as measure
-    from unskew.diagnosis.situation import Limits
-    from unskew.diagnosis.trying import check_minutes, try_out
+    from unskew.diagnosis.features import Limits
+    from unskew.diagnosis.successive_halving import check_minutes, try_out
     from unskew.plots.figure import check_place
+    from unskew.progress import told
     from unskew.provenance import TRUST
 
     Limits.read(traffic, secure_aggregation, server_data, privacy)  # a mistake is told before anything is measured

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
 from unskew.cli.predict import check_out, printable, write_rows
-from unskew.files import check_run, place
+from unskew.filesystem import check_run, place
 
 
 def evaluate(
@@ -37,11 +37,11 @@ def evaluate(
     """Evaluate a trained model on other labeled data, overall and per site."""
     check_run(run)
     check_out(out, run, rows)
+    from unskew.cli.fit_table import Fitting
     from unskew.cli.progress import waiting
-    from unskew.cli.wide import Fitting
     from unskew.serving.evaluation import evaluate_rows
+    from unskew.serving.input_files import read_rows
     from unskew.serving.load import load
-    from unskew.serving.rows import read_rows
 
     with waiting("evaluate"):
         predictor = load(run, client=client, trust_code=trust_code)

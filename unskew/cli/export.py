@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
-from unskew.files import check_run, place
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
+from unskew.filesystem import check_run, place
 
 
 def export(

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from unskew.config.others import OF_OTHERS
+from unskew.config.renamed import OF_OTHERS
 
 FLAGS: dict[str, tuple[type, str]] = {
     "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH, npz:PATH, text:PATH."),

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
+from unskew.cli.common import AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
 from unskew.cli.flags import DATA
-from unskew.cli.loudness import LOUDNESS
-from unskew.cli.options import AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.verbosity import LOUDNESS
 from unskew.errors import ConfigError, UnskewError
-from unskew.files import place, user_cache, write_atomic
+from unskew.filesystem import place, user_cache, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
     """List every method with the slot it fills, its options and its paper; and what other packages offer."""
-    from unskew.cli.offered import offered_methods, offered_rest
+    from unskew.cli.plugin_listing import offered_methods, offered_rest
     from unskew.cli.tables import methods_table
 
     rows = [*described(), *offered_methods()]
@@ -33,7 +33,7 @@ def methods(as_json: AsJson = False) -> None:
 
 
 def described() -> list[dict[str, Any]]:
-    """``unskew.methods.catalogue.describe()``, kept in the user's cache as long as its sources are the same.
+    """``unskew.methods.registry.describe()``, kept in the user's cache as long as its sources are the same.
 
     To ask the classes is to load PyTorch, which takes ten times as long as all else.
     """
@@ -47,7 +47,7 @@ def described() -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(kept.read_bytes())
         return rows
     except (OSError, ValueError):
-        from unskew.methods.catalogue import describe
+        from unskew.methods.registry import describe
 
         rows = json.loads(json.dumps(describe()))
     with contextlib.suppress(OSError, UnskewError):
@@ -76,10 +76,10 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
-    from unskew.cli.layers import layers_of, spec_of, trained_together
-    from unskew.cli.offered import offered_models
+    from unskew.cli.model_summary import layers_of, spec_of, trained_together
+    from unskew.cli.plugin_listing import offered_models
     from unskew.cli.tables import layers_table, models_table
-    from unskew.models.catalogue import MODELS
+    from unskew.models.registry import MODELS
 
     if model is None:
         rows: list[dict[str, Any]] = [
@@ -120,7 +120,7 @@ def partition(
     as_json: AsJson = False,
 ) -> None:
     """Show what each client would hold: a table, a plot, and the partition's hash."""
-    from unskew.config.reading import experiment
+    from unskew.config.loader import experiment
 
     values = {**values_of(config, context), "holdout": 0.0}
     values.pop("method", None)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.options import console_for
+from unskew.cli.common import console_for
 from unskew.errors import ConfigError
-from unskew.files import place, write_atomic
+from unskew.filesystem import place, write_atomic
 
 
 def init(
@@ -29,7 +29,7 @@ def init(
     ] = Path("experiment.yaml"),
 ) -> None:
     """Write a commented experiment.yaml for your own data, after looking at them, and say what to do next."""
-    from unskew.data.sources.catalogue import SOURCES
+    from unskew.data.sources.registry import SOURCES
 
     there = data is None or Path(data).expanduser().exists() or data.partition(":")[0] in SOURCES
     if out.exists() and there:  # else what is wrong with the data is told first
@@ -37,7 +37,7 @@ def init(
     if not out.parent.is_dir():
         raise ConfigError(f"There is no folder {out.parent} to write {out.name} into.")
     from unskew.cli.progress import waiting
-    from unskew.config.draft import draft
+    from unskew.config.infer import draft
 
     with waiting("init"):
         made = draft(data, label)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from unskew.config.reading import experiment, set_field
+from unskew.config.loader import experiment, set_field
 from unskew.errors import ConfigError
-from unskew.models.catalogue import MODELS, resolve_model
-from unskew.models.groups import layer_groups, split_at
-from unskew.models.naming import HUB
-from unskew.models.together import stacked_form
-from unskew.models.vector import ModelSpec
+from unskew.models.grouped.context import stacked_form
+from unskew.models.layer_groups import layer_groups, split_at
+from unskew.models.names import HUB
+from unskew.models.registry import MODELS, resolve_model
+from unskew.models.spec import ModelSpec
 
 LARGEST = 1 << 24
 """Side of an input and number of classes, from which on no model fits into memory."""

@@ -9,20 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import AsJson, console_for, print_json
-from unskew.files import place
+from unskew.cli.common import AsJson, console_for, print_json
+from unskew.filesystem import place
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", parser=place, metavar="RUN")]
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    from unskew.deployment.control import ask
+    from unskew.deployment.server.control import ask
 
     return dict(json.loads(ask(folder, "status")["json"]))
 
 
 def _line(text: str) -> None:
-    from unskew.deployment.arrays import plainly
+    from unskew.deployment.wire.tensor_codec import plainly
 
     console_for().print(plainly(text), markup=False, highlight=False, soft_wrap=True)
 
@@ -74,8 +74,8 @@ def log(
     ] = False,
 ) -> None:
     """Print the audit log of a deployed run, or check its chain of digests."""
-    from unskew.deployment.audit import FILE, read_events
-    from unskew.deployment.control import FILE as SOCKET
+    from unskew.deployment.server.audit_log import FILE, read_events
+    from unskew.deployment.server.control import FILE as SOCKET
 
     shown, running = 0, True
     while running:
@@ -98,7 +98,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Give up the current round, too.")] = False,
 ) -> None:
     """End a running deployed run after its current round, with a checkpoint; unskew resume continues it."""
-    from unskew.deployment.control import ask
+    from unskew.deployment.server.control import ask
 
     ask(folder, "stop", now=now)
     _line(f"The run ends {'now' if now else 'after this round'}. Continue it with: unskew resume {folder}")
@@ -106,7 +106,7 @@ def stop(
 
 def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or client number of the site.")]) -> None:
     """Leave a site out of a running deployed run: the current round no longer waits for it, later ones do not ask it."""
-    from unskew.deployment.control import ask
+    from unskew.deployment.server.control import ask
 
     _line(f"{ask(folder, 'exclude', site=site)['name']} is excluded.")
 
@@ -119,7 +119,7 @@ def register(
     ] = Path(),
 ) -> None:
     """Wait until the SuperLink listens, then register all sites with it, in one call of Flower."""
-    from unskew.deployment.places import STARTING, Given
+    from unskew.deployment.flower.superlinks import STARTING, Given
 
     there = Given(folder.absolute(), superlink).superlink
     there.configure()

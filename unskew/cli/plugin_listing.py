@@ -10,10 +10,10 @@ from unskew.errors import ConfigError
 
 
 def offered_methods() -> list[dict[str, Any]]:
-    """The methods of other packages, as ``unskew.methods.catalogue.describe`` has them, with their ``package``."""
+    """The methods of other packages, as ``unskew.methods.registry.describe`` has them, with their ``package``."""
     rows: list[dict[str, Any]] = []
     for name, plugin in sorted(plugins.plugins(plugins.METHODS).items()):
-        from unskew.methods.catalogue import CATALOGUE, described
+        from unskew.methods.registry import CATALOGUE, described
 
         if name in CATALOGUE:
             _warn(f"The package {plugin.package} offers a method {name!r}; unskew's own of that name is taken.")

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.options import AsJson, Client, TrustCode, console_for, print_json
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
 from unskew.errors import ConfigError
-from unskew.files import check_run, place, write_atomic
+from unskew.filesystem import check_run, place, write_atomic
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -46,8 +46,8 @@ def predict(
     check_out(out, run, rows)
     from unskew.cli.progress import waiting
     from unskew.data.spec import names_in
+    from unskew.serving.input_files import columns_of, read_rows
     from unskew.serving.load import load
-    from unskew.serving.rows import columns_of, read_rows
 
     with waiting("predict"):
         predictor = load(run, client=client, trust_code=trust_code)

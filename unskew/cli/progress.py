@@ -18,15 +18,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from unskew.cli.loudness import LOUDNESS
 from unskew.cli.tables import columns_table
+from unskew.cli.verbosity import LOUDNESS
 from unskew.comparison.references import is_local
 from unskew.config.metrics import AUTO, name_of
 from unskew.data.federation import Federation
-from unskew.data.reading.telling import PATIENCE, told
+from unskew.formatting import value_text
+from unskew.progress import PATIENCE, told
 from unskew.records.recorder import Callback, Row
-from unskew.reporting.wording import value_text
-from unskew.tasks.score import SCORES, held_out_name, metric, score_of
+from unskew.tasks.primary_metric import SCORES, held_out_name, metric, score_of
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unskew.cli.options import console_for
-from unskew.files import place
+from unskew.cli.common import console_for
+from unskew.filesystem import place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.options import AsJson, DataPath, Device, EngineName, Parallel, console_for, print_json, stoppable
+from unskew.cli.common import AsJson, DataPath, Device, EngineName, Parallel, console_for, print_json, stoppable
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError, unknown
-from unskew.files import place
+from unskew.filesystem import place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,17 +47,17 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
+    from unskew.cli.fit_table import Fitting
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.cli.wide import Fitting
-    from unskew.options import seeds_in
-    from unskew.reproduction import report
-    from unskew.reproduction.earlier import notes
+    from unskew.option_parsing import seeds_in
+    from unskew.reproduction import tables as report
     from unskew.reproduction.figures import draw_curves, draw_points
+    from unskew.reproduction.legacy_outcomes import notes
     from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
     from unskew.reproduction.settings import settings_note
     from unskew.reproduction.study import load_study, study_names
     from unskew.reproduction.sweep import Sweep
-    from unskew.runs.side_by_side import read_parallel
+    from unskew.runs.parallel import read_parallel
 
     console, at_once = console_for(as_json), read_parallel(parallel)
     if listing or preset is None:
@@ -177,7 +177,7 @@ def _print(
     done: bool,
 ) -> None:
     """What is reproduced, and its tables."""
-    from unskew.cli.wide import Fitting
+    from unskew.cli.fit_table import Fitting
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
     if preset.text:

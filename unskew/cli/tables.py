@@ -9,10 +9,10 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from unskew.cli.wide import Fitting
-from unskew.data.reading.columns import described
-from unskew.reporting.wording import F1, megabytes, metrics_in, number, percent, value_text
-from unskew.tasks.score import client_metric, metric, objective_of, score_of
+from unskew.cli.fit_table import Fitting
+from unskew.data.readers.column_roles import described
+from unskew.formatting import F1, megabytes, metrics_in, number, percent, value_text
+from unskew.tasks.primary_metric import client_metric, metric, objective_of, score_of
 
 if TYPE_CHECKING:
     from unskew.data.federation import Federation

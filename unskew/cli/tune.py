@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.flags import DATA, SERVER, TRAINING
-from unskew.cli.options import (
+from unskew.cli.common import (
     SEEDS,
     AsJson,
     ConfigFile,
@@ -28,15 +27,16 @@ from unskew.cli.options import (
     values_of,
     which_seeds,
 )
+from unskew.cli.flags import DATA, SERVER, TRAINING
 from unskew.cli.report import report_at_the_end
 from unskew.errors import ConfigError
-from unskew.files import place
+from unskew.filesystem import place
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from unskew.records.recorder import Callback
-    from unskew.tuning.found import Tuning
+    from unskew.tuning.results import Tuning
 
 FIELDS = (
     *DATA,
@@ -87,8 +87,8 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Tune methods alike on what clients hold out, then compare them on fresh seeds."""
-    from unskew.config.reading import experiment
-    from unskew.methods.catalogue import check_names
+    from unskew.config.loader import experiment
+    from unskew.methods.registry import check_names
 
     for name in methods:  # a mistake is told before PyTorch is loaded
         check_names(name)
@@ -165,7 +165,7 @@ def spaces_in(texts: list[str], trust_code: bool) -> dict[str, Any]:
     Raises:
         ConfigError: If a piece is not a space, or an option has two.
     """
-    from unskew.config.reading import load_yaml
+    from unskew.config.loader import load_yaml
     from unskew.provenance import TRUST
 
     remedy = None if trust_code else TRUST

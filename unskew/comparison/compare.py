@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.comparison import references as reference_rows
-from unskew.comparison.each import check_same_data, check_same_objective, fields_of
-from unskew.comparison.one_run import Given, last, one_run
+from unskew.comparison.overrides import check_same_data, check_same_objective, fields_of
 from unskew.comparison.references import fitting, is_local, is_reference, reference_config, served_alone
+from unskew.comparison.single_run import Given, last, one_run
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, items, shown
-from unskew.files import new_folder, place, write_atomic
-from unskew.methods.catalogue import MethodLike, method
-from unskew.options import MOST_SEEDS, seeds_in
+from unskew.filesystem import new_folder, place, write_atomic
+from unskew.methods.registry import MethodLike, method
+from unskew.option_parsing import MOST_SEEDS, seeds_in
 from unskew.plots.curves import clients_by_class, convergence
 from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import Callback, reaching
-from unskew.runs.checks import check_method
+from unskew.runs.api_arguments import spelling_of, unnamed, values_of
+from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
-from unskew.runs.crew import Work
-from unskew.runs.given import spelling_of, unnamed, values_of
-from unskew.runs.model import ModelLike
+from unskew.runs.parallel import beside, check_parallel, places, side_by_side
 from unskew.runs.preparation import SYNTHETIC, check_given_set
+from unskew.runs.process_pool import Work
 from unskew.runs.run import finished_rounds
-from unskew.runs.side_by_side import beside, check_parallel, places, side_by_side
-from unskew.tasks.catalogue import TASKS
+from unskew.runs.validation import check_method
 from unskew.tasks.metrics import METRICS
-from unskew.tasks.score import RECALL, WORST, Metric, client_metric, objective_of, score_of
+from unskew.tasks.primary_metric import RECALL, WORST, Metric, client_metric, objective_of, score_of
+from unskew.tasks.registry import TASKS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import rule_class, slots_of
+from unskew.methods.registry import rule_class, slots_of
 from unskew.records.recorder import reaching
-from unskew.tasks.score import Metric
+from unskew.tasks.primary_metric import Metric
 
 
 @dataclass(frozen=True)

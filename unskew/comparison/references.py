@@ -8,11 +8,11 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import UnskewError
-from unskew.methods.catalogue import REFERENCES, method
+from unskew.methods.registry import REFERENCES, method
 from unskew.protocol.rules import Method
-from unskew.runs.checks import check_method
-from unskew.runs.model import ModelLike
-from unskew.tasks.score import score_of
+from unskew.runs.build_model import ModelLike
+from unskew.runs.validation import check_method
+from unskew.tasks.primary_metric import score_of
 
 BY_DEFAULT = True
 """Whether a comparison has reference rows where nothing else is asked for."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.loader import experiment, load_yaml
 from unskew.config.paths import anchored
-from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec
@@ -17,8 +17,8 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.runs.continuation import check_same
-from unskew.runs.model import ModelLike
+from unskew.runs.build_model import ModelLike
+from unskew.runs.resume import check_same
 from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]

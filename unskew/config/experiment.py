@@ -19,12 +19,12 @@ from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_own, nam
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, as_texts, is_table, names_in, parse_split
 from unskew.errors import ConfigError, unknown
-from unskew.methods.catalogue import method, own_diagnoses
-from unskew.models.naming import HUB, named_model
-from unskew.options import LARGEST, finite
-from unskew.protocol.training import Training
+from unskew.methods.registry import method, own_diagnoses
+from unskew.models.names import HUB, named_model
+from unskew.option_parsing import LARGEST, finite
+from unskew.protocol.training_config import Training
 from unskew.provenance import Named, derived
-from unskew.tasks.score import KNOWN_METRICS, RECALL, metric
+from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -301,7 +301,7 @@ class Experiment(Section):
     @property
     def data_spec(self) -> DataSpec:
         """The data, with the model's own tokeniser for texts where none is named."""
-        from unskew.data.reading.text import is_text
+        from unskew.data.readers.text import is_text
 
         own = None
         if is_text(self.data):

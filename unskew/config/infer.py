@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.reading.columns import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
-from unskew.data.reading.encoders import where_not
-from unskew.data.reading.files import class_folders, joined, table_files
-from unskew.data.reading.images import encoded, is_image
-from unskew.data.reading.labels import class_names_of, is_list
-from unskew.data.sources.catalogue import SOURCES
+from unskew.data.readers.column_roles import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
+from unskew.data.readers.encoders import where_not
+from unskew.data.readers.files import class_folders, joined, table_files
+from unskew.data.readers.images import encoded, is_image
+from unskew.data.readers.labels import class_names_of, is_list
+from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown
 

@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
-from unskew.config.others import OF_OTHERS
+from unskew.config.renamed import OF_OTHERS
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain, shown, unknown
-from unskew.files import read_file
+from unskew.filesystem import read_file
 from unskew.provenance import TRUST, FromFile
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
         reason = plain(first["msg"])
         if where == "device":
-            from unskew.engines.catalogue import devices
+            from unskew.engines.registry import devices
 
             reason = f"the devices of this machine are {', '.join(devices())}"
         elif where == "loss":

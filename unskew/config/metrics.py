@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ValidatorFunctionWrapHandler, WrapValidator
 from unskew.errors import shown, unknown
 from unskew.provenance import derived
 from unskew.tasks.metrics import METRICS
-from unskew.tasks.score import KNOWN_METRICS, RECALL
+from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL
 
 AUTO = "auto"
 """The objective of the task."""

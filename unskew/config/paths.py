@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.data.sources.catalogue import PATHS
+from unskew.data.sources.registry import PATHS
 from unskew.data.spec import TABLES
-from unskew.models.naming import HUB
+from unskew.models.names import HUB
 from unskew.provenance import derived
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))

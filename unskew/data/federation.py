@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.arrays import (
+from unskew.data.clients import ArrayClients, ClientData, DrawnClients, cat_inputs, joined_clients, take
+from unskew.data.frames import without_frames, without_text_labels
+from unskew.data.from_arrays import (
     check_clients,
     checked_names,
     checked_pair,
@@ -25,16 +27,14 @@ from unskew.data.arrays import (
     given_pair,
     whole_number,
 )
-from unskew.data.checks import as_names, check_differ, check_targets
-from unskew.data.clients import ArrayClients, ClientData, DrawnClients, cat_inputs, joined_clients, take
-from unskew.data.frames import without_frames, without_text_labels
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import INPUT, described
-from unskew.data.reading.encoders import Encoder
-from unskew.data.targets import standardised
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.column_roles import INPUT, described
+from unskew.data.readers.encoders import Encoder
+from unskew.data.target_scaling import standardised
+from unskew.data.validation import as_names, check_differ, check_targets
 from unskew.errors import DataError, shown, unknown
-from unskew.tasks.catalogue import TASKS
-from unskew.tasks.task import Task
+from unskew.tasks.base import Task
+from unskew.tasks.registry import TASKS
 
 __all__ = ["ArrayClients", "ClientData", "Federation", "ServerData", "cat_inputs", "joined_clients", "take"]
 

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import (
+from unskew.data.clients import cat_inputs, take
+from unskew.data.memory_map import map_of
+from unskew.data.normalization import Normalisation
+from unskew.data.validation import (
     as_targets,
     check_finite,
     check_printable,
@@ -19,9 +22,6 @@ from unskew.data.checks import (
     laid_out,
     without_padding,
 )
-from unskew.data.clients import cat_inputs, take
-from unskew.data.maps import map_of
-from unskew.data.normalisation import Normalisation
 from unskew.errors import DataError, items, shown
 
 LARGEST = 2**63

@@ -10,21 +10,21 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from unskew.data.arrays import training_size, whole_number
-from unskew.data.divided import Divided
 from unskew.data.federation import Federation
-from unskew.data.partition.make import make_partition
-from unskew.data.partition.spelling import column_of
-from unskew.data.reading.columns import Choice, shortened
-from unskew.data.reading.tables import Source
-from unskew.data.reading.text import is_text, load_texts
+from unskew.data.from_arrays import training_size, whole_number
+from unskew.data.partition.parsing import column_of
+from unskew.data.partition.partitioner import make_partition
+from unskew.data.partitioned import Divided
+from unskew.data.readers.column_roles import Choice, shortened
+from unskew.data.readers.tables import Source
+from unskew.data.readers.text import is_text, load_texts
 from unskew.data.remote import at_hand
-from unskew.data.server_samples import generator, in_channels, server_data
-from unskew.data.sources.catalogue import load_source
+from unskew.data.server_data import generator, in_channels, server_data
+from unskew.data.sources.registry import load_source
 from unskew.data.spec import DETECTED, CsvSpec, DataSpec, Split, TextSpec, as_texts, csv_spec, names_in, parse_split
 from unskew.data.splits import held_samples
 from unskew.errors import ConfigError, shown, unknown
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
 MISSING = ("refuse", "mean", "indicator")
@@ -63,8 +63,8 @@ def load_federation(
     """Load a data set and divide it among clients.
 
     Args:
-        name: The data set, as for ``unskew.data.sources.catalogue.load_source``.
-        partition: Who holds what, as for ``unskew.data.partition.make.make_partition``.
+        name: The data set, as for ``unskew.data.sources.registry.load_source``.
+        partition: Who holds what, as for ``unskew.data.partition.partitioner.make_partition``.
         clients: Number of clients; None for ``natural:COLUMN`` with all of its values. ``auto`` is None for ``natural``
             partitions and 10 for the others.
         seed: Decides the partition, which samples each client holds out, and which ones the server gets.

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from unskew.data.clients import DrawnClients, take
 from unskew.data.federation import Federation, ServerData
-from unskew.data.maps import piece_of
-from unskew.data.normalisation import Normalisation
-from unskew.data.partition.make import Partition
-from unskew.data.partition.spelling import parse
-from unskew.data.reading.encoders import Fitted, fit, squared, told
-from unskew.data.reading.tables import Source, Table, normalisation_of
+from unskew.data.memory_map import piece_of
+from unskew.data.normalization import Normalisation
+from unskew.data.partition.parsing import parse
+from unskew.data.partition.partitioner import Partition
+from unskew.data.readers.encoders import Fitted, fit, squared, told
+from unskew.data.readers.tables import Source, Table, normalisation_of
 from unskew.data.spec import DataSpec
-from unskew.data.targets import standardised
+from unskew.data.target_scaling import standardised
 from unskew.tasks.regression import Regression
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
-from unskew.files import make_folder, user_cache, waiting_for
+from unskew.filesystem import make_folder, user_cache, waiting_for
 
 SCHEME = "://"
 VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")

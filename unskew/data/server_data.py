@@ -12,9 +12,9 @@ import torch
 
 from unskew.data.clients import take
 from unskew.data.federation import ServerData
-from unskew.data.reading.images import with_channels, with_size
-from unskew.data.reading.tables import Source, Table
-from unskew.data.sources.catalogue import load_source
+from unskew.data.readers.images import with_channels, with_size
+from unskew.data.readers.tables import Source, Table
+from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, Split, parse_split
 from unskew.data.splits import Units, units_of
 from unskew.errors import ConfigError, DataError

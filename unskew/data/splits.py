@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unskew.data.partition.make import column
+from unskew.data.partition.partitioner import column
 from unskew.data.spec import Split
 from unskew.errors import ConfigError, DataError
 

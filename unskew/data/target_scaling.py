@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from unskew.data.statistics import MOMENTS, Moments, counted, moments, squares
+from unskew.data.column_statistics import MOMENTS, Moments, counted, moments, squares
 from unskew.errors import DataError
 from unskew.tasks.regression import Regression
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from unskew.data.column_statistics import NUMBER, balanced
 from unskew.data.federation import Federation
-from unskew.data.statistics import NUMBER, balanced
 from unskew.errors import ConfigError
-from unskew.tasks.labels import Classification
+from unskew.tasks.classification import Classification
 from unskew.tasks.regression import Regression
 
 

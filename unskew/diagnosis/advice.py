@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_notes import budget_notes, notes
 from unskew.diagnosis.advice_rules import RULES, Rule
-from unskew.diagnosis.situation import Limits, Setting, Situation
-from unskew.diagnosis.traffic import traffic_of
+from unskew.diagnosis.features import Limits, Setting, Situation
+from unskew.diagnosis.traffic_estimate import traffic_of
 from unskew.errors import UnskewError
-from unskew.methods.catalogue import method
+from unskew.methods.registry import method
 from unskew.protocol.rules import Method
-from unskew.runs.checks import check_method
 from unskew.runs.cost import duration, estimate
+from unskew.runs.validation import check_method
 
 if TYPE_CHECKING:
     from unskew.diagnosis.report import Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from unskew.diagnosis.situation import Limits, Situation
+from unskew.diagnosis.features import Limits, Situation
 
 
 def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:

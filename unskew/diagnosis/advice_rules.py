@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unskew.diagnosis.situation import Situation
-from unskew.tasks.catalogue import TASKS
+from unskew.diagnosis.features import Situation
+from unskew.tasks.registry import TASKS
 
 VERSION = 1
 """Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""

@@ -14,25 +14,25 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.objective import trained_for
+from unskew.data.task_options import trained_for
+from unskew.diagnosis.features import Setting
 from unskew.diagnosis.report import Report
-from unskew.diagnosis.situation import Setting
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
-from unskew.engines.catalogue import pick_device
-from unskew.engines.machine import plain_torch
+from unskew.engines.cpu import plain_torch
+from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, items, shown
-from unskew.files import place as named_place
-from unskew.measures.features import feature_skew
-from unskew.measures.heterogeneity import Follow, Scope, drawn, ids_of, measure
-from unskew.measures.labels import label_figures
-from unskew.measures.probe import Probe
-from unskew.methods.catalogue import method
-from unskew.models.vector import ModelSpec
-from unskew.runs.given import check_federation, unnamed, values_of
-from unskew.runs.model import ModelLike, initial_spec
+from unskew.filesystem import place as named_place
+from unskew.measurements.feature_skew import feature_skew
+from unskew.measurements.gradient_probe import Probe
+from unskew.measurements.heterogeneity import Follow, Scope, drawn, ids_of, measure
+from unskew.measurements.label_skew import label_figures
+from unskew.methods.registry import method
+from unskew.models.spec import ModelSpec
+from unskew.runs.api_arguments import check_federation, unnamed, values_of
+from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.simulation.checkpoint import checkpoints, model_in, reading
 
 

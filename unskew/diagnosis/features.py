@@ -13,9 +13,9 @@ from torch import nn
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError, DataError, shown
-from unskew.measures.heterogeneity import Figures, Heterogeneity
-from unskew.models.vector import ModelSpec
-from unskew.runs.model import ModelLike
+from unskew.measurements.heterogeneity import Figures, Heterogeneity
+from unskew.models.spec import ModelSpec
+from unskew.runs.build_model import ModelLike
 
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unskew.measures.heterogeneity import Figures, Heterogeneity
+from unskew.measurements.heterogeneity import Figures, Heterogeneity
 from unskew.plots.figure import new_figure, save_figure
 
 if TYPE_CHECKING:
     from unskew.diagnosis.advice import Advice
-    from unskew.diagnosis.situation import Setting
+    from unskew.diagnosis.features import Setting
 
 PANELS = {
     "zeta2": "dissimilarity of gradients ζ̂²",
@@ -31,7 +31,7 @@ class Report:
 
     Attributes:
         facts: Which data, which model, and what was looked at.
-        labels: How labels and sizes differ; see ``unskew.measures.labels.label_figures``.
+        labels: How labels and sizes differ; see ``unskew.measurements.label_skew.label_figures``.
         places: What was measured at each model, in order.
         setting: What was looked at, which advice checks methods against.
     """
@@ -62,7 +62,7 @@ class Report:
             DataError: It does not fit the data.
         """
         from unskew.diagnosis.advice import advise
-        from unskew.diagnosis.situation import Limits
+        from unskew.diagnosis.features import Limits
 
         return advise(self, Limits.read(traffic, secure_aggregation, server_data, privacy))
 

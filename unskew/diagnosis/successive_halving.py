@@ -14,10 +14,10 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.diagnosis.advice import Advice
 from unskew.errors import ConfigError, shown
-from unskew.methods.catalogue import method
+from unskew.methods.registry import method
 from unskew.records.recorder import Callback, Row
 from unskew.runs.run import run_experiment
-from unskew.tasks.score import WORST, metric, objective_of
+from unskew.tasks.primary_metric import WORST, metric, objective_of
 
 CANDIDATES = 7
 """Advised methods that are tried at most."""

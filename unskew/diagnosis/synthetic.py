@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from unskew.data.checks import as_targets, check_targets, given_inputs, laid_out, without_padding
 from unskew.data.federation import Federation, cat_inputs, take
-from unskew.data.reading.files import joined
-from unskew.data.reading.images import decode_column
+from unskew.data.readers.files import joined
+from unskew.data.readers.images import decode_column
+from unskew.data.validation import as_targets, check_targets, given_inputs, laid_out, without_padding
 from unskew.errors import CheckpointError, DataError, shown
-from unskew.files import read_json
-from unskew.measures.heterogeneity import Pair, Scope, SyntheticOf, drawn
+from unskew.filesystem import read_json
+from unskew.measurements.heterogeneity import Pair, Scope, SyntheticOf, drawn
 from unskew.seeding import generator
 
 Synthetic = Federation | Sequence[tuple[object, object]] | tuple[object, object]

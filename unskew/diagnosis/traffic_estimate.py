@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from unskew.data.federation import ClientData
-from unskew.diagnosis.situation import Setting
+from unskew.diagnosis.features import Setting
 from unskew.protocol.rules import Method
 from unskew.runs.run import run_experiment
 

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unskew.engines import processes, trial
+from unskew.engines import processes, timing
 from unskew.engines.base import Setup
-from unskew.engines.machine import cores, threads
+from unskew.engines.cpu import cores, threads
 from unskew.errors import ConfigError
-from unskew.files import read_json, write_atomic
-from unskew.models.together import unchecked
+from unskew.filesystem import read_json, write_atomic
+from unskew.models.grouped.context import unchecked
 
 FILE = "engine.json"
 SHARE, LONGEST, SHORTEST = 0.02, 2.0, 0.1
@@ -51,7 +51,7 @@ class Choice:
     workers: int
     together: int = 1
     decided: str = "rule"
-    trial: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
     asked: list[Any] = field(default_factory=list)
 
 
@@ -149,7 +149,7 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
         return plain
     began = time.perf_counter()
     with threads(1):
-        alone = trial.seconds_of(trial.steps_of(setup, None, 1, 1), 0)
+        alone = timing.seconds_of(timing.steps_of(setup, None, 1, 1), 0)
     budget = min(LONGEST, SHARE * rounds * cohort * steps * alone / plain.workers)
 
     def left() -> float:
@@ -174,18 +174,20 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
 
     if plain.engine == "processes":
         share = 0.75 if asked.engine == "auto" else 1.0
-        predict("processes", plain.workers, trial.in_processes(setup, form, groups, few, plain.workers, share * left()))
+        predict(
+            "processes", plain.workers, timing.in_processes(setup, form, groups, few, plain.workers, share * left())
+        )
         half = plain.workers // 2
         if asked.workers is None and half > 1 and found:
             # Where cores share their units, or wait for the same memory, fewer workers can be as fast, or faster.
             best = min(found, key=lambda one: found[one]).together
-            predict("processes", half, trial.in_processes(setup, form, [best], few, half, left() / 2))
+            predict("processes", half, timing.in_processes(setup, form, [best], few, half, left() / 2))
     # With all threads a round takes the time of one thread divided by their number, at best.
     hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / cores()
     if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
         for k in groups if plain.engine == "inline" else groups[:1]:
             if left() > 2 * k * few * alone:
-                predict("inline", 1, {k: trial.seconds_of(trial.steps_of(setup, form, k, few), left() / 2)})
+                predict("inline", 1, {k: timing.seconds_of(timing.steps_of(setup, form, k, few), left() / 2)})
     return _fastest(plain, found)
 
 
@@ -202,7 +204,7 @@ def _fastest(plain: Choice, found: dict[Candidate, float]) -> Choice:
 def _work(setup: Setup) -> tuple[float, float]:
     """Mean number of local steps of a client, and the share of steps whose batch is whole."""
     training, clients = setup.training, setup.federation.clients
-    sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / trial.SAMPLED))}
+    sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / timing.SAMPLED))}
     cuts = [training.cuts(size) for size in sizes.values() if size]
     count = [training.steps(size, client) for client, size in sizes.items() if size]
     whole = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 
 from unskew.data.federation import Federation
-from unskew.models.vector import ModelSpec
+from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
-from unskew.protocol.training import Buffers, Training
-from unskew.tasks.task import Task
+from unskew.protocol.training_config import Buffers, Training
+from unskew.tasks.base import Task
 
 
 def uncounted(clients: int) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from unskew.data.augment import crop_and_flip, draw_crop_and_flip
-from unskew.data.normalisation import Normalisation
+from unskew.data.normalization import Normalisation
 from unskew.errors import DataError
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 from unskew.seeding import generator
 
 PADDING = 4

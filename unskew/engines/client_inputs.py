@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import ConfigError
-from unskew.models.groups import statistics_mask
-from unskew.models.trainable import Model
-from unskew.models.vector import mask_of
+from unskew.models.execution import Model
+from unskew.models.layer_groups import statistics_mask
+from unskew.models.spec import mask_of
 from unskew.protocol.context import Context, ReadOnly
-from unskew.protocol.facts import Holdings
+from unskew.protocol.federation_info import Holdings
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import derive

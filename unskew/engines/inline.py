@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from unskew.engines.base import Setup
-from unskew.engines.group import GroupTrainer, parts_of, steps_of
-from unskew.engines.local import LocalTrainer
-from unskew.models.together import form_of
+from unskew.engines.local_trainer import LocalTrainer
+from unskew.engines.vmap_trainer import GroupTrainer, parts_of, steps_of
+from unskew.models.grouped.context import form_of
 from unskew.protocol.messages import Broadcast, Update
 
 

@@ -13,14 +13,14 @@ from unskew.data.federation import take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import ClientInputs, after_training, client_key, finished, update_of
+from unskew.engines.client_inputs import ClientInputs, after_training, client_key, finished, update_of
 from unskew.errors import ConfigError, DataError, shown
-from unskew.models.trainable import Batch, BoundModel, LossFn, Model
+from unskew.models.execution import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import fold
-from unskew.tasks.task import Task
+from unskew.tasks.base import Task
 
 Function = TypeVar("Function")
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.data.maps import opened, piece_of
-from unskew.engines.ray_messages import as_array, as_tensor
-from unskew.files import create
+from unskew.data.memory_map import opened, piece_of
+from unskew.engines.ray.messages import as_array, as_tensor
+from unskew.filesystem import create
 
 _ALIGN = 64  # vector instructions and BLAS give the same bits for the same alignment
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError, shown
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 State = dict[str, Tensor]
 

@@ -25,13 +25,13 @@ from typing import Any, cast
 import torch
 
 from unskew.engines.base import Setup
-from unskew.engines.group import GroupTrainer, load_for_workers, parts_of, steps_of
-from unskew.engines.inputs import as_dict, from_dict
-from unskew.engines.local import LocalTrainer
-from unskew.engines.machine import cores, keep_freed_memory, watch_parent
+from unskew.engines.client_inputs import as_dict, from_dict
+from unskew.engines.cpu import cores, keep_freed_memory, watch_parent
+from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
+from unskew.engines.vmap_trainer import GroupTrainer, load_for_workers, parts_of, steps_of
 from unskew.errors import EngineError, UnskewError
-from unskew.models.together import Together, form_of
+from unskew.models.grouped.context import Together, form_of
 from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2  # tasks a worker holds, so that it never waits for the next one

@@ -53,8 +53,8 @@ def make_engine(
         cluster: Where that of ``ray`` is.
     """
     if name == "ray":
-        from unskew.engines.on_ray import RayEngine
-        from unskew.engines.ray_cluster import OnCluster
+        from unskew.engines.ray.cluster import OnCluster
+        from unskew.engines.ray.engine import RayEngine
 
         told = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
         return RayEngine(setup, workers or None, OnCluster(**told), together)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from unskew.engines.base import Setup
-from unskew.engines.group import GroupTrainer, load_for_workers
-from unskew.engines.local import LocalTrainer
-from unskew.engines.machine import keep_freed_memory, threads
-from unskew.models.together import Together
+from unskew.engines.cpu import keep_freed_memory, threads
+from unskew.engines.local_trainer import LocalTrainer
+from unskew.engines.vmap_trainer import GroupTrainer, load_for_workers
+from unskew.models.grouped.context import Together
 from unskew.protocol.messages import Broadcast, ClientState
 
 MOST = 5

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from unskew.engines.base import Setup
-from unskew.engines.group import GroupTrainer, kind
-from unskew.engines.local import LocalTrainer
+from unskew.engines.local_trainer import LocalTrainer
+from unskew.engines.vmap_trainer import GroupTrainer, kind
 from unskew.protocol.messages import Broadcast, Update
 
 WIDTH = 64

@@ -1,4 +1,4 @@
-"""Several clients at once under ``torch.func.vmap``: the functions of ``unskew.engines.local``, mapped over a client axis.
+"""Several clients at once under ``torch.func.vmap``: the functions of ``unskew.engines.local_trainer``, mapped over a client axis.
 
 Clients whose next batch differs in size are mapped in separate groups, so nothing is padded: padding would change
 BatchNorm's statistics and with them the numbers.
@@ -20,11 +20,11 @@ from unskew.data.federation import ClientData, take
 from unskew.engines import optimizers
 from unskew.engines.base import Setup
 from unskew.engines.batches import Plan
-from unskew.engines.inputs import after_training, finished, update_of
-from unskew.engines.local import LocalTrainer, base_loss, function, inputs_made, movable_mask
+from unskew.engines.client_inputs import after_training, finished, update_of
+from unskew.engines.local_trainer import LocalTrainer, base_loss, function, inputs_made, movable_mask
 from unskew.errors import UnskewError
-from unskew.models.together import Together, together
-from unskew.models.trainable import Batch, FunctionalModel
+from unskew.models.execution import Batch, FunctionalModel
+from unskew.models.grouped.context import Together, together
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.seeding import derive, fold

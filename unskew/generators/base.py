@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from unskew.generators.trained.privacy import Privacy
+    from unskew.generators.trained.dp_sgd import Privacy
 
 Figures = dict[str, Any]
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, cat_inputs, take
 from unskew.errors import ConfigError, DataError
-from unskew.files import append, locked, make_folder, waiting_for, write_atomic
-from unskew.generators import synthetic_set as synthetic
-from unskew.generators.catalogue import Factory
-from unskew.generators.job import Figures, Job
+from unskew.filesystem import append, locked, make_folder, waiting_for, write_atomic
+from unskew.generators import synthetic_dataset as synthetic
+from unskew.generators.base import Figures, Job
 from unskew.generators.labels import allocate, labels_of
-from unskew.generators.synthetic_set import SyntheticSet
-from unskew.generators.trained.privacy import Privacy
+from unskew.generators.registry import Factory
+from unskew.generators.synthetic_dataset import SyntheticSet
+from unskew.generators.trained.dp_sgd import Privacy
 from unskew.seeding import derive, generator
 
 LOG = "generators.jsonl"
@@ -235,7 +235,7 @@ def subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
 
 def draw(folder: Path, images: SyntheticSet, federation: Federation) -> None:
     """A picture of what each client made, ``client-K.png``: a row for each of its classes."""
-    from unskew.plots.pictures import images_by_class
+    from unskew.plots.image_grid import images_by_class
 
     for k in images.makers[:DRAWN]:
         mine = images.source == k

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, cast
 
 from unskew.errors import ConfigError, unknown
-from unskew.generators.job import ImageGenerator, Job
-from unskew.options import build, imported_callable, own_object, read_options
+from unskew.generators.base import ImageGenerator, Job
+from unskew.option_parsing import build, imported_callable, own_object, read_options
 
 Factory = Callable[[Job], ImageGenerator]
 

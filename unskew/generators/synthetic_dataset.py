@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.reading.images import decode_column
+from unskew.data.readers.images import decode_column
 from unskew.errors import ConfigError, DataError
-from unskew.files import check_regular, read_json, write_atomic, writing
+from unskew.filesystem import check_regular, read_json, write_atomic, writing
 
 PARQUET = "data/train-00000-of-00001.parquet"
 ABOUT = "synthetic.json"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from unskew.measures.base import Diagnosis
-from unskew.models.groups import layer_groups
+from unskew.measurements.base import Diagnosis
+from unskew.models.layer_groups import layer_groups
 from unskew.simulation.server import Server
 
 
@@ -13,7 +13,7 @@ class Consensus(Diagnosis):
     """The consensus distance of every layer just before averaging.
 
     ``consensus/LAYER`` is ``(1/K) sum_k ||theta_k^l - mean_j theta_j^l||^2`` over the clients of the round, with their whole
-    models where a part of them stays at the client. Layers are groups in order of depth (``unskew.models.groups``).
+    models where a part of them stays at the client. Layers are groups in order of depth (``unskew.models.layer_groups``).
 
     Args:
         server: Whose updates are watched from now on.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
-from unskew.measures.base import Diagnosis
+from unskew.measurements.base import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
-from unskew.measures.base import Diagnosis
-from unskew.measures.heterogeneity import Scope, drawn, measure
-from unskew.measures.probe import Probe
+from unskew.measurements.base import Diagnosis
+from unskew.measurements.gradient_probe import Probe
+from unskew.measurements.heterogeneity import Scope, drawn, measure
 from unskew.simulation.server import Server
 
 
@@ -37,7 +37,7 @@ class Gradients(Diagnosis):
     """Dissimilarity and noise at the server's model after a round.
 
     ``gradients/zeta2``, ``gradients/norm2`` (of the mean gradient), ``gradients/sigma2_mean`` and ``gradients/sigma2_max``;
-    see ``unskew.measures.heterogeneity``. The clients' data are those they train on, so with a method that adds synthetic
+    see ``unskew.measurements.heterogeneity``. The clients' data are those they train on, so with a method that adds synthetic
     data these are the quantities of the mixture. Where every client was given some, there are also, at the same model,
     ``gradients/zeta2_real`` and ``gradients/sigma2_real`` of what clients held before, and ``gradients/delta2``, how far
     the mean gradient of the added data is from theirs (Fedssyn's Lemma 1). Of more than 100 clients, 100 are looked at,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from unskew.data.federation import Federation, take
 from unskew.engines.batches import Normaliser
-from unskew.models.vector import ModelSpec
-from unskew.tasks.task import Task
+from unskew.models.spec import ModelSpec
+from unskew.tasks.base import Task
 
 NUMBERS = 1 << 25
 """Numbers that the gradients of single samples may take at a time."""

@@ -1,6 +1,6 @@
 """How far clients disagree at one model, and what shuffled synthetic data would change: section 4 of Fedssyn, measured.
 
-Li et al. 2023, arXiv:2306.13263; the formulas are in ``unskew.measures.lemma``. At a model ``x``, with full gradients,
+Li et al. 2023, arXiv:2306.13263; the formulas are in ``unskew.measurements.fedssyn_bounds``. At a model ``x``, with full gradients,
 clients weighted equally, and ``N`` of them::
 
     zeta^2    = mean_i || grad f(x, D_i) - grad f(x, D) ||^2,       grad f(x, D) = mean_i grad f(x, D_i)
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
 from unskew.errors import DataError
-from unskew.measures import lemma
-from unskew.measures.probe import Moments, Probe, Products, largest
+from unskew.measurements import fedssyn_bounds
+from unskew.measurements.gradient_probe import Moments, Probe, Products, largest
 from unskew.seeding import derive, generator, normal, numpy_generator
 
 Pair = tuple[Tensor, Tensor]
@@ -175,15 +175,15 @@ def measure(
             {
                 "p": p,
                 "zeta2": (1 - p) ** 2 * zeta2 + p**2 * pool.variance + 2 * p * (1 - p) * together / len(ids),
-                "zeta2_bound": lemma.zeta2_bound(p, zeta2),
+                "zeta2_bound": fedssyn_bounds.zeta2_bound(p, zeta2),
                 "sigma2": float(((1 - p) * sigma2 + p * sigma2_made + p * (1 - p) * distance).mean()),
-                "sigma2_bound": lemma.sigma2_bound(
+                "sigma2_bound": fedssyn_bounds.sigma2_bound(
                     p, float(sigma2.mean()), float(figures["sigma2_synthetic"] or 0), zeta2, delta2
                 ),
                 "L": measured_L[number] if isinstance(measured_L, list) else None,
                 "L_bound": None
                 if figures["L_max"] is None or figures["L_synthetic"] is None
-                else lemma.smoothness_bound(p, figures["L_max"], figures["L_synthetic"]),
+                else fedssyn_bounds.smoothness_bound(p, figures["L_max"], figures["L_synthetic"]),
             }
         )
     predict(result, scope, len(ids))
@@ -260,7 +260,7 @@ def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
     def steps(zeta2: float | None, sigma2: float | None, L: float | None) -> float:
         # Without curvature L cancels in the quotient of losses that are not convex.
         noise, smooth = max(0.0, sigma2 or 0) / scope.batch, 1.0 if L is None else L
-        return lemma.iterations(epsilon, clients, scope.tau, smooth, max(0.0, zeta2 or 0), noise, scope.mu)
+        return fedssyn_bounds.iterations(epsilon, clients, scope.tau, smooth, max(0.0, zeta2 or 0), noise, scope.mu)
 
     bounded = epsilon > 0 and (scope.mu is None or figures["L_max"] is not None)
     base = steps(figures["zeta2"], figures["sigma2_mean"], figures["L_max"]) if bounded else 0.0

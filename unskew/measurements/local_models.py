@@ -7,7 +7,7 @@ import math
 import torch
 
 from unskew.data.federation import Federation
-from unskew.measures.base import Diagnosis
+from unskew.measurements.base import Diagnosis
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unskew.data.federation import Federation
-from unskew.measures.base import Diagnosis
-from unskew.measures.consensus import Consensus
-from unskew.measures.generalization import Generalization
-from unskew.measures.gradients import Gradients
-from unskew.measures.local_models import LocalModels
-from unskew.measures.server_cost import ServerCost
-from unskew.measures.updates import Updates
+from unskew.measurements.base import Diagnosis
+from unskew.measurements.consensus import Consensus
+from unskew.measurements.generalization import Generalization
+from unskew.measurements.gradient_dissimilarity import Gradients
+from unskew.measurements.local_models import LocalModels
+from unskew.measurements.server_cost import ServerCost
+from unskew.measurements.update_norms import Updates
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from unskew.measures.base import Diagnosis
+from unskew.measurements.base import Diagnosis
 from unskew.simulation.server import Server
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from unskew.measures.base import Diagnosis
+from unskew.measurements.base import Diagnosis
 
 
 class Updates(Diagnosis):

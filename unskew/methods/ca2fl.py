@@ -29,9 +29,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.spaces import Space, log, one_of
+from unskew.protocol.search_space import Space, log, one_of
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import Method, Tensors, Updates
+from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.server_budget import TrainsAtServer
-from unskew.protocol.spaces import Space, one_of
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.errors import ConfigError
 from unskew.generators.learned import decoder
 from unskew.generators.learned.inversion import augmented, learn, statistics_distance
-from unskew.models.vector import ModelSpec
-from unskew.protocol.proposed import Proposed
+from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log
 from unskew.seeding import fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -18,9 +18,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.models.trainable import Batch, GradFn
+from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.search_space import Space, log
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
-from unskew.protocol.spaces import Space, one_of
+from unskew.protocol.search_space import Space, one_of
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from unskew.models.parts import joined
-from unskew.models.vector import ModelSpec
-from unskew.protocol.proposed import Proposed
+from unskew.models.body_head import joined
+from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule, Method, Slices, Sync, Tensors, Weights
+from unskew.protocol.run_context import Proposed
 
 
 @dataclass(frozen=True)

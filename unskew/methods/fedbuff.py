@@ -21,7 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
-from unskew.protocol.spaces import Space, log, one_of
+from unskew.protocol.search_space import Space, log, one_of
 
 
 @dataclass(frozen=True)

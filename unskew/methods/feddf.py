@@ -22,10 +22,10 @@ from typing import ClassVar
 import torch
 from pydantic.dataclasses import dataclass
 
-from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import Tensors, Updates
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.server_budget import TrainsAtServer
-from unskew.protocol.spaces import Space, one_of
 
 
 @dataclass(frozen=True)

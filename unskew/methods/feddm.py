@@ -29,11 +29,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.trainable import Batch, GradFn
-from unskew.protocol.facts import Holdings
-from unskew.protocol.proposed import Proposed
+from unskew.models.execution import Batch, GradFn
+from unskew.protocol.federation_info import Holdings
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log
 from unskew.seeding import derive, fold, normal
 
 Positive = Annotated[float, Field(gt=0)]

@@ -32,10 +32,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.models.trainable import Batch, GradFn
-from unskew.protocol.facts import FederationFacts
+from unskew.models.execution import Batch, GradFn
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.search_space import Space, log
 
 
 @dataclass(frozen=True)

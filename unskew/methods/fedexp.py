@@ -21,9 +21,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.search_space import Space, log
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import Tensors, Updates
+from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.server_budget import TrainsAtServer
-from unskew.protocol.spaces import Space, one_of
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.generators.latent import LatentGenerator, choose, diversity
-from unskew.models.trainable import Batch, LossFn
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import Holdings
-from unskew.protocol.proposed import Proposed
+from unskew.models.execution import Batch, LossFn
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import Holdings
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log
 from unskew.seeding import derive, fold, normal
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -26,8 +26,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
+from unskew.protocol.run_context import Proposed
 
 
 @dataclass(frozen=True)

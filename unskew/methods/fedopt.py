@@ -23,9 +23,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.search_space import Space, log
 
 _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 

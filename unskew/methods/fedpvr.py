@@ -22,11 +22,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.trainable import Batch, GradFn
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.proposed import Proposed
+from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
+from unskew.protocol.run_context import Proposed
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.trainable import Batch, GradFn
-from unskew.protocol.proposed import Proposed
+from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
-from unskew.protocol.spaces import Space, log, uniform
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log, uniform
 
 
 @dataclass(frozen=True)

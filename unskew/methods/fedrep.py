@@ -27,11 +27,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.trainable import Batch
-from unskew.models.vector import ModelSpec, mask_of
-from unskew.protocol.proposed import Proposed
+from unskew.models.execution import Batch
+from unskew.models.spec import ModelSpec, mask_of
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
-from unskew.protocol.spaces import Space, uniform
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, uniform
 
 
 @dataclass(frozen=True)

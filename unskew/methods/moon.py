@@ -27,11 +27,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.models.trainable import Batch, LossFn
+from unskew.models.execution import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
-from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.spaces import Space, log, one_of
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log, one_of
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from pydantic.dataclasses import dataclass
 
 from unskew.data.federation import ArrayClients, cat_inputs
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
-from unskew.protocol.proposed import Proposed
+from unskew.models.spec import ModelSpec
+from unskew.protocol.data_preparation import NOWHERE, Prepared, Workspace
 from unskew.protocol.rules import DataRule, Method, Slices, Sync, Tensors
-from unskew.protocol.training import Training
-from unskew.protocol.workspace import NOWHERE, Prepared, Workspace
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.training_config import Training
 
 LARGEST = 4_000_000_000
 """Bytes that the models of all clients may take under ``local``, which keeps each of them."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unskew import plugins
 from unskew.errors import ConfigError, MethodConflict, shown
-from unskew.options import build, check_finite, imported, options_of, own_object, read_options
+from unskew.option_parsing import build, check_finite, imported, options_of, own_object, read_options
 from unskew.provenance import on_behalf_of
 
 if TYPE_CHECKING:

@@ -30,16 +30,16 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import take
-from unskew.data.normalisation import Normalisation
+from unskew.data.normalization import Normalisation
 from unskew.errors import ConfigError
-from unskew.generators.virtual.clusters import gaussian
+from unskew.generators.virtual.gaussian import gaussian
 from unskew.generators.virtual.style import style_images
-from unskew.models.trainable import Batch, LossFn
-from unskew.protocol.facts import FederationFacts, Holdings
-from unskew.protocol.proposed import Proposed
+from unskew.models.execution import Batch, LossFn
+from unskew.protocol.data_preparation import Dealt, compact
+from unskew.protocol.federation_info import FederationFacts, Holdings
 from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
-from unskew.protocol.spaces import Space, log
-from unskew.protocol.workspace import Dealt, compact
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log
 from unskew.seeding import derive, fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError, shown
-from unskew.models.dropout import Dropout, KeyStream
-from unskew.models.vector import ModelSpec, Output
+from unskew.models.keyed_dropout import Dropout, KeyStream
+from unskew.models.spec import ModelSpec, Output
 
 
 class Batch(NamedTuple):

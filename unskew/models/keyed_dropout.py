@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of a key, so that every engine drops the same units.
 
 ``nn.Dropout`` draws from global state: under ``vmap`` each client would see other masks than alone. The modules of a
-model are exchanged for this one when its ``unskew.models.vector.ModelSpec`` is made.
+model are exchanged for this one when its ``unskew.models.spec.ModelSpec`` is made.
 """
 
 from __future__ import annotations

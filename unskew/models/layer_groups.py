@@ -20,8 +20,8 @@ from itertools import accumulate, pairwise
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.parts import joined
-from unskew.models.vector import ModelSpec, mask_of
+from unskew.models.body_head import joined
+from unskew.models.spec import ModelSpec, mask_of
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 EMBEDDINGS = "embeddings"

@@ -17,14 +17,14 @@ from torch import nn
 
 from unskew import plugins
 from unskew.errors import ConfigError, shown
-from unskew.models.naming import HUB
+from unskew.models.names import HUB
+from unskew.models.zoo.basic import MLP, VGG11, Logistic
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
-from unskew.models.zoo.pretrained import hugging_face, resnet18, vit_b16
+from unskew.models.zoo.huggingface import hugging_face, resnet18, vit_b16
 from unskew.models.zoo.resnet import ResNet20
-from unskew.models.zoo.table import TableMLP
+from unskew.models.zoo.tabular import TableMLP
 from unskew.models.zoo.text import TextMLP
-from unskew.models.zoo.vision import MLP, VGG11, Logistic
-from unskew.options import imported
+from unskew.option_parsing import imported
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 """What `resolve_model` accepts as a model."""
@@ -188,7 +188,7 @@ def resolve_model(
             a factory, called with those of `shape`, `classes`, `task` and `categories` that its signature names, and with
                 `options`;
             a string `"package.module:factory"`, which is imported and then treated like the factory;
-            `"hf:NAME"`, a model of the hub or of a folder (see `unskew.models.zoo.pretrained.hugging_face`).
+            `"hf:NAME"`, a model of the hub or of a folder (see `unskew.models.zoo.huggingface.hugging_face`).
         shape: Shape of a sample.
         classes: Number of logits.
         options: Keywords for the model or the factory.

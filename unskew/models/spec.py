@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from unskew.errors import ConfigError
-from unskew.models.dropout import exchange_dropout, restore_dropout
-from unskew.models.parts import find_head, last_layer, split_parts
+from unskew.models.body_head import find_head, last_layer, split_parts
+from unskew.models.keyed_dropout import exchange_dropout, restore_dropout
 
 if TYPE_CHECKING:
-    from unskew.models.together import Together
+    from unskew.models.grouped.context import Together
 
 
 class Output(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from unskew.plots.figure import MARKERS, PALETTE, literal, new_figure, over_rounds, save_figure
-from unskew.tasks.score import SCORES, Metric, metric, score_of
+from unskew.tasks.primary_metric import SCORES, Metric, metric, score_of
 
 NAME = 24
 """Characters of a client's name that a figure shows at most."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.files import create, make_folder, temporary, write_atomic, writing
+from unskew.filesystem import create, make_folder, temporary, write_atomic, writing
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 """Colours that colour-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and grey).

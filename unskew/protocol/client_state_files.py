@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save
 
 from unskew.errors import DataError
-from unskew.files import make_folder, write_atomic
+from unskew.filesystem import make_folder, write_atomic
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, changed
 
 

@@ -8,13 +8,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from unskew.data.pixels import AS_THEY_ARE, Pixels
+from unskew.data.pixel_scaling import AS_THEY_ARE, Pixels
 from unskew.errors import ConfigError
-from unskew.models.trainable import Model
-from unskew.models.vector import ModelSpec
+from unskew.models.execution import Model
+from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Tensors
-from unskew.protocol.training import Training
-from unskew.tasks.task import Task
+from unskew.protocol.training_config import Training
+from unskew.tasks.base import Task
 
 
 class ReadOnly(dict[str, Tensor]):

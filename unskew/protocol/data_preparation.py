@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, joined_clients
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.messages import Tensors, bytes_of
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 
 
 def _quiet(*_: object) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take
-from unskew.data.normalisation import Normalisation
+from unskew.data.normalization import Normalisation
 from unskew.seeding import generator
-from unskew.tasks.task import Task
+from unskew.tasks.base import Task
 
 
 @dataclass(frozen=True)

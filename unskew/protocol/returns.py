@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unskew.data.federation import ClientData
 from unskew.errors import ConfigError, shown
-from unskew.protocol.workspace import Contributions, Dealt, Prepared
+from unskew.protocol.data_preparation import Contributions, Dealt, Prepared
 
 Check = Callable[[Any, tuple[Any, ...]], bool]
 
@@ -74,8 +74,8 @@ RETURNS: dict[str, tuple[str, Check]] = {
     "evaluated": ("a model like state['v']", lambda value, given: _like(value, given[0]["v"])),
     "travels": ("a pair of tuples of slices, to download and to upload", _travels),
     "own": ("a tuple of slices", _slices),
-    "contribute": ("unskew.protocol.workspace.Contributions with tensors by client", _contributed),
-    "deal": ("unskew.protocol.workspace.Dealt with tensors by client", _dealt),
+    "contribute": ("unskew.protocol.data_preparation.Contributions with tensors by client", _contributed),
+    "deal": ("unskew.protocol.data_preparation.Dealt with tensors by client", _dealt),
     "receive": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
     "prepare": ("a Prepared", lambda value, _: isinstance(value, Prepared)),
     "of_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "contribute")),

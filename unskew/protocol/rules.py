@@ -18,17 +18,17 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from unskew.data.federation import ClientData
-from unskew.models.trainable import Batch, GradFn, LossFn
-from unskew.models.vector import ModelSpec
+from unskew.models.execution import Batch, GradFn, LossFn
+from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context as Context
-from unskew.protocol.facts import FederationFacts, Holdings
+from unskew.protocol.data_preparation import NOWHERE, Contributions, Dealt, Prepared, Workspace
+from unskew.protocol.federation_info import FederationFacts, Holdings
 from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
-from unskew.protocol.proposed import Proposed
 from unskew.protocol.returns import check_hooks
-from unskew.protocol.spaces import Space
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space
 from unskew.protocol.updates import Updates as Updates
-from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace
 
 Weights = Literal["samples", "uniform"]
 
@@ -66,7 +66,7 @@ class Rule:
     """Where ``unskew tune`` looks for the values of its options, of those that are worth tuning."""
 
     needs: Collection[str] = ()
-    """What it asks of the core; see ``unskew.protocol.needs``."""
+    """What it asks of the core; see ``unskew.protocol.requirements``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

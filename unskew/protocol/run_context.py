@@ -10,8 +10,8 @@ import torch
 
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
-from unskew.protocol.training import Training
+from unskew.models.spec import ModelSpec
+from unskew.protocol.training_config import Training
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.proposed import Proposed
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import ServerRule, Tensors
+from unskew.protocol.run_context import Proposed
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from unskew.data.federation import ServerData
-from unskew.data.pixels import Pixels
-from unskew.models.trainable import Batch, GradFn, LossFn, Model
-from unskew.models.vector import ModelSpec, Output
-from unskew.tasks.task import Task
+from unskew.data.pixel_scaling import Pixels
+from unskew.models.execution import Batch, GradFn, LossFn, Model
+from unskew.models.spec import ModelSpec, Output
+from unskew.tasks.base import Task
 
 
 class Trained(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from unskew.protocol.schedule import Schedule, parse
+from unskew.protocol.lr_schedule import Schedule, parse
 
 Buffers = Literal["average", "local", "reset"]
 """Normalisation statistics: averaged like parameters, kept at each client, or begun anew in every round."""
@@ -27,7 +27,7 @@ class Training:
         augment: Random crops (padding 4) and horizontal flips.
         precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
         lr: Learning rate, which ``lr_schedule`` multiplies.
-        lr_schedule: See ``unskew.protocol.schedule``.
+        lr_schedule: See ``unskew.protocol.lr_schedule``.
         lr_schedule_per: Whether its numbers count rounds or local steps; the latter need ``local_steps``.
         rounds: Of the run; a schedule may end with them.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
+from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Tensors, Update, flat, nested
 from unskew.protocol.server_training import ServerTraining
 

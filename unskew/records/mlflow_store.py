@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.files import waiting_for
+from unskew.filesystem import waiting_for
 
 NAME = "mlflow.db"
 PATIENCE = 120.0

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import CheckpointError
-from unskew.files import append, from_json, open_to_append, write_atomic, writing
-from unskew.tasks.score import Metric, metric, score_of
+from unskew.filesystem import append, from_json, open_to_append, write_atomic, writing
+from unskew.tasks.primary_metric import Metric, metric, score_of
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import read_file
+from unskew.filesystem import read_file
 from unskew.records.notebook import data_frame, html_table, with_std
 from unskew.records.recorder import parsed
-from unskew.tasks.score import objective_of
+from unskew.tasks.primary_metric import objective_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.methods.registry import CATALOGUE, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
-from unskew.reporting.parts import Part, Series
-from unskew.reporting.reading import number
-from unskew.tasks.score import KNOWN_METRICS, RECALL, SCORES, Metric, metric
+from unskew.reporting.run_groups import Part, Series
+from unskew.reporting.run_reader import number
+from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, SCORES, Metric, metric
 
 POINTS = 300
 """Points of a curve at most."""

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 
-from unskew.reporting.about import paragraphs
+from unskew.reporting.run_description import paragraphs
 from unskew.reporting.tables import Table
 
 DASH = {"solid": "", "dash": "8 4", "dot": "2 3", "dashdot": "8 3 2 3"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from unskew.reporting.figures import gini, thinned, who
-from unskew.reporting.parts import Part
-from unskew.reporting.reading import RunFiles
+from unskew.reporting.chart_data import gini, thinned, who
+from unskew.reporting.run_groups import Part
+from unskew.reporting.run_reader import RunFiles
 
 ROWS, COLUMNS = 100, 100
 """Rows and columns of a heat map at most."""

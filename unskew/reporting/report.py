@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import Comparison
-from unskew.data.reading.telling import tell
 from unskew.errors import ConfigError, shown
-from unskew.files import make_folder, place, write_atomic
+from unskew.filesystem import make_folder, place, write_atomic
+from unskew.progress import tell
 from unskew.records.result import Result
-from unskew.reporting import markup
-from unskew.reporting.figures import style_of
+from unskew.reporting import html_elements
+from unskew.reporting.chart_data import style_of
 from unskew.reporting.page import page, plotly_script
-from unskew.reporting.parts import Part, parts_of
-from unskew.reporting.reading import read_runs
+from unskew.reporting.run_groups import Part, parts_of
+from unskew.reporting.run_reader import read_runs
 from unskew.reporting.sections import REAL, content, part_html, summary_line
 
 NAME = "report.html"
@@ -101,27 +101,28 @@ def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True, titl
     data = [content(part, styles) for part in parts]
     runs = sum(len(one.runs) for part in parts for one in part.series)
     title = title or (f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs")
-    head = f'<header><h1>{markup.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
+    head = f'<header><h1>{html_elements.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
     pieces = [head]
     notes = list(notes)
     if notes:
-        pieces.append(markup.listed(notes, "told"))
+        pieces.append(html_elements.listed(notes, "told"))
     pieces.append(
         '<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>'
     )
     if len(parts) > 1:
         links = "".join(
-            f'<li><a href="#part-{number}">{markup.text(part.title)}</a></li>' for number, part in enumerate(parts)
+            f'<li><a href="#part-{number}">{html_elements.text(part.title)}</a></li>'
+            for number, part in enumerate(parts)
         )
         pieces.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
     for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
         tell("parts written", number, len(parts))
         inside = part_html(part, shown_, f"part-{number}", images)
-        line = f'<p class="soft">{markup.text(summary_line(part))}</p>'
+        line = f'<p class="soft">{html_elements.text(summary_line(part))}</p>'
         if len(parts) == 1:
             pieces.append(f'<main class="part" id="part-0">{line}{inside}</main>')
         else:
             opened = " open" if number == 0 else ""
-            head = f"<summary><h2>{markup.text(part.title)}</h2></summary>"
+            head = f"<summary><h2>{html_elements.text(part.title)}</h2></summary>"
             pieces.append(f'<details class="part" id="part-{number}"{opened}>{head}{line}{inside}</details>')
     return page(title, "\n".join(pieces), {"parts": data})

@@ -14,9 +14,9 @@ from typing import Any
 
 from unskew.comparison.compare import counted_unalike
 from unskew.errors import ConfigError
-from unskew.methods.catalogue import CATALOGUE, REFERENCES, check_names, rule_class, slots_of
-from unskew.reporting.parts import Part, Series
-from unskew.reporting.reading import RunFiles, number
+from unskew.methods.registry import CATALOGUE, REFERENCES, check_names, rule_class, slots_of
+from unskew.reporting.run_groups import Part, Series
+from unskew.reporting.run_reader import RunFiles, number
 from unskew.reporting.tables import Cell, Table
 
 PICTURES, LARGEST = 4, 200_000

@@ -8,9 +8,9 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, default_target
 from unskew.comparison.references import is_reference
-from unskew.files import read_json
-from unskew.reporting.reading import RunFiles, number
-from unskew.tasks.score import SCORES, Metric, client_metric, metric, objective_of, score_of
+from unskew.filesystem import read_json
+from unskew.reporting.run_reader import RunFiles, number
+from unskew.tasks.primary_metric import SCORES, Metric, client_metric, metric, objective_of, score_of
 
 PLACE = ("data", "partition", "clients", "server", "model")
 """Fields that the title of a part tells."""

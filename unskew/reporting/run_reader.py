@@ -10,13 +10,13 @@ from typing import Any
 
 from unskew.comparison.compare import averaged, is_figure
 from unskew.comparison.references import is_local, served_alone
-from unskew.config.reading import load_yaml
-from unskew.data.reading.telling import tell
+from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import from_json, read_file, read_json
+from unskew.filesystem import from_json, read_file, read_json
+from unskew.progress import tell
 from unskew.records.recorder import warning_text
 from unskew.records.result import read_history
-from unskew.tasks.score import SCORES, score_of
+from unskew.tasks.primary_metric import SCORES, score_of
 
 MOST_RUNS = 500
 LARGEST = 1e300

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from unskew.reporting import markup
+from unskew.reporting import html_elements
 
 T = TypeVar("T")
 
@@ -34,4 +34,4 @@ def guarded(title: str, write: Callable[[], T], instead: Callable[[str], T]) -> 
 
 def section(title: str, write: Callable[[], str]) -> str:
     """The HTML of a section; of a broken one its heading and the error."""
-    return guarded(title, write, lambda text: f'<h3>{title}</h3><p class="warned">{markup.text(text)}</p>')
+    return guarded(title, write, lambda text: f'<h3>{title}</h3><p class="warned">{html_elements.text(text)}</p>')

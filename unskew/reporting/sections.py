@@ -9,14 +9,14 @@ from typing import Any
 
 import yaml
 
-from unskew.reporting import about, figures, markup, tables
-from unskew.reporting.about import synthetic_folders
-from unskew.reporting.beside import beside
-from unskew.reporting.guard import guarded, section
-from unskew.reporting.holdings import holdings
-from unskew.reporting.parts import Part, Series
+from unskew.formatting import value_text
+from unskew.reporting import chart_data, html_elements, run_description, tables
+from unskew.reporting.label_distribution import holdings
+from unskew.reporting.run_description import synthetic_folders
+from unskew.reporting.run_groups import Part, Series
+from unskew.reporting.section_errors import guarded, section
+from unskew.reporting.synthetic_vs_real import beside
 from unskew.reporting.verdict import verdict
-from unskew.reporting.wording import value_text
 
 LATER = (
     *("train_loss", "begin_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
@@ -39,12 +39,14 @@ def content(part: Part, styles: Styles) -> dict[str, Any]:
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {
         "methods": [{"label": one.label, **styles[one.label]} for one in part.series],
-        "curves": guarded("Curves", lambda: figures.curves(part), lambda _: curves),
-        "measured": guarded("What the methods did", lambda: figures.measured(part), lambda _: measured),
+        "curves": guarded("Curves", lambda: chart_data.curves(part), lambda _: curves),
+        "measured": guarded("What the methods did", lambda: chart_data.measured(part), lambda _: measured),
         "holdings": guarded("Who holds what", lambda: holdings(part), lambda _: []),
-        "boxes": guarded("Accuracy of clients", lambda: figures.boxes(part), lambda _: {}),
-        "classifier": guarded("Classifier", lambda: figures.classifier(part), lambda _: {"axes": {}, "lines": {}}),
-        "axes": {name: figures.axis(one, " on a client's own data") for name, one in figures.at_clients(part).items()},
+        "boxes": guarded("Accuracy of clients", lambda: chart_data.boxes(part), lambda _: {}),
+        "classifier": guarded("Classifier", lambda: chart_data.classifier(part), lambda _: {"axes": {}, "lines": {}}),
+        "axes": {
+            name: chart_data.axis(one, " on a client's own data") for name, one in chart_data.at_clients(part).items()
+        },
     }
 
 
@@ -68,17 +70,17 @@ def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = T
 
 def _verdict(part: Part) -> str:
     lines = verdict(part)
-    return f"<h3>Result</h3>{markup.listed(lines, 'verdict')}" if lines else ""
+    return f"<h3>Result</h3>{html_elements.listed(lines, 'verdict')}" if lines else ""
 
 
 def _comparison(part: Part, methods: Sequence[Mapping[str, str]]) -> str:
     both = (tables.comparison(part), tables.comparison(part, references=True))
     units = f'<p class="soft">{UNITS}</p>'
-    return f"{markup.legend(methods)}<h3>Comparison</h3>{''.join(markup.table(one) for one in both if one)}{units}"
+    return f"{html_elements.legend(methods)}<h3>Comparison</h3>{''.join(html_elements.table(one) for one in both if one)}{units}"
 
 
 def _costs(part: Part) -> str:
-    return f"<h3>Cost</h3>{markup.table(tables.costs(part))}{_server_cost(part)}"
+    return f"<h3>Cost</h3>{html_elements.table(tables.costs(part))}{_server_cost(part)}"
 
 
 def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
@@ -92,13 +94,13 @@ def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
     )
     return (
         '<h3>Curves</h3><div class="controls">'
-        + markup.choice("figure", "show", titles, group)
-        + markup.choice("axis", "against", axes, group)
+        + html_elements.choice("figure", "show", titles, group)
+        + html_elements.choice("axis", "against", axes, group)
         + '<label><input type="checkbox" data-role="log" autocomplete="off"> logarithmic</label></div>'
-        + markup.plot("curves")
+        + html_elements.plot("curves")
         + f'<p class="soft">{band}Draw a frame to zoom in. With the figure in focus, '
         + "+ and - zoom, arrows move, 0 shows all.</p>"
-        + (markup.table(reached) if reached else "")
+        + (html_elements.table(reached) if reached else "")
     )
 
 
@@ -107,7 +109,7 @@ def _differences(part: Part) -> str:
     if table is None:
         return ""
     note = "If the interval excludes zero, the difference is significant at the 5 % level. With few seeds intervals are wide."
-    return f'<h3>Paired differences</h3>{markup.table(table)}<p class="soft">{note}</p>'
+    return f'<h3>Paired differences</h3>{html_elements.table(table)}<p class="soft">{note}</p>'
 
 
 def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
@@ -116,16 +118,18 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
         return f'<h3>Who holds what</h3><p class="soft">{missing}</p>'
     maps = any("map" in one for one in shown)
     chooser = (
-        markup.select("partition", "partition of", {str(k): one["title"] for k, one in enumerate(shown)})
+        html_elements.select("partition", "partition of", {str(k): one["title"] for k, one in enumerate(shown)})
         if len(shown) > 1
         else ""
     )
     cells = (
-        markup.choice("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group) if maps else ""
+        html_elements.choice("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group)
+        if maps
+        else ""
     )
     numbers = "".join(
         f'<div data-partition="{k}"{" hidden" if k else ""}>'
-        + markup.facts(
+        + html_elements.facts(
             {**{name: _short(value) for name, value in one["figures"].items()}, "partition hash": one["hash"]}
         )
         + "</div>"
@@ -136,8 +140,8 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
         if maps
         else '<p class="soft">There are no classes, or these folders do not say how many samples of each a client holds.</p>'
     )
-    left = markup.plot("map") + '<p class="soft" data-role="map-note"></p>' if maps else ""
-    right = f"<div>{numbers}{markup.plot('sizes', low=True)}</div>"
+    left = html_elements.plot("map") + '<p class="soft" data-role="map-note"></p>' if maps else ""
+    right = f"<div>{numbers}{html_elements.plot('sizes', low=True)}</div>"
     both = f'<div class="pair"><div>{left}</div>{right}</div>' if maps else missing + right
     return f'<h3>Who holds what</h3><div class="controls">{chooser}{cells}</div>{both}'
 
@@ -151,39 +155,39 @@ def _clients(part: Part, shown: Mapping[str, Any]) -> str:
     if table is None:
         return '<h3>Accuracy of clients</h3><p class="soft">No client was evaluated in these runs.</p>'
     title = part.at_clients.title
-    head = f"<h3>{markup.text(title[0].upper() + title[1:])} of clients</h3>"
+    head = f"<h3>{html_elements.text(title[0].upper() + title[1:])} of clients</h3>"
     if shown:
-        known = figures.at_clients(part)
+        known = chart_data.at_clients(part)
         choices = {
             name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
             for name in shown
         }
-        head += f'<div class="controls">{markup.select("whose", "show", choices)}</div>'
-        head += markup.plot("boxes") + (
+        head += f'<div class="controls">{html_elements.select("whose", "show", choices)}</div>'
+        head += html_elements.plot("boxes") + (
             '<p class="soft">A dot is a client of one seed, a box the quartiles of all, its whiskers the best and the worst '
             "client, the diamond the worst decile of the table: the mean of the worst tenth, averaged over seeds.</p>"
         )
     gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
     gini = gini if part.at_clients.name == "accuracy" else ""
     where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
-    note = f"Measured on {markup.text(', '.join(where))}. {gini}"
-    return f'{head}{markup.table(table)}<p class="soft">{note}</p>'
+    note = f"Measured on {html_elements.text(', '.join(where))}. {gini}"
+    return f'{head}{html_elements.table(table)}<p class="soft">{note}</p>'
 
 
 def _classifier(part: Part, shown: Mapping[str, Any], group: str) -> str:
-    kinds = {kind: figures.KINDS[kind][0] for kind, lines in shown["lines"].items() if lines}
+    kinds = {kind: chart_data.KINDS[kind][0] for kind, lines in shown["lines"].items() if lines}
     if not kinds:
         return ""
-    best = figures.best_classifiers(part)
+    best = chart_data.best_classifiers(part)
     pieces = [
-        f'<h3>Classifier on the test set</h3><div class="controls">{markup.choice("kind", "curve", kinds, group)}</div>'
+        f'<h3>Classifier on the test set</h3><div class="controls">{html_elements.choice("kind", "curve", kinds, group)}</div>'
     ]
-    pieces.append(markup.plot("classifier"))
+    pieces.append(html_elements.plot("classifier"))
     pieces.append(
         f'<p class="soft">The {len(best)} best methods, first seed of each. With more than two classes ROC and precision are '
         "means over the classes, each against all others, and calibration is that of the predicted class.</p>"
     )
-    pieces += [markup.table(found) for one in best if (found := tables.confusion(one)) is not None]
+    pieces += [html_elements.table(found) for one in best if (found := tables.confusion(one)) is not None]
     return "".join(pieces)
 
 
@@ -201,17 +205,19 @@ def _methods(part: Part, shown: Mapping[str, Any], images: bool) -> str:
         own = {name: sum(name.startswith(late) for late in LATER) for name in names}
         options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
         pieces.append(
-            f'<div class="controls">{markup.select("measure", "figure", options)}</div>{markup.plot("measured")}'
+            f'<div class="controls">{html_elements.select("measure", "figure", options)}</div>{html_elements.plot("measured")}'
         )
     seen: set[str] = set()
     for one in part.series:
-        for fact in about.facts(one.method):
+        for fact in run_description.facts(one.method):
             if fact.name not in seen:
                 seen.add(fact.name)
                 line = "; ".join(filter(None, (fact.summary, fact.paper, fact.slots and f"slot: {fact.slots}")))
-                pieces.append(f"<h4>{markup.text(fact.name)}</h4><p>{markup.text(line)}</p>")
+                pieces.append(f"<h4>{html_elements.text(fact.name)}</h4><p>{html_elements.text(line)}</p>")
                 if fact.text:
-                    pieces.append(markup.folded("Formula, and what the paper leaves open", markup.prose(fact.text)))
+                    pieces.append(
+                        html_elements.folded("Formula, and what the paper leaves open", html_elements.prose(fact.text))
+                    )
         pieces.append(_periods(one))
         if images:
             pieces.append(_pictures(one) + _beside(one))
@@ -219,49 +225,49 @@ def _methods(part: Part, shown: Mapping[str, Any], images: bool) -> str:
 
 
 def _periods(one: Series) -> str:
-    table = about.periods(one)
+    table = run_description.periods(one)
     if table is None:
         return ""
     note = "Layers are numbered in order of depth, as <code>unskew models</code> lists them."
-    return f'{markup.table(table)}<p class="soft">{note}</p>'
+    return f'{html_elements.table(table)}<p class="soft">{note}</p>'
 
 
 def _pictures(one: Series) -> str:
-    found = about.pictures(one)
+    found = run_description.pictures(one)
     if not found:
         return ""
     images = "".join(
-        f'<figure><img src="{address}" alt="{markup.text(title)}"><figcaption>{markup.text(title)}</figcaption></figure>'
+        f'<figure><img src="{address}" alt="{html_elements.text(title)}"><figcaption>{html_elements.text(title)}</figcaption></figure>'
         for title, address in found
     )
-    return f'<h4>What clients made with {markup.text(one.label)}</h4><div class="pictures">{images}</div>'
+    return f'<h4>What clients made with {html_elements.text(one.label)}</h4><div class="pictures">{images}</div>'
 
 
 def _beside(one: Series) -> str:
-    if not about.makes(one) or not any(synthetic_folders(run) for run in one.runs):
+    if not run_description.makes(one) or not any(synthetic_folders(run) for run in one.runs):
         return ""
     found = beside(one)
-    title = f"<h4>Images made with {markup.text(one.label)} beside real ones</h4>"
+    title = f"<h4>Images made with {html_elements.text(one.label)} beside real ones</h4>"
     if found is None:
         return f'{title}<p class="soft">Real images are not shown: the data of the run are not at hand.</p>'
     who, rows = found
     lines = "".join(
-        f"<tr><td>{markup.text(row.name)}</td>{_strip(row.real, f'real images of {row.name}')}"
+        f"<tr><td>{html_elements.text(row.name)}</td>{_strip(row.real, f'real images of {row.name}')}"
         f"{_strip(row.made, f'made images of {row.name}')}</tr>"
         for row in rows
     )
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("class", "real", "made"))
-    inside = f"<caption>{markup.text(who)}</caption><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
+    inside = f"<caption>{html_elements.text(who)}</caption><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
     shown = f'<div class="scroll beside"><table data-name="beside">{inside}</table></div>'
     return f'{title}<p class="warned">{REAL}</p>{shown}'
 
 
 def _strip(address: str, title: str) -> str:
-    return f'<td><img src="{address}" alt="{markup.text(title)}"></td>' if address else "<td>none</td>"
+    return f'<td><img src="{address}" alt="{html_elements.text(title)}"></td>' if address else "<td>none</td>"
 
 
 def _warnings(part: Part) -> str:
-    told = about.warnings_of(part)
+    told = run_description.warnings_of(part)
     lines = [f"{text} ({runs})" for runs, text in told]
     lines += [
         f"{run.summary['updates_skipped']} updates were not finite and left out ({one.label}, seed {run.summary['seed']})"
@@ -269,23 +275,23 @@ def _warnings(part: Part) -> str:
         for run in one.runs
         if run.summary.get("updates_skipped")
     ]
-    return f"<h3>Warnings</h3>{markup.listed(lines, 'told')}" if lines else ""
+    return f"<h3>Warnings</h3>{html_elements.listed(lines, 'told')}" if lines else ""
 
 
 def _again(part: Part) -> str:
     runs = [run for one in part.series for run in one.runs]
-    pieces = ["<h3>Run it again</h3>", *(markup.command(line) for line in about.again(part)[:20])]
+    pieces = ["<h3>Run it again</h3>", *(html_elements.command(line) for line in run_description.again(part)[:20])]
     pieces.append('<p class="soft">A single run is repeated by <code>unskew run FOLDER/config.yaml</code>.</p>')
-    pieces.append(markup.folded("Every run and its folder", markup.table(tables.runs(part))))
+    pieces.append(html_elements.folded("Every run and its folder", html_elements.table(tables.runs(part))))
     for one in part.series:
         written = yaml.safe_dump(one.runs[0].config, sort_keys=False, allow_unicode=True)
         seed = one.runs[0].summary["seed"]
-        inside = f"<pre><code>{markup.text(written)}</code></pre>"
-        pieces.append(markup.folded(f"Configuration of {one.label}, seed {seed}", inside))
-    for count, made in about.made_with(runs):
+        inside = f"<pre><code>{html_elements.text(written)}</code></pre>"
+        pieces.append(html_elements.folded(f"Configuration of {one.label}, seed {seed}", inside))
+    for count, made in run_description.made_with(runs):
         title = f"Versions and machine of {count} run{'s' if count > 1 else ''}"
         note = "" if len(made) > 1 else '<p class="soft">The folders do not say more: an earlier version made them.</p>'
-        pieces.append(f"<h4>{title}</h4>{markup.facts(made)}{note}")
+        pieces.append(f"<h4>{title}</h4>{html_elements.facts(made)}{note}")
     return "".join(pieces)
 
 

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.data.clients import take
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.reading.hub import from_cache
-from unskew.data.reading.images import with_size
+from unskew.data.readers.hub import from_cache
+from unskew.data.readers.images import with_size
 from unskew.errors import UnskewError
-from unskew.generators import synthetic_set
-from unskew.generators.synthetic_set import SyntheticSet
-from unskew.reporting.about import synthetic_folders
-from unskew.reporting.parts import Series
-from unskew.reporting.reading import RunFiles
+from unskew.generators import synthetic_dataset
+from unskew.generators.synthetic_dataset import SyntheticSet
+from unskew.reporting.run_description import synthetic_folders
+from unskew.reporting.run_groups import Series
+from unskew.reporting.run_reader import RunFiles
 
 CLASSES, IMAGES, SIDE = 6, 4, 32
 """Classes of one client, images of each, and the largest side of one: a page has room for a few."""
@@ -49,14 +49,14 @@ def beside(one: Series) -> tuple[str, list[Row]] | None:
 
 def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
     """The synthetic set of a run and the data it was made from, without a network and without code that the folder names."""
-    folder = next((place for place in synthetic_folders(run) if (place / synthetic_set.ABOUT).is_file()), None)
+    folder = next((place for place in synthetic_folders(run) if (place / synthetic_dataset.ABOUT).is_file()), None)
     if folder is None or "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
         return None
     try:
         with from_cache():
             config = experiment(run.config)
             federation = federation_of(config.data_spec, config.seed)
-        made = synthetic_set.load(folder)
+        made = synthetic_dataset.load(folder)
     except (UnskewError, OSError, ImportError):
         return None
     same = federation.fingerprint == run.summary["partition_hash"] and federation.name == run.summary["data"]

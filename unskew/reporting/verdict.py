@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
-from unskew.reporting.parts import Part, Series
-from unskew.reporting.reading import number
+from unskew.formatting import megabytes, value_text
+from unskew.reporting.run_groups import Part, Series
+from unskew.reporting.run_reader import number
 from unskew.reporting.tables import alike
-from unskew.reporting.wording import megabytes, value_text
-from unskew.tasks.score import Metric, metric
+from unskew.tasks.primary_metric import Metric, metric
 
 
 def verdict(part: Part) -> list[str]:

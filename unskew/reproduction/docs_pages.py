@@ -1,4 +1,4 @@
-"""The tables of ``docs/results`` and ``results/INDEX.md``, written by ``python -m unskew.reproduction.pages``.
+"""The tables of ``docs/results`` and ``results/INDEX.md``, written by ``python -m unskew.reproduction.docs_pages``.
 
 It is run in the repository and reads the kept outcomes. A page says where a table stands with
 ``<!-- table: PRESET SCALE -->`` ... ``<!-- end -->``. What lies between is replaced; the
@@ -12,14 +12,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from unskew.files import write_atomic
-from unskew.reproduction.earlier import notes
+from unskew.filesystem import write_atomic
+from unskew.reproduction.legacy_outcomes import notes
 from unskew.reproduction.outcomes import outcome_files, place_of, run_identity
 from unskew.reproduction.preset import load_preset, names
-from unskew.reproduction.report import entries, lines, markdown
 from unskew.reproduction.settings import settings_note
 from unskew.reproduction.study import Line, StudyRuns, load_study, study_names
 from unskew.reproduction.sweep import Sweep
+from unskew.reproduction.tables import entries, lines, markdown
 
 BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
@@ -97,7 +97,7 @@ class Pages:
         text = [
             "# Outcomes of the papers' tables and figures",
             "",
-            "Written by `python -m unskew.reproduction.pages`. The numbers are links to the outcomes of these seeds. "
+            "Written by `python -m unskew.reproduction.docs_pages`. The numbers are links to the outcomes of these seeds. "
             "Tables share runs, so a file may stand in several. "
             "`unskew reproduce PRESET --scale SCALE --show` prints a table from its files.",
         ]

@@ -12,7 +12,7 @@ from unskew.plots.curves import signs
 from unskew.plots.figure import MARKERS, PALETTE, new_figure, over_rounds, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
-from unskew.reproduction.report import Entry, expanded, shown
+from unskew.reproduction.tables import Entry, expanded, shown
 
 SIGNS = ("coefficients/positive", "coefficients/negative")
 """Values that are drawn together, as bars up and down for each row."""

@@ -29,7 +29,7 @@ EARLIER = {
 def as_earlier(cell: Cell) -> Cell | None:
     """The run of a cell as it was before a default changed, marked; None where none has changed.
 
-    >>> from unskew.config.reading import experiment
+    >>> from unskew.config.loader import experiment
     >>> cell = as_earlier(Cell("both", "all", experiment({"method": "fedssyn:rho=1+scaffold"})))
     >>> cell.row, cell.config.method
     ('both †', 'fedssyn:rho=1,match_steps=epochs+scaffold')

@@ -15,8 +15,8 @@ import torch
 from unskew.comparison.compare import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
-from unskew.files import write_atomic
-from unskew.runs.continuation import RESUMABLE
+from unskew.filesystem import write_atomic
+from unskew.runs.resume import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_path", "start_from"} - {"rounds"}
 """Fields that say how a run is carried out, not what it is."""

@@ -17,8 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
-from unskew.data.sources.catalogue import DRAWN
+from unskew.config.loader import experiment
+from unskew.data.sources.registry import DRAWN
 from unskew.errors import ConfigError, plain, unknown
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.reproduction.earlier import unmarked
+from unskew.reproduction.legacy_outcomes import unmarked
 from unskew.reproduction.preset import Cell, Preset, cells
 
 STATED = ("data", "model", "clients", "rounds", "target")

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.engines.machine import cores
+from unskew.engines.cpu import cores
 from unskew.errors import ConfigError, DataError, plain, unknown
-from unskew.options import build, own_object
+from unskew.option_parsing import build, own_object
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
 from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
 from unskew.reproduction.settings import stated
-from unskew.runs.crew import Work
-from unskew.runs.side_by_side import beside, check_parallel, on_cluster, side_by_side
+from unskew.runs.parallel import beside, check_parallel, on_cluster, side_by_side
+from unskew.runs.process_pool import Work
 
 STUDIES = {
     "quadratic": "unskew.reproduction.studies.quadratic_figure:QuadraticStudy",

@@ -8,21 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.one_run import LastFederation, last
+from unskew.comparison.single_run import LastFederation, last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
-from unskew.methods.catalogue import method
+from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.reproduction.earlier import as_earlier
+from unskew.reproduction.legacy_outcomes import as_earlier
 from unskew.reproduction.outcomes import Outcome, keep, kept, key_of, outcome_files
 from unskew.reproduction.preset import Cell, Preset, cells
-from unskew.runs.checks import check_method
-from unskew.runs.crew import Work
+from unskew.runs.parallel import beside, check_parallel, places, side_by_side
 from unskew.runs.preparation import SYNTHETIC
+from unskew.runs.process_pool import Work
 from unskew.runs.run import finished_rounds, resume, run_experiment
-from unskew.runs.side_by_side import beside, check_parallel, places, side_by_side
+from unskew.runs.validation import check_method
 
 Follow = Callable[[str, bool], Sequence[Callback]]
 """From the title of a run, and whether it is only the common part of others, to its callbacks."""

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unskew.comparison.compare import mean_std
+from unskew.comparison.cost_to_target import saving
 from unskew.comparison.intervals import interval95
-from unskew.comparison.target import saving
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
 from unskew.records.recorder import reaching
-from unskew.reproduction.earlier import unmarked
+from unskew.reproduction.legacy_outcomes import unmarked
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Cell, Preset
 from unskew.reproduction.settings import comparable, published_settings, same_model

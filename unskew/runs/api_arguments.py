@@ -12,9 +12,9 @@ import torch
 from unskew.data.federation import Federation
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, shown
-from unskew.methods.catalogue import MethodLike
-from unskew.methods.catalogue import method as method_of
-from unskew.runs.model import ModelLike
+from unskew.methods.registry import MethodLike
+from unskew.methods.registry import method as method_of
+from unskew.runs.build_model import ModelLike
 
 
 def values_of(

@@ -10,10 +10,10 @@ from safetensors.torch import save
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.files import write_atomic
-from unskew.models.vector import ModelSpec
+from unskew.filesystem import write_atomic
+from unskew.models.spec import ModelSpec
 from unskew.records.recorder import write_clients, write_summary
-from unskew.runs.inputs import write_inputs
+from unskew.runs.input_spec import write_inputs
 from unskew.simulation.server import Server
 
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.encoders import categories_of
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.encoders import categories_of
 from unskew.errors import ConfigError
-from unskew.models.catalogue import resolve_model
-from unskew.models.vector import ModelSpec
+from unskew.models.registry import resolve_model
+from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Method
 from unskew.seeding import derive
 

@@ -15,19 +15,19 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.data.objective import trained_for
-from unskew.engines import processes, trial
+from unskew.data.task_options import trained_for
+from unskew.engines import processes, timing
 from unskew.engines.base import Setup
-from unskew.engines.catalogue import pick_device
-from unskew.engines.local import LocalTrainer
-from unskew.engines.machine import cores, plain_torch, threads
+from unskew.engines.cpu import cores, plain_torch, threads
+from unskew.engines.local_trainer import LocalTrainer
+from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, shown
+from unskew.protocol.data_preparation import Prepared
 from unskew.protocol.messages import changed
 from unskew.protocol.rules import Method
-from unskew.protocol.workspace import Prepared
-from unskew.runs.checks import check_method
-from unskew.runs.model import ModelLike
+from unskew.runs.build_model import ModelLike
 from unskew.runs.session import Session
+from unskew.runs.validation import check_method
 
 WORTH = 10.0
 """Seconds of all runs, as estimated from plain steps, below which methods are not measured."""
@@ -213,7 +213,7 @@ def seconds_of_run(
     client, steps = typical(session.setup)
     turns = config.rounds * math.ceil(cohort / workers)
     with torch.random.fork_rng(), threads(1 if workers > 1 else max(1, torch.get_num_threads() // at_once)):
-        alone = trial.seconds_of(trial.steps_of(session.setup, None, 1, 1), 0)
+        alone = timing.seconds_of(timing.steps_of(session.setup, None, 1, 1), 0)
         usual = turns * steps * alone * sum(count for _, _, count in runs.values()) / at_once
         if usual < worth:
             return None, True
@@ -246,7 +246,7 @@ def typical(setup: Setup) -> tuple[int, float]:
         The client, and the mean number of local steps per round.
     """
     clients = setup.federation.clients
-    looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // trial.SAMPLED))
+    looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // timing.SAMPLED))
     sizes = {k: clients[k].examples for k in looked_at if clients[k].examples}
     mean = sum(sizes.values()) / len(sizes)
     steps = [setup.training.steps(size, k) for k, size in sizes.items()]

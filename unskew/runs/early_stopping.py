@@ -11,10 +11,10 @@ import numpy as np
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
 from unskew.runs.metrics import RunMetrics
-from unskew.simulation import personal
+from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
-from unskew.tasks.score import WORST, held_out_name
+from unskew.tasks.primary_metric import WORST, held_out_name
 
 
 class EarlyStopping:
@@ -122,7 +122,9 @@ class BestModel:
         self.active, self.stopping, self.server = config.keep == "best", stopping, server
         self.round = 0
         self.value = -math.inf
-        own = personal.keeps(server.method, server.spec) or (config.buffers == "local" and server.spec.buffer_sizes)
+        own = personal_models.keeps(server.method, server.spec) or (
+            config.buffers == "local" and server.spec.buffer_sizes
+        )
         if self.active and own:
             raise ConfigError(
                 f"keep=best does not go with method={config.method} and buffers={config.buffers}: clients keep parts of "

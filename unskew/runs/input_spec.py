@@ -15,15 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from unskew.config.experiment import Experiment
 from unskew.config.sections import CsvConfig
 from unskew.data.federation import Federation
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import INPUT
-from unskew.data.reading.encoders import Encoder
-from unskew.data.reading.text import is_text
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.column_roles import INPUT
+from unskew.data.readers.encoders import Encoder
+from unskew.data.readers.text import is_text
 from unskew.errors import CheckpointError, DataError
-from unskew.files import read_json, write_atomic
-from unskew.tasks.catalogue import TASKS
+from unskew.filesystem import read_json, write_atomic
+from unskew.tasks.base import Task
+from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
-from unskew.tasks.task import Task
 
 NAME = "inputs.json"
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -43,7 +43,7 @@ class Standardised(BaseModel):
 
 
 class Column(BaseModel):
-    """A column of a table; see ``unskew.data.reading.encoders.Encoder``."""
+    """A column of a table; see ``unskew.data.readers.encoders.Encoder``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -10,10 +10,10 @@ from unskew.config.experiment import Experiment
 from unskew.config.metrics import AUTO, MetricLike, is_own, name_of, path_of
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.options import imported_callable
-from unskew.simulation.intake import TAKEN
+from unskew.option_parsing import imported_callable
+from unskew.simulation.update_buffer import TAKEN
 from unskew.tasks.metrics import METRICS, MetricSet, OwnMetric
-from unskew.tasks.score import RECALL, WORST, Metric, metric
+from unskew.tasks.primary_metric import RECALL, WORST, Metric, metric
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),

@@ -14,13 +14,13 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
-from unskew.engines.catalogue import pick_device
-from unskew.engines.laid_out import lay_out
-from unskew.engines.machine import cores
+from unskew.engines.cpu import cores
+from unskew.engines.mmap_pickle import lay_out
+from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, shown
-from unskew.runs.crew import Crew, Work, sendable
-from unskew.runs.on_cluster import ClusterCrew
-from unskew.simulation.loop import Interrupted, interruptible
+from unskew.runs.process_pool import Crew, Work, sendable
+from unskew.runs.ray_pool import ClusterCrew
+from unskew.simulation.round_loop import Interrupted, interruptible
 
 SMALL = 1_000_000
 """Parameters of a model up to which ``auto`` takes a core for each run: so small ones gain little from a second thread."""

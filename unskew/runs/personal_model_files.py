@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from unskew.files import make_folder, writing
+from unskew.filesystem import make_folder, writing
 from unskew.simulation.evaluate import Models
 
 NAME = "personal"

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from unskew.engines.laid_out import taken_up
-from unskew.engines.machine import keep_freed_memory, take_share, watch_parent
+from unskew.engines.cpu import keep_freed_memory, take_share, watch_parent
+from unskew.engines.mmap_pickle import taken_up
 from unskew.errors import EngineError
 from unskew.records.recorder import Callback, Row
-from unskew.simulation import loop
+from unskew.simulation import round_loop
 
 
 class _Relay(Callback):
@@ -61,7 +61,7 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # a terminal's Ctrl-C is for the process that began us, which passes it on
     signal.signal(signal.SIGTERM, _end)
-    loop.NOTICE = b""  # it says so itself
+    round_loop.NOTICE = b""  # it says so itself
     watch_parent(ending)
     take_share(share)
     keep_freed_memory()

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unskew.data.checks import as_inputs
-from unskew.data.reading.images import with_channels, with_size
-from unskew.data.reading.telling import tell
+from unskew.data.readers.images import with_channels, with_size
+from unskew.data.validation import as_inputs
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError, DataError
-from unskew.runs.inputs import Inputs
+from unskew.progress import tell
+from unskew.runs.input_spec import Inputs
 from unskew.tasks.regression import Regression
 
 BATCH = 256

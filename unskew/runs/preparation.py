@@ -11,10 +11,10 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.files import write_atomic
-from unskew.generators.synthetic_set import ABOUT, find
+from unskew.filesystem import write_atomic
+from unskew.generators.synthetic_dataset import ABOUT, find
+from unskew.protocol.data_preparation import Prepared, Workspace
 from unskew.protocol.rules import Method
-from unskew.protocol.workspace import Prepared, Workspace
 from unskew.records.recorder import Callback, hooks, warn
 
 SYNTHETIC = "synthetic"

@@ -17,11 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from unskew.engines.machine import cores
+from unskew.engines.cpu import cores
 from unskew.errors import ConfigError, EngineError, UnskewError
 from unskew.records.recorder import Callback, warn
-from unskew.runs.beside import work_beside
-from unskew.simulation.loop import Interrupted
+from unskew.runs.pool_worker import work_beside
+from unskew.simulation.round_loop import Interrupted
 
 GLANCE = 0.2
 """Seconds between two looks whether Ctrl-C was pressed."""

@@ -1,6 +1,6 @@
 """Independent runs as tasks of a Ray cluster: each in a process of its own on some node, with its share of the cores there.
 
-A task is a relay: it starts the process that one machine would start for a run beside others (``unskew.runs.beside``), and
+A task is a relay: it starts the process that one machine would start for a run beside others (``unskew.runs.pool_worker``), and
 passes on what that says. So a run trains with the best engine of its node. What a node that died was doing is begun again
 elsewhere; a run with a folder goes on from its last checkpoint.
 """
@@ -23,13 +23,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from unskew.engines.ray_cluster import connect, load_ray, nodes_of
-from unskew.engines.ray_worker import check_versions, versions
+from unskew.engines.ray.cluster import connect, load_ray, nodes_of
+from unskew.engines.ray.worker import check_versions, versions
 from unskew.errors import DataError, EngineError
-from unskew.files import writing
+from unskew.filesystem import writing
 from unskew.records.recorder import warn
-from unskew.runs.beside import work_beside
-from unskew.runs.crew import GLANCE, Busy, Work, next_of
+from unskew.runs.pool_worker import work_beside
+from unskew.runs.process_pool import GLANCE, Busy, Work, next_of
 
 ATTEMPTS = 5
 """Times that a run is begun whose node died."""
@@ -175,7 +175,7 @@ class ClusterCrew:
         self.flying: list[_Flying] = []
 
     def carry_out(self, works: Sequence[Work], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """See ``unskew.runs.side_by_side``; it ends early when there is something in ``stopped``."""
+        """See ``unskew.runs.parallel``; it ends early when there is something in ``stopped``."""
         waiting, done, heard = list(works), set[Hashable](), time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
             while (waiting or self.flying) and not stopped:

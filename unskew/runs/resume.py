@@ -12,18 +12,18 @@ import numpy as np
 import torch
 
 from unskew.config.experiment import Experiment
+from unskew.config.loader import load_yaml
 from unskew.config.paths import wherever
-from unskew.config.reading import load_yaml
-from unskew.data.checks import single
 from unskew.data.federation import ArrayClients
+from unskew.data.validation import single
 from unskew.errors import CheckpointError, ConfigError
-from unskew.methods.catalogue import method
-from unskew.models.vector import ModelSpec
-from unskew.protocol.workspace import Prepared
+from unskew.methods.registry import method
+from unskew.models.spec import ModelSpec
+from unskew.protocol.data_preparation import Prepared
 from unskew.provenance import TRUST, FromFile
 from unskew.records.recorder import Recorder, rounds_of
 from unskew.records.result import read_history
-from unskew.simulation import checkpoint, restoring
+from unskew.simulation import checkpoint, restore
 from unskew.simulation.server import Server
 
 RESUMABLE = (
@@ -84,7 +84,7 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
         before = method(named) if isinstance(named, str) else None
     except ConfigError:  # a method that only Python knew
         before = None
-    restoring.branch(path, manifest, server, before)
+    restore.branch(path, manifest, server, before)
     recorder.adopt(rounds_of(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
     return done
 

@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.loader import experiment, load_yaml
 from unskew.config.paths import anchored
-from unskew.config.reading import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.objective import trained_for
-from unskew.data.reading.telling import told
 from unskew.data.spec import TABLES
-from unskew.engines.catalogue import pick_device
-from unskew.engines.machine import plain_torch
+from unskew.data.task_options import trained_for
+from unskew.engines.cpu import plain_torch
+from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import check_run, locked, new_folder, place, read_json
-from unskew.methods.catalogue import MethodLike, check_names
-from unskew.methods.catalogue import method as method_of
+from unskew.filesystem import check_run, locked, new_folder, place, read_json
+from unskew.methods.registry import MethodLike, check_names
+from unskew.methods.registry import method as method_of
+from unskew.progress import told
 from unskew.protocol.rules import Method
 from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, hooks
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
-from unskew.runs.checks import check_method
-from unskew.runs.given import check_callbacks, check_federation, spelling_of, unnamed, values_of
-from unskew.runs.model import ModelLike, as_wanted
+from unskew.runs.api_arguments import check_callbacks, check_federation, spelling_of, unnamed, values_of
+from unskew.runs.build_model import ModelLike, as_wanted
 from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
 from unskew.runs.session import Session
+from unskew.runs.validation import check_method
 
 
 def run(

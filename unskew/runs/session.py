@@ -12,21 +12,27 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.engines.auto_select import Asked, Choice, choose
 from unskew.engines.base import Engine, Setup
-from unskew.engines.catalogue import make_engine
-from unskew.engines.choice import Asked, Choice, choose
+from unskew.engines.registry import make_engine
 from unskew.errors import CheckpointError
-from unskew.files import make_folder, write_atomic
-from unskew.measures.catalogue import make_diagnoses
-from unskew.methods.catalogue import REFERENCES
+from unskew.filesystem import make_folder, write_atomic
+from unskew.measurements.registry import make_diagnoses
 from unskew.methods.fedavg import FedAvg
-from unskew.models.vector import ModelSpec
+from unskew.methods.registry import REFERENCES
+from unskew.models.spec import ModelSpec
+from unskew.protocol.data_preparation import Prepared
 from unskew.protocol.rules import Method
-from unskew.protocol.workspace import Prepared
 from unskew.records.recorder import Callback, Recorder, write_about
 from unskew.records.result import Result
-from unskew.runs.checks import weights_of
-from unskew.runs.continuation import (
+from unskew.runs.artifacts import write_finished
+from unskew.runs.early_stopping import BestModel, EarlyStopping
+from unskew.runs.input_spec import inputs_of
+from unskew.runs.metrics import run_metrics
+from unskew.runs.personal_model_files import keeping
+from unskew.runs.prediction_curves import classifier_curves
+from unskew.runs.predictor import Predictor
+from unskew.runs.resume import (
     begin_where,
     check_data,
     check_frozen,
@@ -36,25 +42,19 @@ from unskew.runs.continuation import (
     content_of,
     data_identity,
 )
-from unskew.runs.curves import classifier_curves
-from unskew.runs.finishing import write_finished
-from unskew.runs.inputs import inputs_of
-from unskew.runs.metrics import run_metrics
-from unskew.runs.predictor import Predictor
-from unskew.runs.stopping import BestModel, EarlyStopping
-from unskew.runs.stores import store_of
+from unskew.runs.state_stores import store_of
 from unskew.runs.summary import kept_figures, names_of_classes, of_clients, over_clients, summarise
-from unskew.runs.tuned import keeping
-from unskew.simulation import checkpoint, personal, restoring, trouble
+from unskew.runs.validation import weights_of
+from unskew.simulation import checkpoint, personal_models, restore, run_warnings
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
-from unskew.simulation.loop import Interrupted, train
-from unskew.simulation.made_inputs import MadeInputs
+from unskew.simulation.generated_samples import MadeInputs
 from unskew.simulation.network import Network
+from unskew.simulation.round_loop import Interrupted, train
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
-from unskew.simulation.server_training import ServerTrainer
-from unskew.simulation.store import ClientStore
+from unskew.simulation.server_trainer import ServerTrainer
 
 
 class Session:
@@ -142,7 +142,7 @@ class Session:
             for diagnosis in self.diagnoses:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
-            if personal.tunes(self.method) and not self.config.eval_clients:
+            if personal_models.tunes(self.method) and not self.config.eval_clients:
                 texts.append("ft trains evaluated clients; with eval_clients 0 there are no personal figures.")
             for text in texts:
                 self.recorder.warn(text)
@@ -150,8 +150,8 @@ class Session:
             train(rounds, self.sampler, self.server, engine, self.network, self._finished)
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
-                self.recorder.warn(trouble.stuck(self.network, len(rounds)))
-            if not self.server.overflows and (problem := trouble.diverged(self.recorder.history[-1])):
+                self.recorder.warn(run_warnings.stuck(self.network, len(rounds)))
+            if not self.server.overflows and (problem := run_warnings.diverged(self.recorder.history[-1])):
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
@@ -223,7 +223,7 @@ class Session:
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        if problem := trouble.left_out(self.server, done, self.evaluator.federation.client_names):
+        if problem := run_warnings.left_out(self.server, done, self.evaluator.federation.client_names):
             self.recorder.warn(problem)
         self.recorder.round(
             {
@@ -279,7 +279,7 @@ class Session:
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")
-        restoring.restore(path, manifest, self.server, self.network)
+        restore.restore(path, manifest, self.server, self.network)
         self.best.restore(extra)
         self.recorder.resume(done, extra["seconds"])
         return done
@@ -308,13 +308,13 @@ class Session:
             return self.evaluator.clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and self.spec.buffer_sizes
-        scores = score(partial(personal.shared, server) if own_statistics else None)
+        scores = score(partial(personal_models.shared, server) if own_statistics else None)
         own: ClientScores | None = None
-        if personal.tunes(self.method):
-            tuned = partial(personal.tuned, server, engine, config.rounds, self.sampler.size)
+        if personal_models.tunes(self.method):
+            tuned = partial(personal_models.tuned, server, engine, config.rounds, self.sampler.size)
             own = score(keeping(tuned, self.folder, self.recorder.warn))
-        elif personal.personalises(self.method, self.spec):
-            own = score(partial(personal.kept, server))
+        elif personal_models.personalises(self.method, self.spec):
+            own = score(partial(personal_models.kept, server))
         federation = self.evaluator.federation
         figures = over_clients(scores, own, self.metrics, federation.client_names)
         return figures, of_clients(federation, scores, own, self.server.last)

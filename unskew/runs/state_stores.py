@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
-from unskew.simulation.store import ClientStore, SharedStore
+from unskew.simulation.client_store import ClientStore, SharedStore
 
 
 def store_of(config: Experiment, folder: Path | None, here: ClientStore) -> ClientStore:

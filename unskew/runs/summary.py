@@ -7,14 +7,14 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
-from unskew.engines.choice import Choice
-from unskew.protocol.workspace import Prepared
+from unskew.engines.auto_select import Choice
+from unskew.protocol.data_preparation import Prepared
 from unskew.records.recorder import Recorder, finite, reaching
 from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
+from unskew.simulation.run_warnings import diverged
 from unskew.simulation.server import Server
-from unskew.simulation.trouble import diverged
-from unskew.tasks.score import WORST
+from unskew.tasks.primary_metric import WORST
 
 MEASURED = (
     "begin_seconds",

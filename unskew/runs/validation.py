@@ -8,20 +8,20 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
-from unskew.data.checks import check_tokens
 from unskew.data.federation import Federation
+from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflict, unknown
-from unskew.methods.catalogue import CATALOGUE, REFERENCES
 from unskew.methods.fedavg import FedAvg
-from unskew.models.catalogue import MODELS
-from unskew.models.vector import ModelSpec
-from unskew.options import options_of
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.needs import NEEDS
-from unskew.protocol.proposed import Proposed
+from unskew.methods.registry import CATALOGUE, REFERENCES
+from unskew.models.registry import MODELS
+from unskew.models.spec import ModelSpec
+from unskew.option_parsing import options_of
+from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.requirements import NEEDS
 from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync, Weights
+from unskew.protocol.run_context import Proposed
+from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.metrics import run_metrics
-from unskew.runs.model import ModelLike, initial_spec
 
 
 def check_method(

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from unskew.config.experiment import Experiment
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import from_json, read_file, read_json
-from unskew.models.vector import ModelSpec
+from unskew.filesystem import from_json, read_file, read_json
+from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import ClientState, Tensors
 from unskew.protocol.rules import Method
-from unskew.runs.tuned import NAME, tuned_model
+from unskew.runs.personal_model_files import NAME, tuned_model
 from unskew.simulation.checkpoint import CLIENTS, newest, reading
-from unskew.simulation.personal import personalises, serving, tunes
+from unskew.simulation.personal_models import personalises, serving, tunes
 
 
 def client_number(folder: Path, client: int | str) -> int:

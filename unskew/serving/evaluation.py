@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from unskew.data.reading.labels import class_names_of, read_labels, read_targets
+from unskew.data.readers.labels import class_names_of, read_labels, read_targets
 from unskew.errors import ConfigError, DataError, unknown
-from unskew.runs.inputs import Inputs
-from unskew.serving.rows import Rows
-from unskew.tasks.labels import MultiLabel
+from unskew.runs.input_spec import Inputs
+from unskew.serving.input_files import Rows
+from unskew.tasks.classification import MultiLabel
 from unskew.tasks.metrics import METRICS, metric_figures
 from unskew.tasks.regression import regression_figures, regression_sums
 

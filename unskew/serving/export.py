@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.data.reading.tokens import make_tokenizer
+from unskew.data.readers.tokenization import make_tokenizer
 from unskew.errors import ConfigError, unknown
-from unskew.files import make_folder, occupied, place, unmake_folder, write_atomic
-from unskew.runs.model import ModelLike
-from unskew.serving.card import card
+from unskew.filesystem import make_folder, occupied, place, unmake_folder, write_atomic
+from unskew.runs.build_model import ModelLike
 from unskew.serving.load import Opened, opened
-from unskew.serving.portable import write
+from unskew.serving.model_card import card
+from unskew.serving.portable_model import write
 
 FILES = {"torch": "model.pt2", "onnx": "model.onnx", "torchscript": "model.pt", "transformers": "model.safetensors"}
 """The formats, and the file of each."""

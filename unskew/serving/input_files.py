@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.reading.encoders import Encoder, filled, read_columns, texts
-from unskew.data.reading.images import decode_column
-from unskew.data.reading.parsing import read_file
-from unskew.data.reading.text import encoded, padded, strings
-from unskew.data.reading.tokens import make_tokenizer
+from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.encoders import Encoder, filled, read_columns, texts
+from unskew.data.readers.images import decode_column
+from unskew.data.readers.text import encoded, padded, strings
+from unskew.data.readers.tokenization import make_tokenizer
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown
-from unskew.runs.inputs import Inputs
+from unskew.runs.input_spec import Inputs
 
 REMEDY = "; the model needs a number in each row, so fill them or leave those rows out."
 FEW = 3

@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment, load_yaml
+from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import check_run, place
-from unskew.methods.catalogue import method as method_of
-from unskew.models.vector import ModelSpec
+from unskew.filesystem import check_run, place
+from unskew.methods.registry import method as method_of
+from unskew.models.spec import ModelSpec
 from unskew.provenance import TRUST
-from unskew.runs.inputs import Inputs, read_inputs
-from unskew.runs.model import ModelLike, initial_spec
+from unskew.runs.build_model import ModelLike, initial_spec
+from unskew.runs.input_spec import Inputs, read_inputs
 from unskew.runs.predictor import Predictor
+from unskew.serving.client_model import model_of_client
 from unskew.serving.evaluation import evaluate_rows
-from unskew.serving.personal import model_of_client
-from unskew.serving.rows import read_rows
+from unskew.serving.input_files import read_rows
 
 
 class Served(Predictor):

@@ -10,18 +10,18 @@ from typing import Any
 import yaml
 
 from unskew.config.experiment import Experiment
+from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, name_of
-from unskew.config.reading import load_yaml
 from unskew.errors import ConfigError
-from unskew.files import read_json
-from unskew.methods.catalogue import CATALOGUE, rule_class
+from unskew.filesystem import read_json
+from unskew.methods.registry import CATALOGUE, rule_class
 from unskew.records.recorder import warning_text
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import Opened
-from unskew.serving.portable import outputs_of, shape_of
+from unskew.serving.portable_model import outputs_of, shape_of
 from unskew.simulation.checkpoint import reading
-from unskew.tasks.catalogue import TASKS
-from unskew.tasks.score import SCORES, metric, score_of
+from unskew.tasks.primary_metric import SCORES, metric, score_of
+from unskew.tasks.registry import TASKS
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
 LIBRARIES = {"torch": "pytorch", "torchscript": "pytorch", "onnx": "onnx", "transformers": "transformers"}

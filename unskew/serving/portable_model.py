@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from unskew.engines.batches import Normaliser
 from unskew.errors import ConfigError, UnskewError
-from unskew.files import write_atomic
-from unskew.runs.inputs import Column, Inputs
+from unskew.filesystem import write_atomic
+from unskew.runs.input_spec import Column, Inputs
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
 from unskew.serving.load import Opened

@@ -21,12 +21,12 @@ from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
-from unskew.files import read_file, sync_path, write_synced, writing
+from unskew.filesystem import read_file, sync_path, write_synced, writing
 from unskew.protocol.messages import Tensors, bytes_of
-from unskew.simulation.manifest import check_manifest
+from unskew.simulation.checkpoint_manifest import check_manifest
+from unskew.simulation.client_store import ClientStore, encode
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
-from unskew.simulation.store import ClientStore, encode
 
 FORMAT = 5
 KEEP = 2

@@ -45,7 +45,7 @@ class Fields(Part):
 
 
 class Waiting(Part):
-    """Updates that a server rule waits for, see ``unskew.simulation.intake``."""
+    """Updates that a server rule waits for, see ``unskew.simulation.update_buffer``."""
 
     count: Count
     weight: Amount

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from unskew.files import create, temporary, writing
+from unskew.filesystem import create, temporary, writing
+from unskew.protocol.client_state_files import encode as encode
+from unskew.protocol.client_state_files import state_file
 from unskew.protocol.messages import ClientState, Tensors, bytes_of
-from unskew.protocol.state_files import encode as encode
-from unskew.protocol.state_files import state_file
 
 
 class ClientStore:

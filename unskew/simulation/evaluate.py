@@ -12,13 +12,13 @@ from torch import Tensor
 from unskew.data.clients import batched
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import Normaliser
-from unskew.engines.machine import threads
-from unskew.models.trainable import BoundModel
-from unskew.models.vector import ModelSpec
+from unskew.engines.cpu import threads
+from unskew.models.execution import BoundModel
+from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
+from unskew.tasks.base import Task
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.score import Metric
-from unskew.tasks.task import Task
+from unskew.tasks.primary_metric import Metric
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer that are held at once: 256 MB in float32

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unskew.data.federation import Federation
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.engines.base import Engine
-from unskew.files import make_folder
-from unskew.plots.pictures import images_by_class
+from unskew.filesystem import make_folder
+from unskew.plots.image_grid import images_by_class
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
 

@@ -9,8 +9,8 @@ import torch
 
 from unskew.protocol.messages import Update, changed
 from unskew.seeding import numpy_generator
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
-from unskew.simulation.store import ClientStore
 
 
 class Network:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.groups import statistics_mask
-from unskew.models.vector import ModelSpec, mask_of
+from unskew.models.layer_groups import statistics_mask
+from unskew.models.spec import ModelSpec, mask_of
 from unskew.protocol.messages import Slices, Tensors
 from unskew.protocol.rules import Sync
 from unskew.protocol.updates import Masks

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from unskew.engines.base import Engine
-from unskew.models.groups import statistics_mask
-from unskew.models.vector import ModelSpec, mask_of
+from unskew.models.layer_groups import statistics_mask
+from unskew.models.spec import ModelSpec, mask_of
 from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ClientRule, Method
-from unskew.protocol.training import Buffers
+from unskew.protocol.training_config import Buffers
+from unskew.simulation.parameter_slices import complement
 from unskew.simulation.server import Server
-from unskew.simulation.slices import complement
 
 Served = Iterator[tuple[Tensor, Tensor]]
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import FederationFacts
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.messages import Broadcast, Slices, Tensors, Update, bytes_of, changed, finite, flat
 from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
-from unskew.protocol.training import Buffers
+from unskew.protocol.training_config import Buffers
 from unskew.protocol.updates import Updates
 from unskew.seeding import derive
-from unskew.simulation.intake import Gathered, Intake, check_state, empty, own_figures
-from unskew.simulation.slices import Exchange, complement, without
-from unskew.simulation.store import ClientStore
+from unskew.simulation.client_store import ClientStore
+from unskew.simulation.parameter_slices import Exchange, complement, without
 from unskew.simulation.traffic import Traffic, extras, sliced
+from unskew.simulation.update_buffer import Gathered, Intake, check_state, empty, own_figures
 
 
 @dataclass(frozen=True)

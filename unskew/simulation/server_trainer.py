@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import Federation, take
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.engines import optimizers
 from unskew.engines.batches import Normaliser, Plan
 from unskew.errors import DataError
-from unskew.models.trainable import Batch, BoundModel, GradFn, LossFn
-from unskew.models.vector import ModelSpec, Output
+from unskew.models.execution import Batch, BoundModel, GradFn, LossFn
+from unskew.models.spec import ModelSpec, Output
 from unskew.protocol.server_training import Trained, Witness
-from unskew.protocol.training import Training
+from unskew.protocol.training_config import Training
 from unskew.seeding import fold
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 BATCH = 500
 

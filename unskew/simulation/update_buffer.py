@@ -14,7 +14,7 @@ from unskew.errors import ConfigError
 from unskew.protocol.messages import ClientState, Tensors, Update, changed
 from unskew.protocol.rules import Method, ServerRule
 from unskew.protocol.updates import Aggregate, Masks
-from unskew.tasks.catalogue import TASKS
+from unskew.tasks.registry import TASKS
 
 FIGURES = ("loss", "begin_seconds", "train_seconds")
 """Figures of updates of which a round shows the mean."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.tasks.task import Task
+from unskew.tasks.base import Task
 
 
 @dataclass(frozen=True)

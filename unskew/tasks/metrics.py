@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from unskew.errors import ConfigError, shown
-from unskew.tasks.score import RECALL
+from unskew.tasks.primary_metric import RECALL
 
 BINS = 15
 """Of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""

@@ -1,8 +1,8 @@
 """The tasks by name."""
 
-from unskew.tasks.labels import Classification, Language, MultiLabel
+from unskew.tasks.base import Task
+from unskew.tasks.classification import Classification, Language, MultiLabel
 from unskew.tasks.regression import Regression
-from unskew.tasks.task import Task
 
 TASKS: dict[str, Task] = {task.name: task for task in (Classification(), MultiLabel(), Language(), Regression())}
 """By name."""

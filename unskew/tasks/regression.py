@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.tasks.task import Task
+from unskew.tasks.base import Task
 
 LEAST = -1e6
 """R² of a model whose predictions are no numbers; none is told that is lower."""

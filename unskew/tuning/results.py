@@ -11,9 +11,9 @@ from typing import Any
 from unskew.comparison.compare import Comparison, folder_name
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
-from unskew.files import make_folder, write_atomic
+from unskew.filesystem import make_folder, write_atomic
 from unskew.tuning.study import Study, as_csv
-from unskew.tuning.trials import Plan
+from unskew.tuning.trial_runner import Plan
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.reading import experiment
+from unskew.config.loader import experiment
 from unskew.errors import ConfigError, unknown
-from unskew.methods.catalogue import check_names, rule_class
-from unskew.options import build, options_of
-from unskew.protocol.spaces import Choice, Range, Space, log, one_of, read_space
+from unskew.methods.registry import check_names, rule_class
+from unskew.option_parsing import build, options_of
+from unskew.protocol.search_space import Choice, Range, Space, log, one_of, read_space
 
 SHARED = (
     *("lr", "batch_size", "local_steps", "local_epochs", "momentum", "weight_decay", "nesterov", "clip"),

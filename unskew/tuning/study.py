@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import CheckpointError, ConfigError, shown
-from unskew.files import make_folder, waiting_for
-from unskew.protocol.spaces import Choice, Space
+from unskew.filesystem import make_folder, waiting_for
+from unskew.protocol.search_space import Choice, Space
 from unskew.seeding import derive
-from unskew.tuning.options import fixed_in, lies_in, rounded
+from unskew.tuning.spaces import fixed_in, lies_in, rounded
 
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
 LONG = 600.0

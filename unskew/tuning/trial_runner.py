@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.loader import experiment
 from unskew.config.metrics import AUTO
-from unskew.config.reading import experiment
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
-from unskew.methods.catalogue import method
-from unskew.protocol.spaces import Space
+from unskew.methods.registry import method
+from unskew.protocol.search_space import Space
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.runs.checks import check_method
+from unskew.runs.build_model import ModelLike
 from unskew.runs.metrics import run_metrics
-from unskew.runs.model import ModelLike
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
-from unskew.simulation.personal import personalises
-from unskew.tasks.score import WORST, Metric, client_metric, held_out_name, metric
-from unskew.tuning.options import applied, as_configured, fixed_in, spaces_for, without_rival
+from unskew.runs.validation import check_method
+from unskew.simulation.personal_models import personalises
+from unskew.tasks.primary_metric import WORST, Metric, client_metric, held_out_name, metric
+from unskew.tuning.spaces import applied, as_configured, fixed_in, spaces_for, without_rival
 from unskew.tuning.study import Pruned, Study, Trial, make_storage
 
 Follow = Callable[[str], Sequence[Callback]]

@@ -13,21 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import Comparison, compare, seed_list
+from unskew.config.loader import experiment
 from unskew.config.paths import wherever
-from unskew.config.reading import experiment
 from unskew.data.federation import Federation
-from unskew.engines.machine import watch_parent
+from unskew.engines.cpu import watch_parent
 from unskew.errors import ConfigError, UnskewError, items, shown
-from unskew.files import check_plain, make_folder, occupied, place, read_json, unmake_folder, waiting_for, write_atomic
+from unskew.filesystem import (
+    check_plain,
+    make_folder,
+    occupied,
+    place,
+    read_json,
+    unmake_folder,
+    waiting_for,
+    write_atomic,
+)
 from unskew.records.recorder import Callback
-from unskew.runs.crew import Work, sendable
-from unskew.runs.given import unnamed, values_of
-from unskew.runs.model import ModelLike
-from unskew.runs.side_by_side import MOST, check_parallel, on_cluster, places, side_by_side
-from unskew.tuning.found import Tuned, Tuning, found, write_found
-from unskew.tuning.options import given_spaces, parts_of, spelled
+from unskew.runs.api_arguments import unnamed, values_of
+from unskew.runs.build_model import ModelLike
+from unskew.runs.parallel import MOST, check_parallel, on_cluster, places, side_by_side
+from unskew.runs.process_pool import Work, sendable
+from unskew.tuning.results import Tuned, Tuning, found, write_found
+from unskew.tuning.spaces import given_spaces, parts_of, spelled
 from unskew.tuning.study import database, optuna_library
-from unskew.tuning.trials import Follow, Plan, finish_trials, make_trials, unfollowed
+from unskew.tuning.trial_runner import Follow, Plan, finish_trials, make_trials, unfollowed
 
 MOST_TRIALS = 10_000
 MACHINE = ("engine", "workers", "together", "ray", "patience", "device", "checkpoint_every")

@@ -17,8 +17,8 @@ from numpy.random import Generator
 
 from unskew import plugins
 from unskew.data.federation import fingerprint_of
-from unskew.data.partition import given, rules
-from unskew.data.partition.spelling import PARTITIONS, parse, positive, truth, whole
+from unskew.data.partition import custom, schemes
+from unskew.data.partition.parsing import PARTITIONS, parse, positive, truth, whole
 from unskew.errors import ConfigError, DataError, unknown
 
 
@@ -143,9 +143,9 @@ def make_partition(
         parts = Partition.from_owner(owner, int(owner.max()) + 1 if clients is None else clients, spec)
         return replace(parts, names=names_of(spec, owner, parts.clients, columns))
     if type(spec).__module__.split(".")[0] == "flwr_datasets":
-        return Partition.from_owner(*given.from_flower(spec, labels, clients, columns))
+        return Partition.from_owner(*custom.from_flower(spec, labels, clients, columns))
     if callable(spec):
-        return Partition.from_owner(*given.from_function(spec, labels, clients, rng))
+        return Partition.from_owner(*custom.from_function(spec, labels, clients, rng))
     raise ConfigError(
         f"A partition is text such as 'dirichlet:0.1', or a function, not an object of type {type(spec).__name__}."
     )
@@ -181,7 +181,7 @@ def from_text(
         return of_package(spec, labels, clients, rng)
     if name == "natural":
         smallest = whole(options.get("min", "1"), f"min in {spec!r}")
-        return rules.natural(column(columns, value, spec), clients, rng, smallest=smallest, column=value)
+        return schemes.natural(column(columns, value, spec), clients, rng, smallest=smallest, column=value)
     if clients is None:
         raise ConfigError(
             f"The partition {spec!r} needs the number of clients; only natural:COLUMN finds it by itself."
@@ -197,19 +197,19 @@ def from_text(
         )
     if name == "iid":
         each = whole(options["each"], f"each in {spec!r}") if "each" in options else None
-        return rules.iid(labels, clients, rng, each=each)
+        return schemes.iid(labels, clients, rng, each=each)
     if name == "sorted":
-        return rules.runs(column(columns, value, spec) if value else labels, clients)
+        return schemes.runs(column(columns, value, spec) if value else labels, clients)
     if name == "classes":
         each = whole(value, f"the number of classes in {spec!r}")
-        return rules.classes_per_client(labels, clients, rng, each=each, classes=classes)
+        return schemes.classes_per_client(labels, clients, rng, each=each, classes=classes)
     alpha = positive(value, f"ALPHA in {spec!r}")
     if name == "quantity":
         smallest = whole(options.get("min", "1"), f"min in {spec!r}")
-        return rules.quantity(labels, clients, rng, alpha=alpha, smallest=smallest)
+        return schemes.quantity(labels, clients, rng, alpha=alpha, smallest=smallest)
     half = options.get("min") == "half"
     smallest = math.ceil(len(labels) / clients / 2) if half else whole(options.get("min", "10"), f"min in {spec!r}")
-    return rules.dirichlet(
+    return schemes.dirichlet(
         labels,
         clients,
         rng,
@@ -218,7 +218,7 @@ def from_text(
         smallest=smallest,
         balanced=truth(options.get("balanced", "true"), f"balanced in {spec!r}"),
         block=whole(options.get("blocks", str(clients)), f"blocks in {spec!r}"),
-        draws=whole(options.get("draws", str(rules.DRAWS)), f"draws in {spec!r}"),
+        draws=whole(options.get("draws", str(schemes.DRAWS)), f"draws in {spec!r}"),
     )
 
 
@@ -229,7 +229,7 @@ def of_package(spec: str, labels: np.ndarray, clients: int | None, rng: Generato
     function = plugin.load_callable()
     said: dict[str, str] = {**({"value": value} if value else {}), **options}
     divided = functools.update_wrapper(functools.partial(function, **said), function)
-    return given.from_function(divided, labels, clients, rng).owner
+    return custom.from_function(divided, labels, clients, rng).owner
 
 
 def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The rules behind ``unskew.data.partition.make``: each returns the client that owns each sample, ``owner [n]``.
+"""The rules behind ``unskew.data.partition.partitioner``: each returns the client that owns each sample, ``owner [n]``.
 
 A rule is a function of arrays and an explicit generator; nothing here parses text or keeps state. ``-1`` in
 ``owner`` means that no client holds the sample (only ``natural`` leaves samples out).

@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from unskew.data.reading.delimited import csv_format
+from unskew.data.readers.csv_dialect import csv_format
 from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import DataError
-from unskew.files import check_regular
+from unskew.filesystem import check_regular
 
 
 def read_file(path: Path, form: CsvSpec = DETECTED) -> Any:

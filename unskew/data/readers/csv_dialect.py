@@ -10,7 +10,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from unskew.data.reading.columns import COMMA_NUMBER
+from unskew.data.readers.column_roles import COMMA_NUMBER
 from unskew.data.spec import MARKS, CsvSpec
 from unskew.errors import DataError
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import is_category, is_date, is_numeric, is_string
-from unskew.data.statistics import MOMENTS, bytes_of, counted, moments, squares
+from unskew.data.column_statistics import MOMENTS, bytes_of, counted, moments, squares
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.errors import DataError
 
 Kind = Literal["number", "category", "date"]

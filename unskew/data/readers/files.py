@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unskew.data.reading.hub import hub_or_cache, unreachable
-from unskew.data.reading.parsing import read_file
-from unskew.data.reading.telling import tell
+from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
+from unskew.progress import tell
 
 
 class Hub(NamedTuple):

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.data.checks import as_inputs
 from unskew.data.federation import cat_inputs
-from unskew.data.reading.telling import tell
+from unskew.data.validation import as_inputs
 from unskew.errors import DataError
+from unskew.progress import tell
 
 JPEG = b"\xff\xd8"
 MOST_PIXELS = 2**27

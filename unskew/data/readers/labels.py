@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unskew.data.reading.columns import is_numeric
-from unskew.data.reading.images import is_binary
+from unskew.data.readers.column_roles import is_numeric
+from unskew.data.readers.images import is_binary
 from unskew.errors import ConfigError, DataError
-from unskew.files import from_json
+from unskew.filesystem import from_json
 
 
 class Labels(NamedTuple):

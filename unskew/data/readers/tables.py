@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_targets, check_classes, check_targets
 from unskew.data.federation import take
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.columns import CATEGORY, DATE, DIVIDES, Choice, beside_images, choose, is_numeric
-from unskew.data.reading.encoders import Encoder, distinct, read_columns
-from unskew.data.reading.images import decode_column, is_binary, with_channels, with_size
-from unskew.data.reading.labels import class_names_of, read_labels, read_targets
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.column_roles import CATEGORY, DATE, DIVIDES, Choice, beside_images, choose, is_numeric
+from unskew.data.readers.encoders import Encoder, distinct, read_columns
+from unskew.data.readers.images import decode_column, is_binary, with_channels, with_size
+from unskew.data.readers.labels import class_names_of, read_labels, read_targets
 from unskew.data.spec import Split
 from unskew.data.splits import check_apart, rows_to_test
+from unskew.data.validation import as_targets, check_classes, check_targets
 from unskew.errors import ConfigError, DataError, unknown
 
 FEW_CLASSES, MANY = 10, 100

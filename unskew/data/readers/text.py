@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import check_classes
-from unskew.data.reading.files import Hub, existing, file_tables, hub_tables, joined, local_files, stamp
-from unskew.data.reading.labels import class_names_of, read_labels
-from unskew.data.reading.tables import Source, Table, further_columns, with_test
-from unskew.data.reading.telling import tell
-from unskew.data.reading.tokens import Text, Tokenizer, make_tokenizer
+from unskew.data.readers.files import Hub, existing, file_tables, hub_tables, joined, local_files, stamp
+from unskew.data.readers.labels import class_names_of, read_labels
+from unskew.data.readers.tables import Source, Table, further_columns, with_test
+from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
 from unskew.data.sources.sentences import sentences
 from unskew.data.spec import DETECTED, CsvSpec, Split
+from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, DataError, unknown
+from unskew.progress import tell
 
 TEXTS = ("multi_nli", "sentences", "text")
 PAIR = ("premise", "hypothesis")
@@ -57,7 +57,7 @@ def load_texts(
         path: Local files; for ``text``, a .csv, .jsonl or .parquet file, or a folder with train and test files.
         label: The label column; None for language modelling.
         columns: One text column, or two for a pair; the source's own if empty.
-        tokenizer: See ``unskew.data.reading.tokens.make_tokenizer``.
+        tokenizer: See ``unskew.data.readers.tokenization.make_tokenizer``.
         block: At most so many tokens a row.
         test_share: Share of the rows to test on where there is no test part.
         csv: Format of CSV files.

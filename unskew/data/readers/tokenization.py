@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from unskew.data.reading.hub import hub_or_cache, unreachable
+from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.errors import DataError
 
 Text = tuple[str, ...]

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.checks import as_inputs
-from unskew.data.reading.tables import Source, Table
+from unskew.data.readers.tables import Source, Table
+from unskew.data.validation import as_inputs
 
 
 def _digits() -> np.ndarray:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.reading.tables import Source, Table
+from unskew.data.readers.tables import Source, Table
 from unskew.errors import DataError
 
 SHAPES = ("square", "ellipse", "heart")

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.checks import as_inputs, as_targets, check_classes
-from unskew.data.reading.images import decode_column, with_channels
-from unskew.data.reading.labels import encode, label_values
-from unskew.data.reading.tables import Source, Table, with_test
+from unskew.data.readers.images import decode_column, with_channels
+from unskew.data.readers.labels import encode, label_values
+from unskew.data.readers.tables import Source, Table, with_test
+from unskew.data.validation import as_inputs, as_targets, check_classes
 from unskew.errors import DataError
-from unskew.files import read_file
+from unskew.filesystem import read_file
 
 SMALLEST = 8
 """Lists of at least so many numbers squared, if they are a square, are grey images."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from unskew.data.checks import as_inputs, as_targets, check_targets
-from unskew.data.maps import map_of
-from unskew.data.reading.tables import SPLIT_SEED, Source, Table
+from unskew.data.memory_map import map_of
+from unskew.data.readers.tables import SPLIT_SEED, Source, Table
+from unskew.data.validation import as_inputs, as_targets, check_targets
 from unskew.errors import DataError
-from unskew.files import check_regular
+from unskew.filesystem import check_regular
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew import plugins
-from unskew.data.checks import as_inputs, as_targets
-from unskew.data.reading.columns import Choice
-from unskew.data.reading.files import (
+from unskew.data.readers.column_roles import Choice
+from unskew.data.readers.files import (
     Hub,
     class_folders,
     existing,
@@ -27,13 +26,14 @@ from unskew.data.reading.files import (
     stamp,
     table_files,
 )
-from unskew.data.reading.tables import Source, Table, source_from_tables
+from unskew.data.readers.tables import Source, Table, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import folder_of_arrays, npz_source
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
+from unskew.data.validation import as_inputs, as_targets
 from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "Source", "Table", "load_source"]

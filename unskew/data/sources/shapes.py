@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from unskew.data.reading.tables import Source, Table
+from unskew.data.readers.tables import Source, Table
 
 SHAPES = ("disc", "square", "triangle", "ring", "cross")
 TEXTURES = ("plain", "striped", "chequered", "grainy")

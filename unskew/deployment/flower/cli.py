@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unskew.deployment.processes import Child, check_done
+from unskew.deployment.flower.subprocesses import Child, check_done
 from unskew.errors import ConfigError, EngineError
 
 VERSION = "1.41.0"
@@ -79,7 +79,7 @@ class SuperLink:
         if not commands:
             return ""
         python = Path(program("flwr")).parent / "python"  # that of the environment that Flower is in
-        asked = [str(python), "-m", "unskew.deployment.thin.control", json.dumps(commands)]
+        asked = [str(python), "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
         return check_done(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
     def registering(self, public_key: Path) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import EngineError
 
 AT_ONCE = 64 << 20

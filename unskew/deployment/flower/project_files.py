@@ -11,10 +11,10 @@ import yaml
 
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
-from unskew.deployment.flower import VERSION
-from unskew.deployment.processes import check_done
+from unskew.deployment.flower.cli import VERSION
+from unskew.deployment.flower.subprocesses import check_done
 from unskew.errors import ConfigError
-from unskew.files import make_folder, occupied, write_atomic
+from unskew.filesystem import make_folder, occupied, write_atomic
 
 SCRIPTS = ("certificates.sh", "node-key.sh")
 UNITS = ("unskew-site.service", "flower-supernode.service", "flower-superlink.service")

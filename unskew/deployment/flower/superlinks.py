@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.deployment import flower, folder
-from unskew.deployment.link import Link
-from unskew.deployment.processes import Child, Family
-from unskew.deployment.roster import FILE, read_roster
+from unskew.deployment.flower import cli as flower_cli
+from unskew.deployment.flower import project_files
+from unskew.deployment.flower.grid_bridge import Link
+from unskew.deployment.flower.subprocesses import Child, Family
+from unskew.deployment.secagg.roster import FILE, read_roster
 from unskew.errors import EngineError
-from unskew.files import user_cache
+from unskew.filesystem import user_cache
 
 STARTING = 120.0
 """Seconds in which the SuperLink must listen."""
@@ -44,7 +45,7 @@ class Given:
 
     def __init__(self, place: Path, address: str):
         self.folder, self.app = place, place / "app"
-        self.superlink = flower.SuperLink(address, place / "ca" / "ca.crt", place / "home")
+        self.superlink = flower_cli.SuperLink(address, place / "ca" / "ca.crt", place / "home")
         self.link: Link | None = None
 
     def open(self, largest: int, seconds: float) -> Link:
@@ -151,21 +152,21 @@ class Local(Given):
         if self.main is not None:
             return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.put_tools(self.folder)
+        project_files.put_tools(self.folder)
         if not (self.folder / "superlink" / "server.key").exists():
-            folder.make_certificates(self.folder, ["127.0.0.1", "localhost"])
+            project_files.make_certificates(self.folder, ["127.0.0.1", "localhost"])
         self.logs.mkdir(mode=0o700, exist_ok=True)
         port = free_port()
-        self.superlink = flower.SuperLink(f"127.0.0.1:{port}", self.superlink.ca, self.superlink.home)
+        self.superlink = flower_cli.SuperLink(f"127.0.0.1:{port}", self.superlink.ca, self.superlink.home)
         self.superlink.configure()
         main = self.main = self.family.add(
-            flower.superlink(self.folder, port, self.logs, self.folder / "home-superlink")
+            flower_cli.superlink(self.folder, port, self.logs, self.folder / "home-superlink")
         )
         new = [key for key in map(self._make_keys, range(self.sites)) if key is not None]
         signing = [(self._site(client) / "signing.pub").read_text().strip() for client in range(self.sites)]
         roster = "".join(f"{client} {key}\n" for client, key in enumerate(signing))
         for place in (self.folder, *map(self._site, range(self.sites))):
-            folder.put(place / FILE, roster)
+            project_files.put(place / FILE, roster)
         for client in range(self.sites):
             self._start_site(client)
         self.superlink.wait(STARTING, main.running)
@@ -181,7 +182,7 @@ class Local(Given):
         place = self._site(client)
         if (place / "node.key").exists():
             return None
-        folder.make_node_key(self.folder, place)
+        project_files.make_node_key(self.folder, place)
         return place / "node.pub"
 
     def _start_site(self, client: int) -> None:
@@ -189,15 +190,15 @@ class Local(Given):
         name, place = f"site-{client}", self._site(client)
         shutil.rmtree(place / "experiments", ignore_errors=True)
         for number, config in enumerate(self.experiments):
-            folder.put(place / "experiments" / f"{number}.yaml", config.to_yaml())
+            project_files.put(place / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
         values = {"experiments": "experiments", "socket": socket_of}
-        folder.put(place / "site.yaml", folder.site_values(name, client, **values))
+        project_files.put(place / "site.yaml", project_files.site_values(name, client, **values))
         command = [sys.executable, "-m", "unskew", "deploy", "site", str(place / "site.yaml")]
-        self.family.add(Child(f"the process of {name}", command, self.logs / f"{name}.log", flower.QUIET))
+        self.family.add(Child(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))
 
     def _supernode(self, client: int) -> Child:
-        return flower.supernode(
+        return flower_cli.supernode(
             f"site-{client}",
             self.superlink,
             self._site(client) / "node.key",

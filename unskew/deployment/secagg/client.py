@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment import primitives
-from unskew.deployment.arrays import NAMES, Nonsense, blob
-from unskew.deployment.fixed_point import Part, exponent_of, rounded, step
-from unskew.deployment.ledger import Ledger
-from unskew.deployment.messages import text
-from unskew.deployment.roster import Identity, is_signed
-from unskew.deployment.state import Forgotten
-from unskew.deployment.thin.frames import Frame, encode_header
+from unskew.deployment.secagg import crypto
+from unskew.deployment.secagg.fixed_point import Part, exponent_of, rounded, step
+from unskew.deployment.secagg.ledger import Ledger
+from unskew.deployment.secagg.roster import Identity, is_signed
+from unskew.deployment.site.state import Forgotten
+from unskew.deployment.wire.frames import Frame, encode_header
+from unskew.deployment.wire.messages import text
+from unskew.deployment.wire.tensor_codec import NAMES, Nonsense, blob
 from unskew.protocol.messages import Update, flat
-from unskew.simulation.intake import FIGURES
+from unskew.simulation.update_buffer import FIGURES
 
 LEAST = 3
 """Sites that a masked sum needs at the start: of two, each would know the other's update."""
@@ -114,9 +114,9 @@ class Open:
     model: str
     held: list[tuple[str, Tensor, float]]
     parts: list[Part]
-    secret: int = field(default_factory=primitives.random_secret)
-    seal_secret: int = field(default_factory=primitives.random_secret)
-    seed: int = field(default_factory=primitives.random_secret)
+    secret: int = field(default_factory=crypto.random_secret)
+    seal_secret: int = field(default_factory=crypto.random_secret)
+    seed: int = field(default_factory=crypto.random_secret)
     ready: Frame = field(default_factory=lambda: Frame("ready"))
     view: str = ""
     keys: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Open:
                 )
             found[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
         every = [key for both in found.values() for key in both]
-        own = primitives.public(self.secret), primitives.public(self.seal_secret)
+        own = crypto.public(self.secret), crypto.public(self.seal_secret)
         if len(found) < LEAST or len(set(every)) != len(every) or found.get(self.client) != own:
             raise Nonsense(f"a sum needs different keys of at least {LEAST} sites, this one's among them")
         self._lay_out(json.loads(parts))
@@ -180,16 +180,16 @@ class Open:
         self.view = view_of(run, self.round, self.session, ready, parts)
         count = len(self.keys)
         (seeds, seed_points), (secrets, key_points) = (
-            primitives.deal(secret, self.needed, count) for secret in (self.seed, self.secret)
+            crypto.deal(secret, self.needed, count) for secret in (self.seed, self.secret)
         )
         sealed = {}
         for place, (k, (_, seal_key)) in enumerate(sorted(self.keys.items())):
             if k == self.client:
                 self.shares[k] = seeds[place], secrets[place]
                 continue
-            self.common[k] = primitives.agree(self.seal_secret, seal_key)
+            self.common[k] = crypto.agree(self.seal_secret, seal_key)
             plain = json.dumps([self.view, self.client, k, f"{seeds[place]:x}", f"{secrets[place]:x}"]).encode()
-            sealed[str(k)] = primitives.seal(self.common[k], plain).hex()
+            sealed[str(k)] = crypto.seal(self.common[k], plain).hex()
         commitments = [[point.hex() for point in points] for points in (seed_points, key_points)]
         signature = self.identity.sign(["shares", self.view, self.client, commitments])
         written = json.dumps([*commitments, signature])
@@ -235,11 +235,11 @@ class Open:
         ]
         masked, errors = rounded(held)
         self.held = []
-        primitives.apply(masked, primitives.stream(self.seed, len(masked)), add=True)
+        crypto.apply(masked, crypto.stream(self.seed, len(masked)), add=True)
         for k in self.shares:
             if k != self.client:
-                key = primitives.agree(self.secret, self.keys[k][0])
-                primitives.apply(masked, primitives.stream(key, len(masked)), add=self.client > k)
+                key = crypto.agree(self.secret, self.keys[k][0])
+                crypto.apply(masked, crypto.stream(key, len(masked)), add=self.client > k)
         array = blob(torch.from_numpy(masked.view("int32")))
         largest = max((e for part, e in zip(self.parts, errors, strict=True) if part.name == "delta"), default=0.0)
         return Frame("masked", {"client": self.client}, {"error": largest}, {"masked/x": array})
@@ -248,11 +248,11 @@ class Open:
         """Return the shares that another site sent; None if they are not those of this sum that it committed to."""
         place = sorted(self.keys).index(self.client) + 1
         try:
-            view, sender, to, *both = json.loads(primitives.unseal(self.common[k], bytes.fromhex(sealed)))
+            view, sender, to, *both = json.loads(crypto.unseal(self.common[k], bytes.fromhex(sealed)))
             shares = int(both[0], 16), int(both[1], 16)
             good = (view, sender, to, points[1][0]) == (self.view, k, self.client, self.keys[k][0])
             good = good and {len(some) for some in points} == {self.needed}
-            good = good and all(primitives.fits(x, place, p) for x, p in zip(shares, points, strict=True))
+            good = good and all(crypto.fits(x, place, p) for x, p in zip(shares, points, strict=True))
         except (ValueError, TypeError, IndexError):
             return None
         return shares if good else None
@@ -342,7 +342,7 @@ class Masks:
         held = pieces(update, delta)
         parts = [Part(name, t.dtype, tuple(t.shape), exponent_of(t, weight)) for name, t, weight in held]
         one = Open(self.identity, ledger, session, update.born, model, held, parts)
-        keys = [primitives.public(secret).hex() for secret in (one.secret, one.seal_secret)]
+        keys = [crypto.public(secret).hex() for secret in (one.secret, one.seal_secret)]
         message = ready_message(ledger.run, update.born, session, update.client, keys, model)
         config = {
             "client": update.client,

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.arrays import DTYPES, NAMES, Nonsense, blobs, length_of, placed
-from unskew.deployment.audit import digest_of
-from unskew.deployment.engine import FlowerEngine
-from unskew.deployment.fixed_point import Part
-from unskew.deployment.masks import LEAST, parsed, ready_message
-from unskew.deployment.messages import cast_frame, digest_of_cast, same, text
-from unskew.deployment.primitives import decoded
-from unskew.deployment.roster import is_signed
-from unskew.deployment.thin.frames import SIZES, Frame
-from unskew.deployment.unmasking import Accused, Ready, Reopened, Sum, Summation, Unopened, parts_of
+from unskew.deployment.secagg.client import LEAST, parsed, ready_message
+from unskew.deployment.secagg.crypto import decoded
+from unskew.deployment.secagg.fixed_point import Part
+from unskew.deployment.secagg.roster import is_signed
+from unskew.deployment.secagg.server import Accused, Ready, Reopened, Sum, Summation, Unopened, parts_of
+from unskew.deployment.server.audit_log import digest_of
+from unskew.deployment.server.engine import FlowerEngine
+from unskew.deployment.wire.frames import SIZES, Frame
+from unskew.deployment.wire.messages import cast_frame, digest_of_cast, same, text
+from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, Nonsense, blobs, length_of, placed
 from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, ClientState, Update, nested
 from unskew.protocol.rules import Method
-from unskew.simulation.intake import FIGURES
+from unskew.simulation.update_buffer import FIGURES
 
 TRIES = 3
 """Times that a round is begun again because too few sites were left to open its sum."""

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from unskew.deployment.state import Forgotten
+from unskew.deployment.site.state import Forgotten
 from unskew.errors import ConfigError
-from unskew.files import make_folder, write_atomic
+from unskew.filesystem import make_folder, write_atomic
 
 
 class Opened(Forgotten):

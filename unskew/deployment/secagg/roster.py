@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.primitives import check_installed
-from unskew.deployment.site_config import SiteConfig
+from unskew.deployment.secagg.crypto import check_installed
+from unskew.deployment.site.config import SiteConfig
 from unskew.errors import ConfigError
 
 FILE = "roster.txt"

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from unskew.deployment import primitives
-from unskew.deployment.arrays import DTYPES, Nonsense, check_records, record_of
-from unskew.deployment.fixed_point import LOWEST, Part, restored
-from unskew.deployment.masks import LEAST, parsed, survivors_message, threshold, view_of, written
-from unskew.deployment.messages import number, text
-from unskew.deployment.roster import is_signed
-from unskew.deployment.sites import Sites
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.secagg import crypto
+from unskew.deployment.secagg.client import LEAST, parsed, survivors_message, threshold, view_of, written
+from unskew.deployment.secagg.fixed_point import LOWEST, Part, restored
+from unskew.deployment.secagg.roster import is_signed
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import number, text
+from unskew.deployment.wire.tensor_codec import DTYPES, Nonsense, check_records, record_of
 from unskew.errors import UnskewError
 
 
@@ -243,7 +243,7 @@ class Summation:
                 found = Shares({to: str(one) for to, one in sealed.items()}, (seed, key, str(signature)))
                 points = [*found.points(0), *found.points(1)]
                 for point in points:
-                    primitives.decoded(point)
+                    crypto.decoded(point)
             except (ValueError, TypeError) as error:
                 raise Nonsense("its commitments cannot be read") from error
             good = len(seed) == len(key) == max(LEAST, threshold(len(self.ready)))
@@ -329,7 +329,7 @@ class Summation:
                     k, share = int(owner), int(str(text_of_share), 16)
                 except ValueError as error:
                     raise Nonsense("its shares cannot be read") from error
-                if not primitives.fits(share, places[client], points[k]):
+                if not crypto.fits(share, places[client], points[k]):
                     raise Nonsense(
                         f"its share of a secret of {self.sites.name(k)} does not fit the commitments of that site"
                     )
@@ -341,16 +341,16 @@ class Summation:
         self._ask("unmask", "opened", {k: {"signatures": text_of_signatures} for k in signatures}, take)
         if any(len(some) < needed for some in shares.values()):
             raise Unopened
-        return {k: primitives.combine(dict([*some.items()][:needed])) for k, some in shares.items()}
+        return {k: crypto.combine(dict([*some.items()][:needed])) for k, some in shares.items()}
 
     def _take_off(self, total: np.ndarray, client: int, secret: int, alive: Collection[int]) -> None:
         """Subtract a site's own mask from the sum; if it has dropped out, those that others have in common with it."""
         if client in alive:
-            primitives.apply(total, primitives.stream(secret, len(total)), add=False)
+            crypto.apply(total, crypto.stream(secret, len(total)), add=False)
             return
         for k in alive:
-            key = primitives.agree(secret, bytes.fromhex(self.ready[k].keys[0]))
-            primitives.apply(total, primitives.stream(key, len(total)), add=k < client)
+            key = crypto.agree(secret, bytes.fromhex(self.ready[k].keys[0]))
+            crypto.apply(total, crypto.stream(key, len(total)), add=k < client)
 
 
 def agreed(several: Sequence[tuple[Part, ...]]) -> list[Part]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unskew.deployment.conversation import Conversation
-from unskew.deployment.engine import FlowerEngine, norms_of
-from unskew.deployment.messages import cast_frame
-from unskew.deployment.sites import Wait
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.server.engine import FlowerEngine, norms_of
+from unskew.deployment.server.requests import Conversation
+from unskew.deployment.server.sites import Wait
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import cast_frame
 from unskew.protocol.messages import Broadcast, Update
 
 

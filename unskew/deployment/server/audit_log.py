@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unskew.deployment.thin.frames import Blob
+from unskew.deployment.wire.frames import Blob
 from unskew.errors import CheckpointError
-from unskew.files import read_file, writing
+from unskew.filesystem import read_file, writing
 
 FILE = "audit.jsonl"
 FIRST = "0" * 64

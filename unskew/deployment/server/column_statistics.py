@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.divided import Divided, Known
-from unskew.data.reading.encoders import Encoder, Told, fit, numeric, squared, told
-from unskew.data.statistics import MOMENTS, bytes_of, counted, means, moments, squares
-from unskew.data.targets import bytes_of_targets, scaled_by
-from unskew.deployment.arrays import Nonsense, blobs, record_of
-from unskew.deployment.holdings import Holding
-from unskew.deployment.messages import text
-from unskew.deployment.preparing import everyone
-from unskew.deployment.sites import Sites
-from unskew.deployment.thin.frames import Blob, Frame
+from unskew.data.column_statistics import MOMENTS, bytes_of, counted, means, moments, squares
+from unskew.data.partitioned import Divided, Known
+from unskew.data.readers.encoders import Encoder, Told, fit, numeric, squared, told
+from unskew.data.target_scaling import bytes_of_targets, scaled_by
+from unskew.deployment.server.data_exchange import everyone
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.site.data import Holding
+from unskew.deployment.wire.frames import Blob, Frame
+from unskew.deployment.wire.messages import text
+from unskew.deployment.wire.tensor_codec import Nonsense, blobs, record_of
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.protocol.messages import Tensors
 from unskew.tasks.regression import Regression

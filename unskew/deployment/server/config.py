@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.places import Given, Local
-from unskew.deployment.site_config import address
-from unskew.deployment.sites import Patience
+from unskew.deployment.flower.superlinks import Given, Local
+from unskew.deployment.server.sites import Patience
+from unskew.deployment.site.config import address
 from unskew.errors import CheckpointError, ConfigError
-from unskew.files import read_json, write_atomic
+from unskew.filesystem import read_json, write_atomic
 
 FILE = "deployment.json"
 """In a run folder: how it was deployed, so that it can be resumed."""

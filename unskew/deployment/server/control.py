@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unskew.deployment.sites import Sites
-from unskew.deployment.thin.frames import Frame, FrameError, receive, send
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError
-from unskew.files import read_json, write_atomic
+from unskew.filesystem import read_json, write_atomic
 
 FILE = "control.json"
 """In a run folder, while the run is running: where its socket is."""

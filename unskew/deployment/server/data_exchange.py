@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.arrays import Nonsense, blobs, check_norm, check_records, plainly, record_of
-from unskew.deployment.messages import FIGURES, counts_in, number, text, whole
-from unskew.deployment.sites import Sites
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import FIGURES, counts_in, number, text, whole
+from unskew.deployment.wire.tensor_codec import Nonsense, blobs, check_norm, check_records, plainly, record_of
 from unskew.errors import EngineError
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.data_preparation import Contributions, Dealt, Prepared, Workspace
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
-from unskew.protocol.workspace import Contributions, Dealt, Prepared, Workspace
-from unskew.simulation.intake import TAKEN
+from unskew.simulation.update_buffer import TAKEN
 
 LONGEST = 2000
 """Characters of what a site says of what it has sent."""

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from unskew.deployment.arrays import Nonsense, as_images, plainly
-from unskew.deployment.audit import digest_of
-from unskew.deployment.messages import Terms, cast_frame, number, shapes_of, update_in
-from unskew.deployment.sites import Sites
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.server.audit_log import digest_of
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import Terms, cast_frame, number, shapes_of, update_in
+from unskew.deployment.wire.tensor_codec import Nonsense, as_images, plainly
 from unskew.engines.base import Setup
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update, bytes_of, flat
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
-from unskew.simulation.store import ClientStore
 
 HELD = 256 << 20
 """Bytes of updates that wait in memory for those that are added up before them."""

@@ -10,24 +10,24 @@ from functools import partial
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.data.divided import Divided
 from unskew.data.federation import Federation
-from unskew.data.objective import trained_for
-from unskew.deployment.agreement import Reference, digest_of
-from unskew.deployment.masked_engine import check_maskable
-from unskew.deployment.plan import Deployment
-from unskew.deployment.preparing import everyone, federation_of_sites, told
-from unskew.deployment.presence import check_late
-from unskew.deployment.settling import known_of
-from unskew.deployment.sites import Sites
-from unskew.deployment.thin.frames import Frame
+from unskew.data.partitioned import Divided
+from unskew.data.task_options import trained_for
+from unskew.deployment.secagg.engine import check_maskable
+from unskew.deployment.server.column_statistics import known_of
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.data_exchange import everyone, federation_of_sites, told
+from unskew.deployment.server.membership import check_late
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.data_schema import Reference, digest_of
+from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import FederationFacts
+from unskew.models.spec import ModelSpec
+from unskew.protocol.data_preparation import Prepared
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import Method
-from unskew.protocol.workspace import Prepared
-from unskew.runs.checks import check_method, weights_of
-from unskew.runs.model import as_wanted
+from unskew.runs.build_model import as_wanted
+from unskew.runs.validation import check_method, weights_of
 from unskew.simulation.sampler import Sampler
 
 

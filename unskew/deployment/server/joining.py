@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import unskew
-from unskew.deployment.arrays import Nonsense, plainly
-from unskew.deployment.conversation import FAILURES, pause
-from unskew.deployment.link import LinkLost
-from unskew.deployment.messages import number, text, whole
-from unskew.deployment.preparing import MOST
-from unskew.deployment.roster import is_signed
-from unskew.deployment.site_config import NAME
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.flower.grid_bridge import LinkLost
+from unskew.deployment.secagg.roster import is_signed
+from unskew.deployment.server.data_exchange import MOST
+from unskew.deployment.server.requests import FAILURES, pause
+from unskew.deployment.site.config import NAME
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import number, text, whole
+from unskew.deployment.wire.tensor_codec import Nonsense, plainly
 from unskew.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from unskew.deployment.sites import Sites
+    from unskew.deployment.server.sites import Sites
 
 POLL = 0.2
 """Seconds between two looks at who has come."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from unskew.data.federation import Federation
-from unskew.deployment import sites as waiting
-from unskew.deployment.joining import Door
-from unskew.deployment.preparing import told
-from unskew.deployment.sites import Sites
+from unskew.deployment.server import sites as waiting
+from unskew.deployment.server.data_exchange import told
+from unskew.deployment.server.joining import Door
+from unskew.deployment.server.sites import Sites
 from unskew.errors import ConfigError, EngineError
 from unskew.methods.fedavg import FedAvg
-from unskew.models.vector import ModelSpec
-from unskew.protocol.facts import FederationFacts
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import Method
 
 

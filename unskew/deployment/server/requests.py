@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unskew.deployment.arrays import Nonsense, plainly
-from unskew.deployment.link import LinkLost
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.flower.grid_bridge import LinkLost
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.tensor_codec import Nonsense, plainly
 
 if TYPE_CHECKING:
-    from unskew.deployment.sites import Sites
+    from unskew.deployment.server.sites import Sites
 
 FAILURES = 10
 """Times that a message is sent again because Flower could not deliver it or its app ended, before that is a fault."""

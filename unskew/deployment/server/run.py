@@ -10,31 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.config.loader import experiment, load_yaml
 from unskew.config.paths import anchored
-from unskew.config.reading import experiment, load_yaml
 from unskew.data.load import divided
-from unskew.deployment.audit import AuditLog
-from unskew.deployment.beginning import agree, budget_of, checked, facts_check, first_words
-from unskew.deployment.control import Control
-from unskew.deployment.joining import Door, gather
-from unskew.deployment.messages import Terms
-from unskew.deployment.places import Given
-from unskew.deployment.plan import Deployment
-from unskew.deployment.preparing import prepare
-from unskew.deployment.presence import Present
-from unskew.deployment.roster import FILE
-from unskew.deployment.session import DeployedSession, check_deployable
-from unskew.deployment.sites import Sites
-from unskew.engines.catalogue import pick_device
+from unskew.deployment.flower.superlinks import Given
+from unskew.deployment.secagg.roster import FILE
+from unskew.deployment.server.audit_log import AuditLog
+from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.control import Control
+from unskew.deployment.server.data_exchange import prepare
+from unskew.deployment.server.handshake import agree, budget_of, checked, facts_check, first_words
+from unskew.deployment.server.joining import Door, gather
+from unskew.deployment.server.membership import Present
+from unskew.deployment.server.session import DeployedSession, check_deployable
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.messages import Terms
+from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, EngineError
-from unskew.files import new_folder
-from unskew.methods.catalogue import method as method_of
-from unskew.protocol.workspace import Prepared
+from unskew.filesystem import new_folder
+from unskew.methods.registry import method as method_of
+from unskew.protocol.data_preparation import Prepared
 from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, warn
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
-from unskew.runs.model import as_wanted
+from unskew.runs.build_model import as_wanted
 from unskew.runs.run import check_unfinished, moved, resumed, tell_data, worth_keeping
 
 

@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
-from unskew.deployment.arrays import blobs
-from unskew.deployment.asynchronous import AsynchronousEngine
-from unskew.deployment.audit import digest_of
-from unskew.deployment.engine import FlowerEngine
-from unskew.deployment.masked_engine import MaskedEngine
-from unskew.deployment.messages import Terms
-from unskew.deployment.presence import Present
-from unskew.deployment.sites import Sites
+from unskew.deployment.secagg.engine import MaskedEngine
+from unskew.deployment.server.async_engine import AsynchronousEngine
+from unskew.deployment.server.audit_log import digest_of
+from unskew.deployment.server.engine import FlowerEngine
+from unskew.deployment.server.membership import Present
+from unskew.deployment.server.sites import Sites
+from unskew.deployment.wire.messages import Terms
+from unskew.deployment.wire.tensor_codec import blobs
+from unskew.engines.auto_select import Choice
 from unskew.engines.base import Engine
-from unskew.engines.choice import Choice
 from unskew.errors import ConfigError
 from unskew.protocol.messages import Update, changed
 from unskew.runs.session import Session
 from unskew.runs.summary import of_clients, over_clients
-from unskew.simulation import personal
+from unskew.simulation import personal_models
 from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores, evaluated_clients
 from unskew.simulation.network import Network, of_ages
-from unskew.tasks.score import WORST
+from unskew.tasks.primary_metric import WORST
 
 
 class SitesNetwork(Network):
@@ -159,8 +159,8 @@ class DeployedSession(Session):
         ids = evaluated_clients(len(federation.clients), most, self.config.seed)
         away = self.network.present.away() if self.network.present is not None else ()
         who = [k for k in ids if len(federation.clients[k].y_test) and k not in away]
-        tunes = personal.tunes(self.method)
-        with_own = personal.personalises(self.method, self.spec)
+        tunes = personal_models.tunes(self.method)
+        with_own = personal_models.personalises(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
         b = self.server.evaluated_b  # with ``buffers: reset`` nobody trains from these
         casts = [replace(self.server.farewell(self.config.rounds, k), b=b, down=None, report=False) for k in who]

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unskew.deployment.agreement import PROTOCOL
-from unskew.deployment.arrays import Nonsense, plainly
-from unskew.deployment.audit import AuditLog
-from unskew.deployment.conversation import Conversation
-from unskew.deployment.link import Link
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.flower.grid_bridge import Link
+from unskew.deployment.server.audit_log import AuditLog
+from unskew.deployment.server.requests import Conversation
+from unskew.deployment.wire.data_schema import PROTOCOL
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.tensor_codec import Nonsense, plainly
 from unskew.errors import ConfigError, EngineError
-from unskew.simulation.loop import Interrupted
+from unskew.simulation.round_loop import Interrupted
 
 POLL = 0.2
 NODES = 0.5

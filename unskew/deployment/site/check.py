@@ -16,23 +16,23 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.agreement import digest_of
-from unskew.deployment.folder import is_private
-from unskew.deployment.holdings import own_holding, reference_alone, reference_of, split
-from unskew.deployment.joining import SKEW
-from unskew.deployment.messages import cast_frame, update_frame
-from unskew.deployment.received import Received
-from unskew.deployment.roster import identity_of
-from unskew.deployment.settling import said
-from unskew.deployment.site_config import SiteConfig, load_site, read_experiments
-from unskew.deployment.state import SiteState
-from unskew.deployment.thin.frames import Frame
-from unskew.deployment.work import Work
+from unskew.deployment.wire.data_schema import digest_of
+from unskew.deployment.flower.project_files import is_private
+from unskew.deployment.site.data import own_holding, reference_alone, reference_of, split
+from unskew.deployment.server.joining import SKEW
+from unskew.deployment.wire.messages import cast_frame, update_frame
+from unskew.deployment.site.received import Received
+from unskew.deployment.secagg.roster import identity_of
+from unskew.deployment.server.column_statistics import said
+from unskew.deployment.site.config import SiteConfig, load_site, read_experiments
+from unskew.deployment.site.state import SiteState
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.site.trainer import Work
 from unskew.errors import UnskewError
 from unskew.methods.fedavg import FedAvg
-from unskew.protocol.facts import FederationFacts
+from unskew.protocol.federation_info import FederationFacts
 from unskew.simulation.server import Server
-from unskew.simulation.server_training import ServerTrainer
+from unskew.simulation.server_trainer import ServerTrainer
 
 SOON = 30
 """Days before its end from which a certificate is reported."""

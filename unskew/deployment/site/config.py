@@ -11,9 +11,9 @@ from pydantic import AfterValidator, Field
 
 from unskew.config.experiment import Experiment
 from unskew.config.paths import anchored
-from unskew.config.reading import check_keys, experiment, load_yaml
+from unskew.config.loader import check_keys, experiment, load_yaml
 from unskew.config.sections import Section
-from unskew.deployment.agreement import digest_of
+from unskew.deployment.wire.data_schema import digest_of
 from unskew.errors import ConfigError, plain, shown
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unskew.config.experiment import Experiment
-from unskew.data.divided import Divided
+from unskew.data.partitioned import Divided
 from unskew.data.federation import ClientData, Federation
 from unskew.data.load import divided, source_of
-from unskew.data.objective import trained_for
-from unskew.data.partition.make import Partition
-from unskew.data.partition.spelling import column_of
-from unskew.data.reading.columns import Choice
-from unskew.data.reading.encoders import Encoder, Fitted
-from unskew.data.reading.tables import Source, Table
-from unskew.data.sources.catalogue import load_source
+from unskew.data.task_options import trained_for
+from unskew.data.partition.partitioner import Partition
+from unskew.data.partition.parsing import column_of
+from unskew.data.readers.column_roles import Choice
+from unskew.data.readers.encoders import Encoder, Fitted
+from unskew.data.readers.tables import Source, Table
+from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, parse_split
-from unskew.deployment.agreement import Reference
-from unskew.deployment.site_config import OwnData, SiteConfig, within
+from unskew.deployment.wire.data_schema import Reference
+from unskew.deployment.site.config import OwnData, SiteConfig, within
 from unskew.errors import ConfigError, DataError
 from unskew.tasks.regression import Regression
 

@@ -18,23 +18,23 @@ from types import FrameType
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.agreement import PROTOCOL, Reference
-from unskew.deployment.arrays import Nonsense, blobs, check_records, record_of
-from unskew.deployment.holdings import Holding, own_holding, reference_of, split
-from unskew.deployment.joining import versions
-from unskew.deployment.ledger import Ledger
-from unskew.deployment.masks import PHASES, Masks
-from unskew.deployment.messages import text, whole
-from unskew.deployment.received import Received
-from unskew.deployment.roster import identity_of
-from unskew.deployment.settling import own_squares, own_sums
-from unskew.deployment.site_config import SiteConfig, experiments_of, load_site
-from unskew.deployment.state import Forgotten, Outdated, SiteState
-from unskew.deployment.thin.frames import Frame, FrameError, receive, send
-from unskew.deployment.work import Work, held
-from unskew.engines.machine import keep_freed_memory
+from unskew.deployment.wire.data_schema import PROTOCOL, Reference
+from unskew.deployment.wire.tensor_codec import Nonsense, blobs, check_records, record_of
+from unskew.deployment.site.data import Holding, own_holding, reference_of, split
+from unskew.deployment.server.joining import versions
+from unskew.deployment.secagg.ledger import Ledger
+from unskew.deployment.secagg.client import PHASES, Masks
+from unskew.deployment.wire.messages import text, whole
+from unskew.deployment.site.received import Received
+from unskew.deployment.secagg.roster import identity_of
+from unskew.deployment.server.column_statistics import own_squares, own_sums
+from unskew.deployment.site.config import SiteConfig, experiments_of, load_site
+from unskew.deployment.site.state import Forgotten, Outdated, SiteState
+from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.site.trainer import Work, held
+from unskew.engines.cpu import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
-from unskew.protocol.workspace import Prepared, Workspace
+from unskew.protocol.data_preparation import Prepared, Workspace
 
 HEADER_SECONDS = 10.0
 """Seconds within which a connection must have sent the header of its message."""

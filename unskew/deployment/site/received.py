@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from unskew.data.federation import ClientData
-from unskew.deployment.arrays import as_images
-from unskew.deployment.state import Forgotten, make_private
-from unskew.files import write_atomic
+from unskew.deployment.wire.tensor_codec import as_images
+from unskew.deployment.site.state import Forgotten, make_private
+from unskew.filesystem import write_atomic
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule
-from unskew.simulation.store import encode
+from unskew.simulation.client_store import encode
 
 
 @dataclass

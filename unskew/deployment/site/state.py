@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from unskew.errors import UnskewError
-from unskew.files import make_folder, write_atomic
+from unskew.filesystem import make_folder, write_atomic
 from unskew.protocol.messages import ClientState, Tensors
-from unskew.simulation.store import encode
+from unskew.simulation.client_store import encode
 
 
 class Forgotten(UnskewError):

@@ -9,12 +9,12 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.agreement import Reference
-from unskew.deployment.arrays import Nonsense, blobs, picked
-from unskew.deployment.holdings import Holding, OnlyOne
-from unskew.deployment.ledger import Ledger
-from unskew.deployment.masks import Masks
-from unskew.deployment.messages import (
+from unskew.deployment.wire.data_schema import Reference
+from unskew.deployment.wire.tensor_codec import Nonsense, blobs, picked
+from unskew.deployment.site.data import Holding, OnlyOne
+from unskew.deployment.secagg.ledger import Ledger
+from unskew.deployment.secagg.client import Masks
+from unskew.deployment.wire.messages import (
     Terms,
     cast_in,
     digest_of_cast,
@@ -23,21 +23,21 @@ from unskew.deployment.messages import (
     update_frame,
     whole,
 )
-from unskew.deployment.received import Received
-from unskew.deployment.site_config import SiteConfig
-from unskew.deployment.state import SiteState
-from unskew.deployment.thin.frames import Frame
+from unskew.deployment.site.received import Received
+from unskew.deployment.site.config import SiteConfig
+from unskew.deployment.site.state import SiteState
+from unskew.deployment.wire.frames import Frame
 from unskew.engines.base import Setup
-from unskew.engines.local import LocalTrainer
-from unskew.methods.catalogue import method as method_of
+from unskew.engines.local_trainer import LocalTrainer
+from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import Broadcast, Update
-from unskew.runs.checks import weights_of
-from unskew.runs.model import as_wanted, initial_spec
-from unskew.simulation import personal
+from unskew.runs.validation import weights_of
+from unskew.runs.build_model import as_wanted, initial_spec
+from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
-from unskew.simulation.personal import serving
-from unskew.simulation.slices import complement
-from unskew.tasks.catalogue import TASKS
+from unskew.simulation.personal_models import serving
+from unskew.simulation.parameter_slices import complement
+from unskew.tasks.registry import TASKS
 
 
 def held(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Work:
         figures["accuracy"], figures["loss"] = score.accuracy, score.loss
         if asked.config.get("own") is True:
             mine = serving(self.method, self.spec, mode, stays, v, b, own=True)
-            if personal.tunes(self.method):
+            if personal_models.tunes(self.method):
                 slices = () if self.method.sync is None else self.method.sync.own(self.spec)
                 down = complement(slices, self.spec.size) if slices else None
                 start = b if mode == "average" else self.spec.flatten_buffers()

@@ -13,17 +13,17 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.config.paths import wherever
 from unskew.data.federation import Federation
-from unskew.data.normalisation import Normalisation
-from unskew.data.reading.encoders import Encoder
-from unskew.deployment.arrays import DTYPES, NAMES, Nonsense
-from unskew.deployment.messages import text, whole
+from unskew.data.normalization import Normalisation
+from unskew.data.readers.encoders import Encoder
+from unskew.deployment.wire.messages import text, whole
+from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, Nonsense
 from unskew.errors import ConfigError, DataError
-from unskew.runs.continuation import RESUMABLE
-from unskew.runs.inputs import Column, Standardised
-from unskew.tasks.catalogue import TASKS
-from unskew.tasks.labels import Classification
+from unskew.runs.input_spec import Column, Standardised
+from unskew.runs.resume import RESUMABLE
+from unskew.tasks.base import Task
+from unskew.tasks.classification import Classification
+from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
-from unskew.tasks.task import Task
 
 PROTOCOL = 4
 """Of the messages between server and sites; both must have the same."""

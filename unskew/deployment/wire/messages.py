@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.arrays import (
+from unskew.deployment.wire.frames import Blob, Frame
+from unskew.deployment.wire.tensor_codec import (
     Nonsense,
     blob,
     blobs,
@@ -24,13 +25,12 @@ from unskew.deployment.arrays import (
     slices_in,
     written,
 )
-from unskew.deployment.thin.frames import Blob, Frame
-from unskew.models.groups import statistics_mask
-from unskew.models.vector import ModelSpec
+from unskew.models.layer_groups import statistics_mask
+from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, flat, nested
 from unskew.protocol.rules import Method, changes_updates
-from unskew.protocol.training import Buffers
-from unskew.simulation.slices import without
+from unskew.protocol.training_config import Buffers
+from unskew.simulation.parameter_slices import without
 
 SLICED = "-slices"
 """Marks the record of tensors over all parameters of which only the slices are sent that the model's are."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from unskew.deployment.thin.frames import Blob, Frame
+from unskew.deployment.wire.frames import Blob, Frame
 from unskew.errors import UnskewError
 from unskew.protocol.messages import Slices, Tensors
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from unskew.engines.machine import cores
-from unskew.engines.ray_messages import as_array, as_tensor
+from unskew.engines.cpu import cores
+from unskew.engines.ray.messages import as_array, as_tensor
 from unskew.errors import ConfigError, EngineError
 from unskew.provenance import FromFile
 

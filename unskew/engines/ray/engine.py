@@ -22,12 +22,12 @@ from uuid import uuid4
 
 from unskew.data.federation import Federation
 from unskew.engines.base import Setup, uncounted
-from unskew.engines.group import parts_of, steps_of
-from unskew.engines.inputs import as_dict, from_dict
-from unskew.engines.laid_out import packed
-from unskew.engines.ray_cluster import OnCluster, connect, head_of, load_ray, nodes_of, watch_head
-from unskew.engines.ray_messages import apart, copied
-from unskew.engines.ray_worker import Described, InFiles, check_versions, train_part, versions
+from unskew.engines.client_inputs import as_dict, from_dict
+from unskew.engines.mmap_pickle import packed
+from unskew.engines.ray.cluster import OnCluster, connect, head_of, load_ray, nodes_of, watch_head
+from unskew.engines.ray.messages import apart, copied
+from unskew.engines.ray.worker import Described, InFiles, check_versions, train_part, versions
+from unskew.engines.vmap_trainer import parts_of, steps_of
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 

@@ -22,17 +22,17 @@ from unskew.data.federation import ClientData, Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec
 from unskew.engines.base import Setup
-from unskew.engines.group import GroupTrainer
-from unskew.engines.inputs import as_dict, from_dict
-from unskew.engines.laid_out import lay_out, taken_up
-from unskew.engines.local import LocalTrainer
-from unskew.engines.machine import keep_freed_memory
-from unskew.engines.ray_messages import as_array, as_tensor, together
+from unskew.engines.client_inputs import as_dict, from_dict
+from unskew.engines.cpu import keep_freed_memory
+from unskew.engines.local_trainer import LocalTrainer
+from unskew.engines.mmap_pickle import lay_out, taken_up
+from unskew.engines.ray.messages import as_array, as_tensor, together
+from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import DataError, EngineError, UnskewError
-from unskew.files import waiting_for
-from unskew.models.together import form_of
+from unskew.filesystem import waiting_for
+from unskew.models.grouped.context import form_of
+from unskew.protocol.client_state_files import with_state, without_state
 from unskew.protocol.messages import Broadcast
-from unskew.protocol.state_files import with_state, without_state
 
 KEPT = 24 * 3600
 """Seconds after which a node forgets the data of a run that ended without a word."""

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.data.pixels import Pixels
+from unskew.data.pixel_scaling import Pixels
 from unskew.generators.learned.inversion import Maker, channels_last
 from unskew.seeding import normal
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.data.augment import crop_and_flip, keyed_crop_and_flip
-from unskew.models.vector import ModelSpec, Output
+from unskew.models.spec import ModelSpec, Output
 
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.generators.learned.inversion import channels_last
-from unskew.models.dropout import Dropout
-from unskew.models.vector import ModelSpec
-from unskew.models.zoo.vision import Classifier
+from unskew.models.keyed_dropout import Dropout
+from unskew.models.spec import ModelSpec
+from unskew.models.zoo.basic import Classifier
 
 Step = Callable[[Tensor], Tensor]
 POINTWISE: dict[type[nn.Module], Step] = {nn.ReLU: F.relu, nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from unskew.data.federation import cat_inputs
 from unskew.errors import ConfigError
-from unskew.generators.job import Job, as_pixels, halvings, pad
+from unskew.generators.base import Job, as_pixels, halvings, pad
 from unskew.generators.trained.diffusion import Diffusion
-from unskew.generators.trained.training import Average, Trained, train
-from unskew.options import Fraction, Positive, Whole
+from unskew.generators.trained.train_loop import Average, Trained, train
+from unskew.option_parsing import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
 Wholes = Annotated[tuple[Whole, ...], BeforeValidator(lambda v: v.split("/") if isinstance(v, str) else v)]
@@ -127,7 +127,7 @@ class Conditional(nn.Module):
 
 
 class DDPMGenerator:
-    """One client's diffusion model; see ``unskew.generators.job.ImageGenerator``."""
+    """One client's diffusion model; see ``unskew.generators.base.ImageGenerator``."""
 
     def __init__(self, options: DDPM, job: Job):
         self.options, self.job = options, job
@@ -172,7 +172,7 @@ class DDPMGenerator:
 
             train(job, trained, step, averages=[self.average], **common)
         else:
-            from unskew.generators.trained.privacy import PrivateSteps
+            from unskew.generators.trained.dp_sgd import PrivateSteps
 
             private = PrivateSteps(job.privacy, self.net, optimizer, job.seed, **common)
             try:

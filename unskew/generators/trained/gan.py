@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.data.federation import cat_inputs
-from unskew.generators.job import Job, as_pixels, halvings, pad
-from unskew.generators.trained.training import Trained, train
-from unskew.options import Positive, Whole
+from unskew.generators.base import Job, as_pixels, halvings, pad
+from unskew.generators.trained.train_loop import Trained, train
+from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
 SAMPLES = 256
@@ -94,7 +94,7 @@ class Judge(nn.Module):
 
 
 class GANGenerator:
-    """One client's DCGAN; see ``unskew.generators.job.ImageGenerator``."""
+    """One client's DCGAN; see ``unskew.generators.base.ImageGenerator``."""
 
     def __init__(self, options: GAN, job: Job):
         self.options, self.job = options, job

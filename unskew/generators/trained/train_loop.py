@@ -17,8 +17,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, DataError
-from unskew.files import write_atomic
-from unskew.generators.job import Figures, Job
+from unskew.filesystem import write_atomic
+from unskew.generators.base import Figures, Job
 from unskew.seeding import derive, generator
 
 SECONDS = 30.0

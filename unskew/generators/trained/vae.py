@@ -23,9 +23,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.data.federation import cat_inputs
-from unskew.generators.job import Job, as_pixels, halvings, pad
-from unskew.generators.trained.training import Trained, train
-from unskew.options import Positive, Whole
+from unskew.generators.base import Job, as_pixels, halvings, pad
+from unskew.generators.trained.train_loop import Trained, train
+from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
 SAMPLES = 1024  # decoded at once
@@ -96,7 +96,7 @@ def negative_bound(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: 
 
 
 class VAEGenerator:
-    """One client's beta-VAE; see ``unskew.generators.job.ImageGenerator``."""
+    """One client's beta-VAE; see ``unskew.generators.base.ImageGenerator``."""
 
     def __init__(self, options: VAE, job: Job):
         self.options, self.job = options, job

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.generators.virtual.clusters import around_centres, standardised
+from unskew.generators.virtual.gaussian import around_centres, standardised
 from unskew.seeding import fold, normal
 
 LATENT, WIDTH, START, CHUNK = 64, 32, 4, 256

@@ -27,11 +27,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from unskew.models.groups import layer_groups, slices_of
-from unskew.models.vector import ModelSpec
+from unskew.models.layer_groups import layer_groups, slices_of
+from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context
-from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import ClientRule, Figure, Slices, Sync, Tensors, Updates
+from unskew.protocol.run_context import Proposed
 
 FIGURES = (
     Figure("fedals_averaged", "layers averaged in the round, by depth"),

@@ -30,11 +30,11 @@ from pydantic.dataclasses import dataclass
 
 from unskew.errors import ConfigError
 from unskew.methods.fedals.auto import FIGURES, AutoPeriods, averaged
-from unskew.models.groups import layer_groups, slices_of, split_at
-from unskew.models.vector import ModelSpec
-from unskew.protocol.proposed import Proposed
+from unskew.models.layer_groups import layer_groups, slices_of, split_at
+from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Figure, Method, Slices, Sync, Tensors
-from unskew.protocol.spaces import Space, one_of
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, one_of
 
 
 def _pairs(value: Any) -> Any:

@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.methods.fedcog.fedcog import FedCOG
-from unskew.protocol.spaces import Space
+from unskew.protocol.search_space import Space
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,14 @@ from unskew.errors import ConfigError
 from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
 from unskew.generators.learned import decoder
 from unskew.generators.learned.inversion import Maker, augmented, learn, statistics_distance
-from unskew.generators.learned.pair import pair
-from unskew.models.trainable import Batch, LossFn
-from unskew.protocol.facts import Holdings
-from unskew.protocol.proposed import Proposed
+from unskew.generators.learned.model_pair import pair
+from unskew.models.execution import Batch, LossFn
+from unskew.protocol.federation_info import Holdings
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.spaces import Space, log
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, log
 from unskew.seeding import fold, normal, uniform
-from unskew.tasks.task import Task
+from unskew.tasks.base import Task
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -46,10 +46,10 @@ from unskew.methods.feddle.search import (
     surrogate,
     train_head,
 )
-from unskew.protocol.facts import FederationFacts
-from unskew.protocol.proposed import Proposed
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.rules import Figure, Method, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.spaces import Space, one_of
+from unskew.protocol.run_context import Proposed
+from unskew.protocol.search_space import Space, one_of
 from unskew.seeding import fold
 
 Whole = Annotated[int, Field(ge=1)]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.models.trainable import Batch, GradFn, LossFn
+from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.protocol.server_training import ServerTraining
 from unskew.seeding import uniform
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from unskew.data.federation import ArrayClients, Federation, cat_inputs
+from unskew.protocol.data_preparation import Contributions, Dealt, Prepared
 from unskew.protocol.messages import bytes_of
 from unskew.protocol.rules import DataRule
-from unskew.protocol.workspace import Contributions, Dealt, Prepared
 
 
 def mean_size(federation: Federation) -> int:

@@ -35,19 +35,19 @@ from pydantic.dataclasses import dataclass
 
 from unskew.data.federation import ClientData, Federation, cat_inputs, take
 from unskew.errors import ConfigError, DataError
-from unskew.generators import synthetic_set as synthetic
-from unskew.generators.catalogue import factory, spelled
+from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import Recipe, make_set
-from unskew.generators.synthetic_set import SyntheticSet
-from unskew.generators.trained.privacy import Positive, Privacy
+from unskew.generators.registry import factory, spelled
+from unskew.generators.synthetic_dataset import SyntheticSet
+from unskew.generators.trained.dp_sgd import Positive, Privacy
 from unskew.methods.fedssyn.ablations import mean_size, one_client, own_images
-from unskew.methods.fedssyn.sets import check_fits, figures, noted, refusing, vars_of
-from unskew.options import imported_callable
-from unskew.protocol.facts import FederationFacts
+from unskew.methods.fedssyn.synthetic_sets import check_fits, figures, noted, refusing, vars_of
+from unskew.option_parsing import imported_callable
+from unskew.protocol.data_preparation import NOWHERE, Contributions, Dealt, Prepared, Workspace, compact
+from unskew.protocol.federation_info import FederationFacts
 from unskew.protocol.messages import Tensors
-from unskew.protocol.proposed import Proposed
 from unskew.protocol.rules import DataRule, Method, Weights
-from unskew.protocol.workspace import NOWHERE, Contributions, Dealt, Prepared, Workspace, compact
+from unskew.protocol.run_context import Proposed
 from unskew.seeding import generator
 
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]

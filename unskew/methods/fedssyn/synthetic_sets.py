@@ -8,8 +8,8 @@ from typing import Any
 
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.generators.synthetic_set import SyntheticSet
-from unskew.generators.trained.privacy import Privacy
+from unskew.generators.synthetic_dataset import SyntheticSet
+from unskew.generators.trained.dp_sgd import Privacy
 
 
 def check_fits(made: SyntheticSet, federation: Federation) -> None:

@@ -1,7 +1,7 @@
 """Clients trained together on a CPU: within ``with together(spec, form)`` mapped passes of a model run as one network.
 
 The rules of methods stay functions that ``torch.func.vmap`` maps, with any term added to the loss and any number of passes:
-to them the model is one operator (``unskew.models.mapped``).
+to them the model is one operator (``unskew.models.grouped.vmap_op``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from unskew.models import mapped
-from unskew.models.dropout import Dropout, KeyStream
-from unskew.models.mapped import Inputs, NotTogether, Pass
-from unskew.models.stacked import Twin
-from unskew.models.stacked_values import Unknown
-from unskew.models.vector import ModelSpec, Output
+from unskew.models.grouped import vmap_op
+from unskew.models.grouped.network import Twin
+from unskew.models.grouped.values import Unknown
+from unskew.models.grouped.vmap_op import Inputs, NotTogether, Pass
+from unskew.models.keyed_dropout import Dropout, KeyStream
+from unskew.models.spec import ModelSpec, Output
 
 T = TypeVar("T")
 
@@ -39,13 +39,13 @@ class Together:
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[Output, Tensor] | None:
         """Outputs at ``v`` and the statistics afterwards; None where nothing is mapped or someone listens inside."""
-        if any(norm._forward_pre_hooks for norm in self.norms) or not mapped.is_mapped(v, b, x):
+        if any(norm._forward_pre_hooks for norm in self.norms) or not vmap_op.is_mapped(v, b, x):
             return None
         twin, stream = self.twins[train], self.spec.stream
         drawn = [stream.next() for _ in range(twin.dropouts)] if stream is not None else []
         keys = [key for key in drawn if key is not None]
         one = Pass(self.spec, twin, torch.is_grad_enabled())
-        logits, features, after = mapped.run(one, Inputs(v, b, x, torch.stack(keys) if keys else None))
+        logits, features, after = vmap_op.run(one, Inputs(v, b, x, torch.stack(keys) if keys else None))
         return Output(logits, features), after
 
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
@@ -53,23 +53,23 @@ class Together:
 
         Clients do not mix, so the gradient of the sum of their losses is each client's own.
         """
-        found = mapped.below(v)
+        found = vmap_op.below(v)
         if found is None or not found[1]:
             gradient, also = torch.func.grad(value, has_aux=True)(v)
             return gradient, also
-        with mapped.lower():
+        with vmap_op.lower():
             leaf = found[0].detach().requires_grad_()
         with torch.enable_grad():
-            loss, also = value(mapped.above(leaf))
-        summed = mapped.below(loss)
+            loss, also = value(vmap_op.above(leaf))
+        summed = vmap_op.below(loss)
         if summed is None:
             raise NotTogether("a loss of another mapping")
-        with mapped.lower():
+        with vmap_op.lower():
             slope = (
                 torch.autograd.grad(summed[0].sum(), leaf, allow_unused=True)[0] if summed[0].requires_grad else None
             )
             slope = torch.zeros_like(leaf) if slope is None else slope
-        return mapped.above(slope), also
+        return vmap_op.above(slope), also
 
     def check(self) -> None:
         """Compare with the model itself on two small batches.

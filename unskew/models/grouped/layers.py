@@ -1,4 +1,4 @@
-"""The layers of a stacked twin (``unskew.models.stacked``): what each does to ``k`` clients' values at once."""
+"""The layers of a stacked twin (``unskew.models.grouped.network``): what each does to ``k`` clients' values at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from unskew.models.dropout import Dropout
-from unskew.models.stacked_values import Pass, Stacked, Unknown
+from unskew.models.grouped.values import Pass, Stacked, Unknown
+from unskew.models.keyed_dropout import Dropout
 from unskew.seeding import uniform
 
 

@@ -2,7 +2,7 @@
 
 Images of all copies are one tensor ``[B, k C, ...]`` with its channels last in memory, so a convolution is one *grouped*
 convolution, and pooling sees enough channels to vectorise. All else is ``[k, B, ...]``, and a linear layer is one batched
-product. The twin is read off the module by ``torch.fx``, and knows what ``unskew.models.stacked_layers`` knows.
+product. The twin is read off the module by ``torch.fx``, and knows what ``unskew.models.grouped.layers`` knows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from unskew.models.dropout import Dropout
-from unskew.models.stacked_layers import FUNCTIONS, METHODS, MODULES, VIEWS, writes
-from unskew.models.stacked_values import Pass, Stacked, Unknown
-from unskew.models.vector import ModelSpec
+from unskew.models.grouped.layers import FUNCTIONS, METHODS, MODULES, VIEWS, writes
+from unskew.models.grouped.values import Pass, Stacked, Unknown
+from unskew.models.keyed_dropout import Dropout
+from unskew.models.spec import ModelSpec
 
 
 class _Tracer(fx.Tracer):

@@ -1,4 +1,4 @@
-"""What a stacked twin (``unskew.models.stacked``) computes with: values of ``k`` clients in one of two layouts."""
+"""What a stacked twin (``unskew.models.grouped.network``) computes with: values of ``k`` clients in one of two layouts."""
 
 from __future__ import annotations
 

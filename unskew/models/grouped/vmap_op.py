@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from unskew.models.stacked import Twin
-from unskew.models.vector import ModelSpec
+from unskew.models.grouped.network import Twin
+from unskew.models.spec import ModelSpec
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 """Logits and features, ``[k, B, ...]``, and the statistics afterwards, ``[k, m]``."""

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import nn
 
 from unskew.errors import ConfigError
-from unskew.models.zoo.vision import Classifier, check_choice, image_shape
+from unskew.models.zoo.basic import Classifier, check_choice, image_shape
 
 SIDE = 4  # to which CNN-C pools
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.dropout import Dropout, FunctionalDropout
+from unskew.models.keyed_dropout import Dropout, FunctionalDropout
 from unskew.models.zoo.lora import merged
 
 PADDING = -1

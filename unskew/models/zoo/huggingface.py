@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from unskew.data.reading.hub import hub_or_cache, unreachable
+from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.errors import ConfigError, shown, unknown
+from unskew.models.zoo.hf_wrappers import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
 from unskew.models.zoo.lora import add_lora, checked_lora, first_line
-from unskew.models.zoo.transformer import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
 
 Options = Mapping[str, Any]
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

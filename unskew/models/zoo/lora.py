@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from unskew.errors import ConfigError, shown
-from unskew.options import Fraction, Positive, Whole, build
+from unskew.option_parsing import Fraction, Positive, Whole, build
 
 
 @dataclass(frozen=True)

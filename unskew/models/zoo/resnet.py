@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskew.models.zoo.vision import Classifier, check_choice, image_shape
+from unskew.models.zoo.basic import Classifier, check_choice, image_shape
 
 
 class ResNet20(Classifier):

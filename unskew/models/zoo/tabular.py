@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.zoo.vision import Classifier, flat_size, hidden_layers
+from unskew.models.zoo.basic import Classifier, flat_size, hidden_layers
 
 LARGEST = 50
 """Of an embedding, however many values a category has."""

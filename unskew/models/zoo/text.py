@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.zoo.vision import Classifier, hidden_layers
+from unskew.models.zoo.basic import Classifier, hidden_layers
 
 PADDING = -1
 

@@ -27,8 +27,8 @@ from pydantic import Field
 from torch import Tensor
 
 from unskew.comparison.compare import mean_std
-from unskew.data.reading.tables import Source
-from unskew.data.sources.catalogue import load_source
+from unskew.data.readers.tables import Source
+from unskew.data.sources.registry import load_source
 from unskew.errors import DataError
 from unskew.plots.figure import new_figure, over_rounds, save_figure
 from unskew.reproduction.study import ByPart, Line

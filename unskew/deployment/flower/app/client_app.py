@@ -13,8 +13,8 @@ import time
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from unskew.deployment.thin.frames import Frame, FrameError, receive, send
-from unskew.deployment.thin.records import to_frame, to_records
+from unskew.deployment.flower.app.records import to_frame, to_records
+from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 
 PATIENCE = 120.0
 """Seconds in which a site's process that died must be back."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from unskew.deployment.thin.frames import Blob, Frame, FrameError
+from unskew.deployment.wire.frames import Blob, Frame, FrameError
 
 RAW = "unskew.raw"
 """How Flower's arrays name their bytes: C order, little-endian, no header."""

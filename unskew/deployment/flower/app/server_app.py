@@ -10,8 +10,8 @@ import time
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from unskew.deployment.thin.frames import Closed, Frame, FrameError, receive, send
-from unskew.deployment.thin.records import to_frame, to_records
+from unskew.deployment.flower.app.records import to_frame, to_records
+from unskew.deployment.wire.frames import Closed, Frame, FrameError, receive, send
 
 app = ServerApp()
 
