@@ -28,10 +28,9 @@ def test_texts_take_the_tokeniser_of_the_model_unless_one_is_named():
 
 def test_the_public_function_has_the_defaults_of_the_spec():
     defaults = {name: p.default for name, p in inspect.signature(unskew.load_federation).parameters.items()}
-    names = {"data_path": "path"}
     for field in dataclasses.fields(DataSpec):
         if field.name not in ("data", "text", "clients"):
-            assert defaults[names.get(field.name, field.name)] == field.default, field.name
+            assert defaults[field.name] == field.default, field.name
     assert TextSpec(tuple(defaults["text"]), defaults["tokenizer"], defaults["block"]) == TextSpec()
 
 

@@ -45,7 +45,7 @@ def measured(monkeypatch):
         nonlocal seconds
         seconds = iter(values)
 
-    monkeypatch.setattr(auto_select.trial, "seconds_of", seconds_of)
+    monkeypatch.setattr(auto_select.timing, "seconds_of", seconds_of)
     return give
 
 
@@ -89,7 +89,7 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
         looked.append(count)
         return dict.fromkeys(groups[:1], seconds[count])
 
-    monkeypatch.setattr(auto_select.trial, "in_processes", in_processes)
+    monkeypatch.setattr(auto_select.timing, "in_processes", in_processes)
     measured(1.0, *[100.0] * 9)
     found = []
     choose = auto_select.choose
