@@ -63,7 +63,12 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def unsent(monkeypatch):
     """No site is started, none is asked, no graph is traced and no library is written."""
-    for place in ("deployment.server.run.run", "deployment.site.process.serve", "deployment.site.check.check", "serving.export.write"):
+    for place in (
+        "deployment.server.run.run",
+        "deployment.site.process.serve",
+        "deployment.site.check.check",
+        "serving.export.write",
+    ):
         monkeypatch.setattr(f"unskew.{place}", accepted)
     for module in ("page", "report"):
         monkeypatch.setattr(f"unskew.reporting.{module}.plotly_script", lambda: "var drawn = 1;")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from unskew.cli.fit_table import as_text, below
 from unskew.comparison.cost_to_target import TargetCost
-from unskew.formatting import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
+from unskew.tasks.formatting import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
 from unskew.tasks.primary_metric import SCORES, Metric, client_metric, metric, objective_of, score_of
 
 REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"

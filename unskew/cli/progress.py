@@ -23,9 +23,9 @@ from unskew.cli.verbosity import LOUDNESS
 from unskew.comparison.references import is_local
 from unskew.config.metrics import AUTO, name_of
 from unskew.data.federation import Federation
-from unskew.formatting import value_text
 from unskew.progress import PATIENCE, told
 from unskew.records.recorder import Callback, Row
+from unskew.tasks.formatting import value_text
 from unskew.tasks.primary_metric import SCORES, held_out_name, metric, score_of
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from unskew.cli.fit_table import Fitting
 from unskew.data.readers.column_roles import described
-from unskew.formatting import F1, megabytes, metrics_in, number, percent, value_text
+from unskew.tasks.formatting import F1, megabytes, metrics_in, number, percent, value_text
 from unskew.tasks.primary_metric import client_metric, metric, objective_of, score_of
 
 if TYPE_CHECKING:

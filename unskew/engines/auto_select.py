@@ -51,7 +51,7 @@ class Choice:
     workers: int
     together: int = 1
     decided: str = "rule"
-    timing: dict[str, float] = field(default_factory=dict)
+    trial: dict[str, float] = field(default_factory=dict)
     asked: list[Any] = field(default_factory=list)
 
 

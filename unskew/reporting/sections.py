@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from unskew.formatting import value_text
 from unskew.reporting import chart_data, html_elements, run_description, tables
 from unskew.reporting.label_distribution import holdings
 from unskew.reporting.run_description import synthetic_folders
@@ -17,6 +16,7 @@ from unskew.reporting.run_groups import Part, Series
 from unskew.reporting.section_errors import guarded, section
 from unskew.reporting.synthetic_vs_real import beside
 from unskew.reporting.verdict import verdict
+from unskew.tasks.formatting import value_text
 
 LATER = (
     *("train_loss", "begin_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),

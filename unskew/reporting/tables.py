@@ -9,12 +9,12 @@ from typing import Any
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
-from unskew.formatting import F1, megabytes, method_title, metrics_in, percent, value_text
-from unskew.formatting import number as loss_text
 from unskew.records.recorder import reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import Part, Series
 from unskew.reporting.run_reader import RunFiles, number
+from unskew.tasks.formatting import F1, megabytes, method_title, metrics_in, percent, value_text
+from unskew.tasks.formatting import number as loss_text
 from unskew.tasks.primary_metric import Metric, metric
 
 

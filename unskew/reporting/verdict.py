@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
-from unskew.formatting import megabytes, value_text
 from unskew.reporting.run_groups import Part, Series
 from unskew.reporting.run_reader import number
 from unskew.reporting.tables import alike
+from unskew.tasks.formatting import megabytes, value_text
 from unskew.tasks.primary_metric import Metric, metric
 
 
