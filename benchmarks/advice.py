@@ -22,7 +22,7 @@ from torch import nn
 
 import unskew
 from unskew.diagnosis.advice_rules import VERSION
-from unskew.filesystem import waiting_for, write_atomic
+from unskew.filesystem import file_lock, write_atomic
 
 KEPT = Path("results/advice.json")
 PAGE, MARK = Path("docs/advice.md"), "<!-- scores -->"
@@ -122,7 +122,7 @@ def kept() -> dict[str, Any]:
 
 def keep(part: str, *keys: str, value: Any) -> None:
     """Add one outcome to the file, which others may write to as well."""
-    with waiting_for(KEPT.with_suffix(".lock"), 60):
+    with file_lock(KEPT.with_suffix(".lock"), 60):
         whole = kept()
         place = whole.setdefault(part, {})
         for key in keys[:-1]:

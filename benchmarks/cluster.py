@@ -31,9 +31,9 @@ from benchmarks.baselines import SETTINGS
 from benchmarks.scaling import RESULTS, page_of, write_pages
 from benchmarks.speed import CIFAR, federation_of, machine
 from benchmarks.timing import load_images
-from unskew.engines.cpu import cores
-from unskew.runs.parallel import side_by_side
-from unskew.runs.process_pool import Work
+from unskew.engines.cpu import num_cores
+from unskew.runs.parallel import run_jobs
+from unskew.runs.process_pool import Job
 
 PARAMETERS, COHORTS, ENGINES = (62_000, 11_000_000, 110_000_000), (10, 100, 1000), ("processes", "ray")
 LARGEST, QUICK = 50e9, 5e9
@@ -155,7 +155,7 @@ def measure(args: argparse.Namespace) -> None:
         if time.monotonic() > end:
             print(f"{args.minutes:g} minutes are over; the same command goes on.")
             return
-        ((_, found),) = side_by_side([Work("case", function, arguments)], 1)
+        ((_, found),) = run_jobs([Job("case", function, arguments)], 1)
         kept["rows"].append(key | found)
         kept |= {"machine": machine(), "constants": constants(kept["rows"])}
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=["overhead", "settings"], default=["settings", "overhead"])
     parser.add_argument("--parameters", type=int, nargs="+", default=PARAMETERS)
     parser.add_argument("--cohorts", type=int, nargs="+", default=COHORTS)
-    parser.add_argument("--workers", type=int, default=cores())
+    parser.add_argument("--workers", type=int, default=num_cores())
     parser.add_argument("--address", default="local", help="of a cluster; a new one of this machine without")
     parser.add_argument("--minutes", type=float, default=12.0, help="after so many nothing more is begun")
     parser.add_argument("--quick", action="store_true", help="only what takes less than a minute")

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from unskew.config.loader import experiment
-from unskew.deployment.flower.superlinks import Local
+from unskew.deployment.flower.superlinks import LocalSuperLink
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
 
@@ -125,7 +125,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
     )
     meters: list[Meter] = []
 
-    class Metered(Local):
+    class Metered(LocalSuperLink):
         """Its SuperNodes reach the SuperLink through the meter."""
 
         def _supernode(self, client: int) -> Any:

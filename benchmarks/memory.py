@@ -78,9 +78,9 @@ def ours(clients: list[tuple[np.ndarray, np.ndarray]], setting: str, **options: 
 
 def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
     """One line of the table, in this process."""
-    from unskew.data.normalization import Normalisation
+    from unskew.data.normalization import Normalization
 
-    options = {"normalise": Normalisation(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
+    options = {"normalise": Normalization(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
     with tempfile.TemporaryDirectory() as folder:
         if loop == "tuned":
             x, y = given(setting, kind)

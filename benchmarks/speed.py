@@ -27,18 +27,18 @@ import torch
 from benchmarks.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop
 from benchmarks.handmade import HandmadeTogether, HandmadeTrainer
 from benchmarks.timing import load_images, measure, resident
-from unskew import ClientData, Federation, ModelSpec, Normalisation, method
+from unskew import ClientData, Federation, ModelSpec, Normalization, method
 from unskew.data.federation import ArrayClients
-from unskew.engines.auto_select import Asked, choose
-from unskew.engines.base import Setup
+from unskew.engines.auto_select import EngineRequest, choose_engine
+from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import keep_freed_memory
 from unskew.engines.registry import make_engine
 from unskew.methods.fedavg import FedAvg
 from unskew.models.registry import build_model
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
-from unskew.simulation.round_loop import train
+from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 from unskew.tasks.registry import TASKS
@@ -69,17 +69,19 @@ class UnskewLoop:
         keep_freed_memory()  # as the command line does
         spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
-        setup = Setup(spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu"))
+        setup = EngineConfig(
+            spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu")
+        )
         if isinstance(together, str):  # "auto": what a trial finds for a long run
-            together = choose(Asked(engine, None, together), setup, cohort, LONG, None, False).together
+            together = choose_engine(EngineRequest(engine, None, together), setup, cohort, LONG, None, False).together
         self.engine = make_engine(engine, setup, together=together)
-        facts = FederationFacts.of(federation)
+        facts = FederationInfo.of(federation)
         self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
         self.network = Network(0.0, seed)
 
     def round(self, t: int) -> None:
-        train(range(t, t + 1), self.sampler, self.server, self.engine, self.network, lambda t, figures: None)
+        run_rounds(range(t, t + 1), self.sampler, self.server, self.engine, self.network, lambda t, figures: None)
 
     def close(self) -> None:
         self.engine.close()
@@ -94,7 +96,7 @@ def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -
         ArrayClients(images, labels, offsets, offsets[1:]),
         test=(images[:100], labels[:100]),
         classes=10,
-        normalisation=Normalisation(MEAN[: x.shape[3]], STD[: x.shape[3]], 1 / 255),
+        normalisation=Normalization(MEAN[: x.shape[3]], STD[: x.shape[3]], 1 / 255),
     )
 
 
@@ -153,7 +155,7 @@ def _registered(x: np.ndarray, y: np.ndarray, clients: int, spelling: str, round
     images, labels = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)
     fed = Federation(
         Registered(images, labels, clients), test=(images[:100], labels[:100]), classes=10,
-        normalisation=Normalisation(MEAN, STD, 1 / 255),
+        normalisation=Normalization(MEAN, STD, 1 / 255),
     )  # fmt: skip
     loop = UnskewLoop(fed, cohort=10, steps=8, batch=64, lr=0.05, seed=1, spelling=spelling)
     loop.round(0)

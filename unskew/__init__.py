@@ -26,11 +26,11 @@ _PLACES = {
     "Federation": "unskew.data.federation",
     "Method": "unskew.protocol.rules",
     "ModelSpec": "unskew.models.spec",
-    "Normalisation": "unskew.data.normalization",
+    "Normalization": "unskew.data.normalization",
     "Result": "unskew.records.result",
     "ServerData": "unskew.data.federation",
     "ServerRule": "unskew.protocol.rules",
-    "Sync": "unskew.protocol.rules",
+    "SyncRule": "unskew.protocol.rules",
     "UnskewError": "unskew.errors",
     "Updates": "unskew.protocol.rules",
     "compare": "unskew.comparison.compare",
@@ -57,11 +57,11 @@ __all__ = [
     "Federation",
     "Method",
     "ModelSpec",
-    "Normalisation",
+    "Normalization",
     "Result",
     "ServerData",
     "ServerRule",
-    "Sync",
+    "SyncRule",
     "UnskewError",
     "Updates",
     "compare",
@@ -81,13 +81,13 @@ if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
     from unskew.data.federation import ClientData, Federation, ServerData
     from unskew.data.load import load_federation
-    from unskew.data.normalization import Normalisation
+    from unskew.data.normalization import Normalization
     from unskew.diagnosis.diagnose import diagnose
     from unskew.errors import UnskewError
     from unskew.methods.registry import method
     from unskew.models.execution import Batch
     from unskew.models.spec import ModelSpec
-    from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, Sync, Updates
+    from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, SyncRule, Updates
     from unskew.records.recorder import Callback
     from unskew.records.result import Result
     from unskew.reporting.report import report

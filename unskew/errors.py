@@ -19,7 +19,7 @@ class DataError(UnskewError):
     """The data cannot be used as given."""
 
 
-class MethodConflict(ConfigError):
+class MethodConflictError(ConfigError):
     """Two methods of a sum fill the same exclusive slot."""
 
 
@@ -35,7 +35,7 @@ LONGEST_LIST = 40
 """Of names in a message; more are not listed."""
 
 
-def unknown(kind: str, name: str, existing: Iterable[str], owner: str = "", meant: str | None = None) -> str:
+def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "", meant: str | None = None) -> str:
     """Write a sentence for an unknown name, with the nearest existing ones.
 
     Args:
@@ -59,7 +59,7 @@ def unknown(kind: str, name: str, existing: Iterable[str], owner: str = "", mean
     return f"There is no {kind} {name!r}.{hint}{listed}"
 
 
-def shown(value: object, write: Callable[[object], str] = repr) -> str:
+def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
     """A value as a sentence shows it, whatever it is: Python itself writes no whole number of more than 4300 digits.
 
     >>> shown("a"), shown(10**5000)
@@ -71,7 +71,7 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
         return f"an object of type {type(value).__name__} that cannot be written out"
 
 
-def items(values: Any, wrong: UnskewError) -> list[Any]:
+def list_items(values: Any, wrong: UnskewError) -> list[Any]:
     """What is in a list or the like; text and what has nothing in it, such as a number or an array of one, is ``wrong``.
 
     Raises:
@@ -85,7 +85,7 @@ def items(values: Any, wrong: UnskewError) -> list[Any]:
         raise wrong from None
 
 
-def plain(message: str) -> str:
+def plain_message(message: str) -> str:
     """A validation library's message as part of a sentence.
 
     >>> plain("Input should be greater than 0")

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from unskew.errors import CheckpointError, ConfigError, shown
+from unskew.errors import CheckpointError, ConfigError, short_repr
 
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 """Links are not followed; Windows has no such flag."""
@@ -38,7 +38,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Within, an error of the disk becomes a ``unskew.errors.CheckpointError`` that names ``path``."""
     try:
         yield
@@ -46,7 +46,7 @@ def writing(path: Path) -> Iterator[None]:
         raise disk_error(path, error) from error
 
 
-def create(path: Path) -> BinaryIO:
+def create_file(path: Path) -> BinaryIO:
     """Open a new file for writing.
 
     Raises:
@@ -61,17 +61,17 @@ def open_to_append(path: Path) -> int:
     Raises:
         CheckpointError: If it is a link, or cannot be opened.
     """
-    with writing(path):
+    with disk_errors(path):
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
 
 
-def append(path: Path, text: str) -> None:
+def append_text(path: Path, text: str) -> None:
     """Append a text to a file.
 
     Raises:
         CheckpointError: If the file is a link, or the disk is full.
     """
-    with writing(path), os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
+    with disk_errors(path), os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -92,10 +92,10 @@ def read_json(path: Path) -> Any:
         OSError: If it cannot be read, or is not a regular file.
         ValueError: See ``from_json``.
     """
-    return from_json(read_file(path))
+    return parse_json(read_file(path))
 
 
-def from_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Read JSON that may be damaged.
 
     Raises:
@@ -172,7 +172,7 @@ def write_synced(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: If something is there.
     """
-    with create(path) as file:
+    with create_file(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -187,7 +187,7 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Make up a name that nobody can foresee, in the folder of ``path``."""
     return path.with_name(f".{secrets.token_hex(8)}.new")
 
@@ -198,8 +198,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         CheckpointError: The disk is full or the folder cannot be written.
     """
-    fresh = temporary(path)
-    with writing(path):
+    fresh = temporary_path(path)
+    with disk_errors(path):
         try:
             write_synced(fresh, data)
             os.replace(fresh, path)
@@ -215,7 +215,7 @@ def _left_over(path: Path) -> bool:
     return bool(ours) and not path.is_symlink() and (path.is_file() or not path.exists())
 
 
-def occupied(folder: Path) -> bool:
+def is_occupied(folder: Path) -> bool:
     """Whether something is in ``folder``; what a killed process left half-written does not count.
 
     Raises:
@@ -229,14 +229,14 @@ def occupied(folder: Path) -> bool:
         raise ConfigError(f"The folder {folder} cannot be used: {error.strerror}.") from error
 
 
-def place(path: str | Path) -> Path:
+def parse_path(path: str | Path) -> Path:
     """A file or a folder by its name.
 
     Raises:
         ConfigError: The name is empty, which a path would take for the folder one works in, or it is no name.
     """
     if not isinstance(path, str | Path):
-        raise ConfigError(f"A file or a folder is named by text or a Path, not by {shown(path)}.")
+        raise ConfigError(f"A file or a folder is named by text or a Path, not by {short_repr(path)}.")
     if "\0" in str(path):
         raise ConfigError(f"{str(path)!r} names no file or folder: it holds the character 0.")
     if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
@@ -254,7 +254,7 @@ def user_cache() -> Path:
 def make_folder(folder: Path) -> list[Path]:
     """Make a folder with its parents; gives those that were not there, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    with writing(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return missing
 
@@ -274,7 +274,7 @@ _ours: set[Path] = set()
 
 
 @contextmanager
-def waiting_for(path: Path, seconds: float) -> Iterator[None]:
+def file_lock(path: Path, seconds: float) -> Iterator[None]:
     """Within, no other thread or process has the lock file ``path``; it is made, waited for and removed.
 
     The lock ends with the process, however that ends.
@@ -289,7 +289,7 @@ def waiting_for(path: Path, seconds: float) -> Iterator[None]:
         return
     end = time.monotonic() + seconds
     while True:
-        with writing(path):
+        with disk_errors(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o644)
         try:
             # flock, not lockf: threads of one process wait for each other, too.
@@ -312,7 +312,7 @@ def waiting_for(path: Path, seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Within, nobody else may work in ``folder``, which is there. The lock ends with the process, however that ends.
 
     Raises:
@@ -347,7 +347,7 @@ def _lock(path: Path, busy: ConfigError) -> int | None:
     except ImportError:
         return None
     while True:
-        with writing(path):
+        with disk_errors(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o644)
         try:
             # lockf, not flock: a worker process that outlives this one for a moment must not keep the lock.
@@ -364,7 +364,7 @@ def _lock(path: Path, busy: ConfigError) -> int | None:
 
 
 @contextmanager
-def new_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> Iterator[None]:
+def output_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> Iterator[None]:
     """Within, ``folder`` is ours alone. A new one that fails before anything is worth keeping leaves nothing behind.
 
     Args:
@@ -381,12 +381,12 @@ def new_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> I
     there = ConfigError(
         f"The folder {folder} is already there; choose another with --out, or go on: unskew resume, or compare --resume."
     )
-    if occupied(folder) and not resume:
+    if is_occupied(folder) and not resume:
         raise there
     added = make_folder(folder)
-    with locked(folder):
+    with folder_lock(folder):
         # Looked at again: whoever had the lock before may have finished just now.
-        fresh = not occupied(folder)
+        fresh = not is_occupied(folder)
         if not fresh and not resume:
             raise there
         try:

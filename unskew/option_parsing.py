@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, cast
 import pydantic
 from pydantic import Field
 
-from unskew.errors import ConfigError, plain, shown, unknown
+from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
 from unskew.provenance import check_trusted, on_behalf_of
 
 Whole = Annotated[int, Field(ge=1)]
@@ -32,7 +32,7 @@ LARGEST = 3.4e38
 Built = TypeVar("Built")
 
 
-def imported(path: str, what: str) -> Any:
+def import_from_path(path: str, what: str) -> Any:
     """The object at ``package.module:name``; the folder one works in is where its module is looked for last.
 
     Args:
@@ -65,25 +65,25 @@ def imported(path: str, what: str) -> Any:
         raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by {what}.") from error
 
 
-def own_object(path: str) -> Any:
+def import_own(path: str) -> Any:
     """Import ``package.module:name`` from one of unskew's own catalogues; nothing from outside may be passed here."""
     module_name, _, name = path.partition(":")
     return getattr(importlib.import_module(module_name), name)
 
 
-def imported_callable(path: str, what: str) -> Callable[..., Any]:
+def import_callable(path: str, what: str) -> Callable[..., Any]:
     """As ``imported``, for a function or a class.
 
     Raises:
         ConfigError: There is none.
     """
-    target = imported(path, what)
+    target = import_from_path(path, what)
     if not callable(target):
         raise ConfigError(f"{what} is not a function or a class.")
     return cast(Callable[..., Any], target)
 
 
-def read_options(text: str, separator: str, where: str, example: str, flags: Collection[str] = ()) -> dict[str, str]:
+def parse_options(text: str, separator: str, where: str, example: str, flags: Collection[str] = ()) -> dict[str, str]:
     """The values in ``key=value`` pieces, by key, still as text.
 
     Args:
@@ -113,7 +113,7 @@ def read_options(text: str, separator: str, where: str, example: str, flags: Col
 MOST_SEEDS = 1000
 
 
-def seeds_in(text: str) -> list[int]:
+def parse_seed_list(text: str) -> list[int]:
     """The seeds that a text lists.
 
     Raises:
@@ -138,7 +138,7 @@ def seeds_in(text: str) -> list[int]:
     return seeds
 
 
-def options_of(cls: type) -> dict[str, object]:
+def option_defaults(cls: type) -> dict[str, object]:
     """Names and defaults of the options of a class; none, if it is no dataclass."""
     if not dataclasses.is_dataclass(cls):
         return {}
@@ -149,7 +149,7 @@ def options_of(cls: type) -> dict[str, object]:
 def _readers(cls: type[Any]) -> dict[str, pydantic.TypeAdapter[Any]]:
     """What reads each option of a class; made once, as it takes longer than the reading."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: _reader(hints[name], default) for name, default in options_of(cls).items()}
+    return {name: _reader(hints[name], default) for name, default in option_defaults(cls).items()}
 
 
 def _reader(hint: Any, default: object) -> pydantic.TypeAdapter[Any]:
@@ -168,13 +168,13 @@ def check_finite(rule: object, owner: str) -> None:
     Raises:
         ConfigError: There is one, and its type does not allow it.
     """
-    for key in options_of(type(rule)):
+    for key in option_defaults(type(rule)):
         value = getattr(rule, key)
         if isinstance(value, float) and not math.isfinite(value):
-            build(type(rule), {key: value}, owner, f"{owner}:")
+            build_from_options(type(rule), {key: value}, owner, f"{owner}:")
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
+def all_finite(values: dict[str, Any]) -> dict[str, Any]:
     """The values, if every number in them is finite and every name text, however deep: a file would hold others otherwise.
 
     Raises:
@@ -193,7 +193,9 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option") -> Built:
+def build_from_options(
+    cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option"
+) -> Built:
     """An instance of a dataclass with checked options.
 
     Args:
@@ -206,19 +208,19 @@ def build(cls: type[Built], options: Mapping[str, object], owner: str, prefix: s
     Raises:
         ConfigError: An option is unknown, of the wrong type, or out of range.
     """
-    names, readers = options_of(cls), _readers(cast(Any, cls))
+    names, readers = option_defaults(cls), _readers(cast(Any, cls))
     checked: dict[str, object] = {}
     for key, value in options.items():
         if key not in names:
-            raise ConfigError(unknown(kind, str(key), names, owner) if names else f"{owner} has no {kind}s.")
+            raise ConfigError(unknown_name(kind, str(key), names, owner) if names else f"{owner} has no {kind}s.")
         try:
             number = checked[key] = readers[key].validate_python(value)
         except pydantic.ValidationError as error:
-            reason = plain(error.errors()[0]["msg"])
-            raise ConfigError(f"{prefix}{key}={shown(value, str)} is not valid: {reason}.") from error
+            reason = plain_message(error.errors()[0]["msg"])
+            raise ConfigError(f"{prefix}{key}={short_repr(value, str)} is not valid: {reason}.") from error
         if isinstance(number, float) and LARGEST < abs(number) < math.inf:
             raise ConfigError(
-                f"{prefix}{key}={shown(value, str)} is not valid: at most {LARGEST:g} can be computed with."
+                f"{prefix}{key}={short_repr(value, str)} is not valid: at most {LARGEST:g} can be computed with."
             )
     with on_behalf_of(*options.values()):
         return cls(**checked)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, unknown_name
 
 METHODS, MODELS, DATA, PARTITIONS = GROUPS = ("unskew.methods", "unskew.models", "unskew.data", "unskew.partitions")
 
@@ -68,7 +68,7 @@ class Plugin:
         )
 
 
-def plugins(group: str) -> dict[str, Plugin]:
+def list_plugins(group: str) -> dict[str, Plugin]:
     """What installed packages offer, by name in small letters; the first of a name counts."""
     return _plugins(group, tuple(sys.path), os.getcwd())
 
@@ -86,7 +86,7 @@ def _plugins(group: str, path: tuple[str, ...], here: str) -> dict[str, Plugin]:
     return found
 
 
-def find(group: str, kind: str, name: str, existing: Iterable[str]) -> Plugin:
+def find_plugin(group: str, kind: str, name: str, existing: Iterable[str]) -> Plugin:
     """The plug-in of this name.
 
     Args:
@@ -98,7 +98,7 @@ def find(group: str, kind: str, name: str, existing: Iterable[str]) -> Plugin:
     Raises:
         ConfigError: No package offers it.
     """
-    others = plugins(group)
+    others = list_plugins(group)
     if name.lower() in others:
         return others[name.lower()]
-    raise ConfigError(unknown(kind, name, [*existing, *others]))
+    raise ConfigError(unknown_name(kind, name, [*existing, *others]))

@@ -15,7 +15,7 @@ _follow: ContextVar[Follow | None] = ContextVar("follow", default=None)
 
 
 @contextmanager
-def told(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
+def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
     """Within, ``follow`` is told what takes longer than ``after`` seconds.
 
     >>> with told(print, after=0):
@@ -36,7 +36,7 @@ def told(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
         _follow.reset(token)
 
 
-def tell(text: str, done: float, total: float) -> None:
+def report_progress(text: str, done: float, total: float) -> None:
     """Say how much is done, if anybody listens."""
     follow = _follow.get()
     if follow is not None:

@@ -17,7 +17,7 @@ from unskew.errors import ConfigError
 TRUST = "add --trust-code (in Python trust_code=True)"
 
 
-class FromFile(str):
+class UntrustedText(str):
     """Text from a file that is not trusted; it equals the same text without this mark.
 
     Most operations on text return it without the mark; use ``derived`` to keep it.
@@ -30,7 +30,7 @@ class FromFile(str):
     source: str
     remedy: str
 
-    def __new__(cls, text: str, source: str, remedy: str) -> FromFile:
+    def __new__(cls, text: str, source: str, remedy: str) -> UntrustedText:
         """Mark a text."""
         marked = super().__new__(cls, text)
         marked.source, marked.remedy = source, remedy
@@ -41,19 +41,19 @@ class FromFile(str):
         return str(self), self.source, self.remedy
 
 
-def derived(text: str, origin: object) -> str:
+def with_provenance(text: str, origin: object) -> str:
     """Give a text that was made from ``origin`` the mark of ``origin``, if it has one."""
-    return FromFile(text, origin.source, origin.remedy) if isinstance(origin, FromFile) else text
+    return UntrustedText(text, origin.source, origin.remedy) if isinstance(origin, UntrustedText) else text
 
 
 def _keep(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    return derived(check(value), value)
+    return with_provenance(check(value), value)
 
 
 Named = Annotated[str, WrapValidator(_keep)]
 """A text field that may name code; validation keeps its mark."""
 
-_speaker: ContextVar[FromFile | None] = ContextVar("speaker", default=None)
+_speaker: ContextVar[UntrustedText | None] = ContextVar("speaker", default=None)
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def on_behalf_of(*values: object) -> Iterator[None]:
         _speaker.reset(token)
 
 
-def _mark_in(value: object) -> FromFile | None:
-    if isinstance(value, FromFile):
+def _mark_in(value: object) -> UntrustedText | None:
+    if isinstance(value, UntrustedText):
         return value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return next(filter(None, map(_mark_in, inner)), None)
@@ -84,7 +84,7 @@ def check_trusted(path: str, owner: str) -> None:
     Raises:
         ConfigError: If the path, or what ``on_behalf_of`` was given, has the mark of an untrusted file.
     """
-    mark = path if isinstance(path, FromFile) else _speaker.get()
+    mark = path if isinstance(path, UntrustedText) else _speaker.get()
     if mark is not None:
         raise ConfigError(
             f"{mark.source} names code to import, {owner}, and unskew imports what a file names only if you trust the file: "

@@ -20,7 +20,7 @@ import unskew
 from unskew.cli.tables import summary_table
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
-from unskew.errors import ConfigError, DataError, MethodConflict, UnskewError
+from unskew.errors import ConfigError, DataError, MethodConflictError, UnskewError
 from unskew.methods.fedprox import FedProx
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.network import Network
@@ -435,7 +435,7 @@ def test_the_python_face_raises_sentences(tmp_path):
     for options, kind in (
         ({"rouds": 3}, ConfigError),
         ({"rounds": 0}, ConfigError),
-        ({"method": "fedavgm+fedadam"}, MethodConflict),
+        ({"method": "fedavgm+fedadam"}, MethodConflictError),
         ({"method": []}, ConfigError),
         ({"method": FedProx(mu=math.inf)}, ConfigError),
         ({"out": ""}, ConfigError),

@@ -16,7 +16,7 @@ from support.running import TINY, Stop, StopAfter, assert_same_run, call, metric
 
 import unskew
 from unskew.cli.app import app
-from unskew.cli.common import values_of
+from unskew.cli.common import config_values
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 
@@ -77,7 +77,7 @@ def test_fields_of_tables_and_of_the_loss_have_flags_and_the_help_has_sections(c
     said = "--categories a,b --dates d --missing mean --task regression --loss huber:2 --class-weights 1,5 --weights uniform"
     words = f"--data table:t.csv --label y {said} --metrics auroc,f1 --early-stopping 3 --optimizer adam --lr-schedule cosine"
     with typer.main.get_command(app).commands["run"].make_context("run", words.split()) as context:
-        config = experiment(values_of(None, context))
+        config = experiment(config_values(None, context))
     assert (config.categories, config.dates, config.missing, config.task) == (("a", "b"), ("d",), "mean", "regression")
     assert (config.loss, config.class_weights, config.weights) == ("huber:2", (1.0, 5.0), "uniform")
     assert (config.metrics, config.early_stopping) == (("auroc", "f1"), 3)
@@ -645,12 +645,12 @@ def test_the_list_of_methods_is_kept_until_a_method_changes(capsys, tmp_path, mo
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = call(capsys, "methods", "--json").json()
-    assert first == json.loads(json.dumps(registry.describe()))
-    real = registry.describe
-    monkeypatch.setattr(registry, "describe", None)
+    assert first == json.loads(json.dumps(registry.describe_all()))
+    real = registry.describe_all
+    monkeypatch.setattr(registry, "describe_all", None)
     assert call(capsys, "methods", "--json").json() == first
     (kept,) = (tmp_path / "cache" / "unskew").iterdir()
-    monkeypatch.setattr(registry, "describe", real)
+    monkeypatch.setattr(registry, "describe_all", real)
     kept.write_text("damaged")
     assert call(capsys, "methods", "--json").json() == first
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")

@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from support.running import TINY, call
 
-from unskew.cli.common import stoppable
+from unskew.cli.common import exit_on_signal
 from unskew.cli.comparison_tables import comparison_table
-from unskew.cli.progress import waiting
+from unskew.cli.progress import progress_while_waiting
 from unskew.cli.tables import partition_table
 from unskew.cli.verbosity import LOUDNESS
-from unskew.progress import tell
-from unskew.simulation.round_loop import Interrupted
+from unskew.progress import report_progress
+from unskew.simulation.round_loop import RunInterrupted
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -54,9 +54,9 @@ def test_long_work_is_shown_with_the_time_left_on_standard_error_of_a_terminal_a
     monkeypatch.setattr("unskew.cli.progress.PATIENCE", 0.0)
 
     def shown():
-        with waiting("report"):
+        with progress_while_waiting("report"):
             for done in range(3):
-                tell("runs read", done, 4)
+                report_progress("runs read", done, 4)
                 time.sleep(0.02)
         out, err = capsys.readouterr()
         assert out == ""
@@ -122,7 +122,9 @@ def test_the_shell_can_complete(capsys, monkeypatch):
     assert call(capsys).out.split() == ["diagnose"]
 
 
-@pytest.mark.parametrize(("stop", "words"), [(Interrupted, "the run is saved"), (KeyboardInterrupt, "Stopped at once")])
+@pytest.mark.parametrize(
+    ("stop", "words"), [(RunInterrupted, "the run is saved"), (KeyboardInterrupt, "Stopped at once")]
+)
 def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
     """Where no file was written there is nothing to go on with, though the folder may be there."""
     folder = tmp_path / "run" / "checkpoints"
@@ -130,7 +132,7 @@ def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
         if begun:
             folder.mkdir(parents=True)
             (folder.parent / "config.yaml").touch()
-        with pytest.raises(typer.Exit), stoppable(folder.parent, "again"):
+        with pytest.raises(typer.Exit), exit_on_signal(folder.parent, "again"):
             raise stop
         said = capsys.readouterr().err
         assert (words in said, "nothing was written" in said, "again" in said) == (begun, not begun, begun)

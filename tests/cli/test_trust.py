@@ -13,8 +13,8 @@ import unskew
 from unskew.config.loader import experiment, load_yaml
 from unskew.errors import ConfigError
 from unskew.methods.registry import method
-from unskew.option_parsing import imported
-from unskew.provenance import FromFile
+from unskew.option_parsing import import_from_path
+from unskew.provenance import UntrustedText
 from unskew.runs.run import run_experiment
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -139,7 +139,7 @@ def test_a_table_of_a_comparison_takes_the_file_for_its_settings_only(folder, ca
 
 def test_the_working_folder_comes_last(folder):
     (folder / "json.py").write_text("raise SystemExit")
-    imported("sent_module:net", "the model")
+    import_from_path("sent_module:net", "the model")
     assert sys.path[-1] == str(folder)
 
 
@@ -185,10 +185,15 @@ def test_an_experiment_carries_where_it_came_from(folder):
     """Into copies and other processes, and so to the engine that imports the model."""
     import pickle
 
-    from unskew.config.paths import anchored
+    from unskew.config.paths import with_absolute_paths
 
     config = experiment(load_yaml(write(folder / "config.yaml", **CODE["model"])))
-    for one in (config, config.model_copy(update={"seed": 3}), pickle.loads(pickle.dumps(config)), anchored(config)):
+    for one in (
+        config,
+        config.model_copy(update={"seed": 3}),
+        pickle.loads(pickle.dumps(config)),
+        with_absolute_paths(config),
+    ):
         with pytest.raises(ConfigError, match="names code to import"):
             run_experiment(one)
     assert config == experiment(load_yaml(folder / "config.yaml", None))
@@ -198,5 +203,5 @@ def test_an_experiment_carries_where_it_came_from(folder):
 
 def test_options_in_python_keep_the_mark_of_a_file(folder):
     with pytest.raises(ConfigError, match="a file names code to import"):
-        method("fedssyn", generator=FromFile("sent_module:net", "a file", "trust it"))
+        method("fedssyn", generator=UntrustedText("sent_module:net", "a file", "trust it"))
     assert not (folder / "imported").exists()

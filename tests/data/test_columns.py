@@ -9,13 +9,13 @@ import torch
 import unskew
 from unskew.cli.tables import columns_table
 from unskew.data.load import load_federation
-from unskew.data.partition.parsing import column_of
-from unskew.data.readers.column_roles import SHOWN, Choice, choose, described
+from unskew.data.partition.parsing import partition_column
+from unskew.data.readers.column_roles import SHOWN, ColumnSelection, describe_roles, select_inputs
 from unskew.data.readers.encoders import Encoder, read_columns
 from unskew.data.sources import registry as sources
 from unskew.data.sources.registry import load_source
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
-from unskew.runs.input_spec import Inputs
+from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import rows_of_table
 
 pa = pytest.importorskip("pyarrow")
@@ -25,7 +25,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 @pytest.fixture(autouse=True)
 def fresh_cache():
     yield
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
 
 
 def write(file, n=30, **more):
@@ -147,7 +147,7 @@ def test_row_numbers_that_pandas_stores_are_left_out(tmp_path):
     (tmp_path / "t.csv").write_text(text)
     fed = load(f"table:{tmp_path}/t.csv")
     assert (fed.columns[""], fed.shape) == ("left out: numbers of rows", (1,))
-    assert described(fed.columns)[0] == ("(no name)", "left out: numbers of rows")
+    assert describe_roles(fed.columns)[0] == ("(no name)", "left out: numbers of rows")
     half = [i / 2 for i in range(30)]
     table = pa.table(
         {"age": half, "outcome": [0, 1] * 15, "__index_level_0__": half, "when": [[1]] * 30, "no": [None] * 30}
@@ -177,7 +177,7 @@ def test_only_tables_of_numbers_have_features(tmp_path):
 
 def test_a_wide_table_is_told_in_a_few_lines():
     columns = {f"gene{i}": "input" for i in range(SHOWN)} | {"[who]": "label"}
-    assert described(columns) == [("gene0, gene1, gene2, gene3, gene4 and 35 more", "input"), ("[who]", "label")]
+    assert describe_roles(columns) == [("gene0, gene1, gene2, gene3, gene4 and 35 more", "input"), ("[who]", "label")]
     assert columns_table(columns).row_count == 2
 
 
@@ -185,7 +185,7 @@ def test_the_column_of_a_partition():
     class Partitioner:
         _partition_by = "user"
 
-    assert [column_of(p) for p in ("natural:user,min=3", Partitioner(), len)] == ["user", "user", None]
+    assert [partition_column(p) for p in ("natural:user,min=3", Partitioner(), len)] == ["user", "user", None]
 
 
 def test_a_run_goes_on_with_the_same_features_only(patients, tmp_path):
@@ -226,7 +226,7 @@ def test_the_work_on_a_wide_table_is_not_that_of_all_columns_for_each_of_them():
     counting = Counting(pa.table({**{name: [1.0, 2.0] for name in names}, "y": [0, 1]}))
     read = read_columns(counting, [Encoder(name) for name in names], "a table")
     assert read.tolist() == [[1.0] * 300, [2.0] * 300]
-    choose(counting, ("y",), Choice(features=names), "a table")
-    inputs = Inputs(task="classification", shape=(300,), kind="float", classes=2, features=names)
+    select_inputs(counting, ("y",), ColumnSelection(features=names), "a table")
+    inputs = InputSpec(task="classification", shape=(300,), kind="float", classes=2, features=names)
     assert torch.equal(rows_of_table(counting, Path("t.csv"), inputs), torch.from_numpy(read))
     assert counting.asked < 20

@@ -6,14 +6,14 @@ import torch
 
 import unskew
 from unskew.data.sources import dsprites as sprites
-from unskew.data.sources.dsprites import dsprites, factors, groups
+from unskew.data.sources.dsprites import client_groups, dsprites, factors
 from unskew.data.sources.registry import load_source
 from unskew.errors import ConfigError, DataError
 
 
 def test_the_clients_are_shapes_in_quadrants_of_the_papers_size():
     known = factors(np.arange(sprites.TOTAL))
-    counts = np.bincount(groups(known))
+    counts = np.bincount(client_groups(known))
     assert counts.tolist() == [61_440] * 12
     assert counts[0] - round(0.1 * counts[0]) == 55_296
     assert known.max(0).tolist() == [2, 5, 39, 31, 31]

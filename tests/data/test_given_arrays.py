@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import unskew
-from unskew.data.clients import RECENT, batched
+from unskew.data.clients import RECENT, iterate_batches
 from unskew.errors import DataError
-from unskew.runs.resume import content_of
+from unskew.runs.resume import stored_content
 
 OPTIONS = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 4, "engine": "inline", "seed": 0}
 
@@ -102,7 +102,7 @@ def test_the_checksum_is_that_of_the_arrays_as_one():
     before = replace(Prepared.federation, clients=Prepared.federation.clients.to(torch.device("cpu")))
     before.clients.x = before.clients.x.float()
     whole.federation = replace(before, test=(before.test[0].float(), before.test[1]))
-    assert content_of(whole) == content_of(Prepared())
+    assert stored_content(whole) == stored_content(Prepared())
 
 
 def test_files_are_read_only_where_a_client_is_drawn(tmp_path):
@@ -138,6 +138,6 @@ def test_what_was_drawn_last_is_kept_up_to_a_bound():
 
 def test_evaluation_takes_the_batches_that_one_array_would_give():
     parts = [torch.randn(n, 3, 2, 2, generator=torch.Generator().manual_seed(n)) for n in (3, 1, 9, 2)]
-    found, whole = list(batched(iter(parts), 4)), torch.cat(parts)
+    found, whole = list(iterate_batches(iter(parts), 4)), torch.cat(parts)
     assert [len(batch) for batch in found] == [4, 4, 4, 3]
     assert torch.equal(torch.cat(found), whole)

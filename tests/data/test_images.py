@@ -10,10 +10,10 @@ from support.tolerance import TRAINING, assert_close, near, tolerance
 from torch import nn
 
 import unskew
-from unskew.data.pixel_scaling import Pixels
-from unskew.errors import ConfigError, MethodConflict
+from unskew.data.pixel_scaling import PixelScaling
+from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods import dense as dense_file
-from unskew.methods.dense import Dense, divergence, ensemble
+from unskew.methods.dense import Dense, divergence, ensemble_logits
 from unskew.methods.feddm import FedDM, shortened
 from unskew.models.spec import ModelSpec
 from unskew.protocol.updates import Aggregate
@@ -48,14 +48,14 @@ def test_the_ensemble_is_the_mean_of_logits():
     x = torch.randn(5, *SHAPE, generator=draws, dtype=torch.float64)
     W = [(v[: 3 * 72].view(3, 72).numpy(), v[3 * 72 :].numpy()) for v in vs]
     expected = np.mean([x.flatten(1).numpy() @ w.T + c for w, c in W], 0)
-    assert_close(ensemble(spec, [(v, v[:0]) for v in vs], x).numpy(), expected)
+    assert_close(ensemble_logits(spec, [(v, v[:0]) for v in vs], x).numpy(), expected)
 
 
 def test_the_generators_loss_in_closed_form():
     spec, draws = linear_spec(), torch.Generator().manual_seed(0)
     vs = [torch.randn(spec.size, generator=draws, dtype=torch.float64) for _ in range(3)]
     x, y = torch.randn(7, *SHAPE, generator=draws, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 0])
-    E = ensemble(spec, [(v, v[:0]) for v in vs[:2]], x).numpy()
+    E = ensemble_logits(spec, [(v, v[:0]) for v in vs[:2]], x).numpy()
     S = spec.forward(vs[2], vs[2][:0], x).logits.numpy()
     p, q = softmax(E), softmax(S)
     ce = -np.log(p[np.arange(7), y]).mean()
@@ -103,12 +103,12 @@ def test_the_student_matches_the_ensemble_at_temperature_t():
 def test_generation_lowers_its_loss_and_gives_images():
     spec, draws = linear_spec(), torch.Generator().manual_seed(0)
     models = [(torch.randn(spec.size, generator=draws, dtype=torch.float64), spec.flatten()[:0]) for _ in range(2)]
-    key, pixels = torch.tensor(5), Pixels((0.5,), (0.25,))
+    key, pixels = torch.tensor(5), PixelScaling((0.5,), (0.25,))
 
     def made(steps):
         x = Dense(g_steps=steps, batch=8, g_lr=0.01, lambda_adv=0.0).generate(spec, models, models[0], key, pixels)
         y = (dense_file.uniform(dense_file.fold(key, 0), (8,)) * 3).long()
-        return x, float(F.cross_entropy(ensemble(spec, models, x), y))
+        return x, float(F.cross_entropy(ensemble_logits(spec, models, x), y))
 
     (x, before), (_, after) = made(1), made(8)
     assert after < before
@@ -165,7 +165,7 @@ def test_the_student_comes_nearer_to_the_ensemble_than_the_average():
     student = run("dense:epochs=6,g_steps=3,batch=24,t=1,lr=0.05", **options)
     spec = ModelSpec(average.model, SHAPE, 3, dtype=torch.float64)
     x = fed.test[0].double()
-    teacher = ensemble(spec, [(v, v[:0]) for v, _ in spy.seen], x)
+    teacher = ensemble_logits(spec, [(v, v[:0]) for v, _ in spy.seen], x)
     far, near = (float(divergence(teacher, r.model(x).detach()).mean()) for r in (average, student))
     assert near < 0.8 * far
 
@@ -313,9 +313,9 @@ def test_the_server_learns_from_what_clients_send():
 
 def test_what_trains_no_model_cannot_be_combined_with_what_acts_on_it():
     for other in ("fedprox", "fedals"):
-        with pytest.raises(MethodConflict, match="train no model"):
+        with pytest.raises(MethodConflictError, match="train no model"):
             unskew.method(f"feddm+{other}")
-    with pytest.raises(MethodConflict, match="slot 'server'"):
+    with pytest.raises(MethodConflictError, match="slot 'server'"):
         unskew.method("feddm+dense")
     x, y = np.zeros((4, 3), "int64"), np.array([0, 1, 0, 1])
     with pytest.raises(ConfigError, match="token ids"):
@@ -326,7 +326,7 @@ def test_what_trains_no_model_cannot_be_combined_with_what_acts_on_it():
 
 @pytest.mark.parametrize("name", ["dense", "feddm"])
 def test_single_updates_are_refused_under_secure_aggregation(name):
-    with pytest.raises(MethodConflict, match=f"{name} reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match=f"{name} reads the update of each single client"):
         run(name, secure_aggregation="required")
 
 

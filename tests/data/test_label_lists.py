@@ -28,9 +28,9 @@ TEST = [["structure", "plant"], [], ["animal"], ["food"]]
 
 @pytest.fixture(autouse=True)
 def fresh_cache():
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
     yield
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
 
 
 def picture(number, size=6):

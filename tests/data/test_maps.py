@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.engines.mmap_pickle import packed
+from unskew.engines.mmap_pickle import dumps_mmap
 from unskew.errors import DataError
 
 
@@ -34,8 +34,8 @@ def test_a_folder_of_arrays_stays_in_its_files(tmp_path):
     held = unskew.load_federation(f"npz:{tmp_path / 'arrays.npz'}", **options)
     assert (mapped.clients.mapped, held.clients.mapped) == (True, False)
     assert (mapped.fingerprint, mapped.normalisation) == (held.fingerprint, held.normalisation)
-    sent = packed(mapped.clients)
-    assert len(sent) < arrays["x"].nbytes / 4 < len(packed(held.clients))
+    sent = dumps_mmap(mapped.clients)
+    assert len(sent) < arrays["x"].nbytes / 4 < len(dumps_mmap(held.clients))
     there = pickle.loads(sent)
     for k in range(5):
         assert torch.equal(there[k].x, held.clients[k].x)
@@ -47,7 +47,7 @@ def test_files_that_a_node_does_not_see_or_that_are_others(tmp_path):
     x = np.load(tmp_path / "arrays" / "x.npy", mmap_mode="r")
     clients = [(x[k : k + 50], arrays["y"][k : k + 50]) for k in range(0, 300, 50)]
     given = unskew.Federation.from_arrays(clients, test=(x[:20], arrays["y"][:20]), classes=4)
-    sent = packed(given.clients)
+    sent = dumps_mmap(given.clients)
     assert len(sent) < arrays["x"].nbytes / 4
     assert torch.equal(pickle.loads(sent)[5].x, given.clients[5].x)
     np.save(tmp_path / "arrays" / "x.npy", arrays["x"][:100])

@@ -9,8 +9,8 @@ from support.running import call
 from support.tolerance import assert_engines_agree, near
 
 import unskew
-from unskew.data.column_statistics import bytes_of, counted, moments, squares
-from unskew.data.readers.encoders import Encoder, categories_of
+from unskew.data.column_statistics import category_bytes, counts_and_sums, global_moments, sums_of_squares
+from unskew.data.readers.encoders import Encoder, category_counts
 from unskew.errors import ConfigError, DataError
 from unskew.models.zoo.tabular import TableMLP
 
@@ -51,12 +51,14 @@ def test_means_and_deviations_from_sums_are_those_of_all_rows():
     parts = [draws.normal(1e6, 3, size=(n, 2)) for n in (1, 50, 7)]
     parts[1][3, 0] = np.nan
     pooled = np.concatenate(parts)
-    found = moments(map(counted, parts), lambda mean: (squares(part, mean) for part in parts), ["a", "b"])
+    found = global_moments(
+        map(counts_and_sums, parts), lambda mean: (sums_of_squares(part, mean) for part in parts), ["a", "b"]
+    )
     assert found.counts.tolist() == [57, 58]
     assert found.mean.tolist() == near(np.nanmean(pooled, 0).tolist())
     assert found.std.tolist() == near(np.nanstd(pooled, 0).tolist(), size=1e6)
     with pytest.raises(DataError, match="any value in the column 'b'"):
-        moments([counted(np.array([[1.0, np.nan]]))], lambda mean: [], ["a", "b"])
+        global_moments([counts_and_sums(np.array([[1.0, np.nan]]))], lambda mean: [], ["a", "b"])
 
 
 def test_what_the_server_learns_is_what_all_training_rows_say(table):
@@ -77,13 +79,13 @@ def test_what_the_server_learns_is_what_all_training_rows_say(table):
         assert by_name[name].mean == near(np.nanmean(x[:, place[name]]))
         assert by_name[name].std == near(np.nanstd(x[:, place[name]]), size=2e4)
     assert by_name["smoker"].values == ("no", "yes")
-    assert categories_of(fed.encoders)[place["drug"]] == 1 + len(by_name["drug"].values)
+    assert category_counts(fed.encoders)[place["drug"]] == 1 + len(by_name["drug"].values)
     held = [{by_name["drug"].values[int(c) - 1] for c in client.x[:, place["drug"]] if c} for client in fed.clients]
     assert set.union(*held) == set(by_name["drug"].values)
     assert [{name[0] for name in names} for names in held] == [{"a"}, {"b"}, {"c"}]
     for (up, down), drugs in zip(fed.told.tolist(), held, strict=True):
-        assert up == 4 * 24 + bytes_of(sorted(drugs)) + bytes_of(["no", "yes"])
-        assert down == 4 * 24 + bytes_of(by_name["drug"].values) + bytes_of(["no", "yes"])
+        assert up == 4 * 24 + category_bytes(sorted(drugs)) + category_bytes(["no", "yes"])
+        assert down == 4 * 24 + category_bytes(by_name["drug"].values) + category_bytes(["no", "yes"])
     days = [(np.datetime64(day) - np.datetime64("1970-01-01")).astype(int) for day in column(table, "since") if day]
     found = x[:, place["since"]]
     assert set(found[~np.isnan(found)]) <= set(days)
@@ -169,7 +171,7 @@ def test_embeddings_are_vectors_of_the_codes():
     vector = model.body[1](x)
     table = model.body[1].embeddings[0].weight
     assert torch.equal(vector, torch.cat([torch.tensor([[0.5, -1.0]]), table[3:4]], 1))
-    assert categories_of((Encoder("a"), Encoder("b", "category", ("x", "y"), marks=False))) == (0, 3)
+    assert category_counts((Encoder("a"), Encoder("b", "category", ("x", "y"), marks=False))) == (0, 3)
 
 
 @pytest.mark.slow

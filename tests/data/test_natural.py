@@ -29,9 +29,9 @@ draws = np.random.default_rng(0)
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
     yield
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
 
 
 def encode(image, form="PNG"):
@@ -129,10 +129,10 @@ def test_celeba_by_person_with_a_truth_value_as_label(celeba):
 
 
 def test_images_are_brought_to_a_size_one_by_one_as_all_at_once(celeba):
-    from unskew.data.readers.images import with_size
+    from unskew.data.readers.images import resize_images
 
     large, small = (load_source("celeba", path=celeba, size=size) for size in (None, 8))
-    assert torch.equal(with_size(large.train.x, 8, 8), small.train.x)
+    assert torch.equal(resize_images(large.train.x, 8, 8), small.train.x)
     assert load_source("digits", size=16).train.x.shape[1:] == (1, 16, 16)
     with pytest.raises(ConfigError, match="image_size=8 belongs to images"):
         load_federation("gaussians", clients=2, partition="iid", image_size=8)
@@ -232,7 +232,7 @@ def test_leaf_with_names_of_files_and_without_a_test_part(tmp_path):
     assert (fed.shape, len(fed.clients), fed.classes) == ((3, 8, 8), 2, 2)
     assert len(fed.test[1]) == 2
     images.rename(tmp_path / "elsewhere")
-    sources.cached.cache_clear()  # the files under the path are as many and as old as before
+    sources.load_cached.cache_clear()  # the files under the path are as many and as old as before
     with pytest.raises(DataError, match="is missing"):
         load_source(f"leaf:{tmp_path}", size=8)
     assert len(load_source(f"leaf:{tmp_path}", image=str(tmp_path / "elsewhere"), size=8).train) == 10

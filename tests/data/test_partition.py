@@ -172,11 +172,11 @@ def test_dirichlet_respects_the_minimum():
 def test_dirichlet_balanced_gives_nothing_more_to_a_full_client():
     # Classes come one after the other; a client may pass its share by its last class only.
     rng, sizes = np.random.default_rng(0), np.full((200, 10), 100)
-    counts = partitioners.class_counts(sizes, 5, rng, 0.2, balanced=True)
+    counts = partitioners.draw_class_counts(sizes, 5, rng, 0.2, balanced=True)
     before = np.cumsum(counts, axis=1) - counts
     assert (counts.sum(2) == 100).all()
     assert (counts[before >= 200] == 0).all()
-    plain = partitioners.class_counts(sizes, 5, rng, 0.2, balanced=False)
+    plain = partitioners.draw_class_counts(sizes, 5, rng, 0.2, balanced=False)
     assert (plain[np.cumsum(plain, axis=1) - plain >= 200] > 0).any()
     assert (plain.sum(2) == 100).all()
 
@@ -184,7 +184,9 @@ def test_dirichlet_balanced_gives_nothing_more_to_a_full_client():
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
 def test_plain_dirichlet_has_the_moments_of_its_distribution(alpha):
     clients, draws = 5, 4000
-    counts = partitioners.class_counts(np.full((draws, 1), 10_000), clients, np.random.default_rng(1), alpha, False)
+    counts = partitioners.draw_class_counts(
+        np.full((draws, 1), 10_000), clients, np.random.default_rng(1), alpha, False
+    )
     shares = counts[:, 0] / 10_000
     variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
     assert np.abs(shares.mean(0) - 1 / clients).max() < 5 * np.sqrt(variance / draws)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.data.remote import fetched
+from unskew.data.remote import fetch
 from unskew.errors import ConfigError, DataError
 
 TABLE = "".join(f"{n % 5}.5,{n % 7},{'ab'[n % 2]}\n" for n in range(40))
@@ -38,13 +38,13 @@ def test_a_table_in_a_store_is_the_table(store, tmp_path, name):
 
 
 def test_what_was_fetched_is_fetched_anew_only_if_it_changed(store, monkeypatch):
-    first = fetched("memory://bucket")
+    first = fetch("memory://bucket")
     monkeypatch.setattr(type(store), "get_file", lambda *_: pytest.fail("fetched again"))
-    assert fetched("memory://bucket") == first
+    assert fetch("memory://bucket") == first
     monkeypatch.undo()
     store.pipe("/bucket/train.csv", b"x,y,label\n1,2,a\n")
-    assert (fetched("memory://bucket") / "train.csv").read_text() == "x,y,label\n1,2,a\n"
-    assert fetched(f"file://{first}") == Path(first)
+    assert (fetch("memory://bucket") / "train.csv").read_text() == "x,y,label\n1,2,a\n"
+    assert fetch(f"file://{first}") == Path(first)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_what_was_fetched_is_fetched_anew_only_if_it_changed(store, monkeypatch)
 def test_what_cannot_be_fetched_is_told(store, url, error, text):
     store.pipe("/out/../../x.csv", b"x")
     with pytest.raises(error, match=text):
-        fetched(url)
+        fetch(url)

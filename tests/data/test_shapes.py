@@ -6,11 +6,11 @@ import torch
 from support.tolerance import MAGNIFIED, assert_close
 
 import unskew
-from unskew.data.sources.shapes import SIDE, clouds, draw, shapes, within
+from unskew.data.sources.shapes import SIDE, draw_shapes, points_inside, random_fields, shapes
 
 
 def test_images_are_decided_by_the_generator():
-    first, again, other = (draw(np.arange(200) % 20, np.random.default_rng(seed)) for seed in (0, 0, 1))
+    first, again, other = (draw_shapes(np.arange(200) % 20, np.random.default_rng(seed)) for seed in (0, 0, 1))
     assert first.shape == (200, 3, SIDE, SIDE)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -37,13 +37,13 @@ def test_shapes_have_their_areas():
         "cross": 2 * 2 * 0.6 - 0.6**2,
     }
     for name, area in exact.items():
-        inside = within(name, u, v)
+        inside = points_inside(name, u, v)
         np.testing.assert_allclose(inside.sum() * (2.4 / 1200) ** 2, area, rtol=0.01)
         assert np.hypot(u, v)[inside].max() < 1.2
 
 
 def test_clouds_fall_with_the_frequency_as_said():
-    fields = clouds(2000, 1, 1.5, np.random.default_rng(1))[:, 0]
+    fields = random_fields(2000, 1, 1.5, np.random.default_rng(1))[:, 0]
     assert_close(fields.mean((1, 2)), 0, MAGNIFIED)
     np.testing.assert_allclose(fields.std((1, 2)), 1)
     power = (abs(np.fft.fft2(fields)) ** 2).mean(0)
@@ -51,7 +51,7 @@ def test_clouds_fall_with_the_frequency_as_said():
 
 
 def test_a_texture_changes_the_shape_and_not_the_background():
-    images = draw(np.arange(400) % 20, np.random.default_rng(0)).astype(float)
+    images = draw_shapes(np.arange(400) % 20, np.random.default_rng(0)).astype(float)
     roughness = abs(np.diff(images, axis=3)).mean((1, 2, 3)).reshape(-1, 5, 4).mean((0, 1))
     assert roughness[0] < roughness[1:].min()  # plain is smoothest
     assert roughness[1] < roughness[2]  # checks have more edges than stripes

@@ -13,7 +13,7 @@ from support.tolerance import FEW, near
 from unskew.data.load import load_federation
 from unskew.data.readers import files, images
 from unskew.data.readers.tables import split_rows
-from unskew.data.readers.tokenization import HuggingFace
+from unskew.data.readers.tokenization import HuggingFaceTokenizer
 from unskew.data.sources import registry as sources
 from unskew.data.sources.registry import HUB, SOURCES, load_source
 from unskew.errors import ConfigError, DataError
@@ -30,9 +30,9 @@ NAMES = ["airplane", "bird", "cat"]
 def fresh_cache(tmp_path_factory, monkeypatch):
     """Each test decodes for itself, and ``datasets`` keeps its copies in a temporary folder."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
     yield
-    sources.cached.cache_clear()
+    sources.load_cached.cache_clear()
 
 
 def pixels(n: int, shape: tuple[int, ...] = (8, 8, 3), seed: int = 0) -> np.ndarray:
@@ -246,7 +246,7 @@ def test_the_hub_out_of_reach_is_a_sentence(monkeypatch):
         load_source("cifar10")
     assert len(asked) == 1, "asked once, and not again and again"
     with pytest.raises(DataError, match=r"it is not on this machine, and the Hugging Face hub cannot be reached\."):
-        HuggingFace("no-such/tokeniser")
+        HuggingFaceTokenizer("no-such/tokeniser")
     assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == (verbosity, bars)
 
 
@@ -546,13 +546,13 @@ def test_server_may_hold_another_data_set(tmp_path):
 
 def test_conversion_of_images():
     x = torch.from_numpy(pixels(5, (6, 6, 3))).permute(0, 3, 1, 2)
-    grey = images.with_channels(x, 1)
+    grey = images.convert_channels(x, 1)
     expected = (x.double() * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
     assert (grey.double() - expected).abs().max() <= 0.51
-    assert torch.equal(images.with_channels(grey, 3)[:, 1:2], grey)
-    assert images.with_size(x, 6, 6) is x
+    assert torch.equal(images.convert_channels(grey, 3)[:, 1:2], grey)
+    assert images.resize_images(x, 6, 6) is x
     flat = torch.full((3, 3, 8, 8), 77, dtype=torch.uint8)
-    assert (images.with_size(flat, 5, 11) == 77).all()
+    assert (images.resize_images(flat, 5, 11) == 77).all()
 
 
 def test_server_errors(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 import unskew
 from unskew.data.load import load_federation
-from unskew.data.normalization import Normalisation
+from unskew.data.normalization import Normalization
 from unskew.data.readers.images import decode_column
 from unskew.data.sources import registry as sources
 from unskew.data.sources.registry import load_source
@@ -64,7 +64,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"task": "regression", "clients": [(X, Y * 1e300)], "test": (X, Y)}, "targets are too large"),
         ({"clients": [(X, Y, X[:, :2], Y)]}, r"shape \(4,\), but \(2,\) to test on"),
         (
-            {"clients": [(IMAGES, Y)], "test": (IMAGES, Y), "normalise": Normalisation((0.0,), (1.0,))},
+            {"clients": [(IMAGES, Y)], "test": (IMAGES, Y), "normalise": Normalization((0.0,), (1.0,))},
             "1 means; the inputs have 3",
         ),
     ],
@@ -112,7 +112,7 @@ def test_one_class_of_several_may_be_all_there_is():
 )
 def test_normalisations(values, words):
     with pytest.raises(DataError, match=words):
-        Normalisation(*values)
+        Normalization(*values)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_images_that_would_fill_the_memory():
 
 @pytest.mark.parametrize("kind", ["leaf", "table", "folder"])
 def test_a_folder_of_something_else_is_refused_before_its_files_are_counted(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sources, "stamp", lambda path: pytest.fail("every file was looked at"))
+    monkeypatch.setattr(sources, "files_stamp", lambda path: pytest.fail("every file was looked at"))
     with pytest.raises(DataError, match=str(tmp_path)):
         load_source(f"{kind}:{tmp_path}")
     (tmp_path / "file").write_text("x")

@@ -11,7 +11,7 @@ from support.sites import TINY, deployed
 from support.slow import slow_but
 
 import unskew
-from unskew.methods.registry import CATALOGUE
+from unskew.methods.registry import METHODS
 
 QUICK = {
     **KNOWN,
@@ -137,7 +137,7 @@ def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CATALOGUE))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
     options = {"server": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
     compare(tmp_path, method=QUICK.get(name, name), **options)

@@ -14,9 +14,9 @@ from unskew.deployment.server import requests
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import resume, run
-from unskew.deployment.server.sites import Patience
+from unskew.deployment.server.sites import RoundPolicy
 from unskew.deployment.wire.frames import Blob, Frame
-from unskew.deployment.wire.tensor_codec import tensor_of
+from unskew.deployment.wire.tensor_codec import decode_tensor
 from unskew.errors import ConfigError, EngineError
 from unskew.simulation.network import Network
 
@@ -30,7 +30,7 @@ def _quickly(monkeypatch):
 
 
 def with_patience(**patience):
-    return Deployment(run="0123456789abcdef", gathering=0.5, patience=Patience(**patience))
+    return Deployment(run="0123456789abcdef", gathering=0.5, patience=RoundPolicy(**patience))
 
 
 def trained(frame):
@@ -232,9 +232,9 @@ def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
 
 
 def with_delta(frame, tensor):
-    from unskew.deployment.wire.tensor_codec import blob
+    from unskew.deployment.wire.tensor_codec import encode_tensor
 
-    return replace(frame, arrays={**frame.arrays, "update/delta": blob(tensor)})
+    return replace(frame, arrays={**frame.arrays, "update/delta": encode_tensor(tensor)})
 
 
 def test_uploads_that_could_not_be_added_up_are_refused(tmp_path):
@@ -269,7 +269,7 @@ def test_an_update_far_above_the_others_is_left_out_and_named(tmp_path):
     def grown(client, asked, answer):
         if not trained(asked) or client != 1:
             return answer
-        return with_delta(answer, 1e4 * tensor_of(answer.arrays["update/delta"]))
+        return with_delta(answer, 1e4 * decode_tensor(answer.arrays["update/delta"]))
 
     place.link.spoil = grown
     result, _ = deployed(tmp_path, place, with_patience(faults=2), told, **SCAFFOLD)

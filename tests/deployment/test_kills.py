@@ -19,7 +19,7 @@ from test_flower import FLOWER, environment, processes_of, real
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.flower.superlinks import Local
+from unskew.deployment.flower.superlinks import LocalSuperLink
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
 
@@ -90,7 +90,7 @@ def test_a_run_survives_kills_with_the_numbers_of_the_simulator(tmp_path, monkey
     monkeypatch.setattr("unskew.deployment.server.requests.NO_REPLY", 10.0)  # else each lost message costs two minutes
     rounds = KILLS + 1
     values = {**TINY, "clients": 2, "method": "scaffold", "rounds": rounds, "eval_clients": 0}
-    place = Local("kills", 2, [experiment(values)])
+    place = LocalSuperLink("kills", 2, [experiment(values)])
     kills = Kills(place, rounds, SEED)
     result = run(experiment(values), Deployment(), tmp_path / "run", [kills], lambda text: None, place)
     print("killed:", {kind: kills.killed.count(kind) for kind in sorted(VICTIMS)}, result.history[-1])

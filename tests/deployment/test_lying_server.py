@@ -19,10 +19,10 @@ import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.secagg import client as secagg_client
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.client import Masks
-from unskew.deployment.secagg.fixed_point import restored
-from unskew.deployment.secagg.ledger import Ledger
-from unskew.deployment.secagg.roster import Identity, read_roster
+from unskew.deployment.secagg.client import SecAggClient
+from unskew.deployment.secagg.fixed_point import dequantize
+from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.roster import SigningIdentity, read_roster
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.run import resume, run
 from unskew.deployment.wire.frames import Frame
@@ -33,7 +33,7 @@ RUN, SIZE, CHANCE = "0123456789abcdef", 400, 0.25  # five standard deviations of
 SWITCHES = {
     "threshold": lambda patch: patch.setattr(secagg_client, "threshold", lambda sites: sites // 2 + 1),
     "signatures": lambda patch: patch.setattr(secagg_client, "is_signed", lambda *_: True),
-    "ledger": lambda patch: patch.setattr(Ledger, "check", lambda *_: None),
+    "ledger": lambda patch: patch.setattr(OpenedSumLedger, "check", lambda *_: None),
 }
 
 
@@ -52,7 +52,7 @@ class World:
         self.masks, self.updates, self.folder, self.who = [], [], folder, range(count)
         for k, (private, _) in enumerate(pairs):
             (folder / f"{k}.key").write_bytes(private)
-            self.masks.append(Masks(Identity.load(k, folder / f"{k}.key", folder / "roster.txt")))
+            self.masks.append(SecAggClient(SigningIdentity.load(k, folder / f"{k}.key", folder / "roster.txt")))
             self.updates.append(torch.randn(SIZE, generator=torch.Generator().manual_seed(k)))
 
     def begin(self, session, who=None, model="m", models=None):
@@ -61,7 +61,7 @@ class World:
             delta = self.updates[k]
             empty = torch.zeros(0)
             update = Update(k, 0, 10, 1.0, delta, empty, {}, ClientState(), {}, {})
-            ledger = Ledger(self.folder / f"ledger-{k}.json", RUN)
+            ledger = OpenedSumLedger(self.folder / f"ledger-{k}.json", RUN)
             config = self.masks[k].begin(session, update, delta, (models or {}).get(k, model), ledger).config
             self.ready[str(k)] = [json.loads(config["keys"]), config["signature"]]
             rows = json.loads(config["parts"])
@@ -106,13 +106,13 @@ class World:
         total = sum(self.mask(k, alive) for k in alive)
         seeds, _ = self.opened({k: list(alive) for k in alive})
         for k in alive:
-            crypto.apply(total, crypto.stream(secret_of(seeds.get(k, {})), len(total)), add=False)
+            crypto.apply_mask(total, crypto.mask_stream(secret_of(seeds.get(k, {})), len(total)), add=False)
         return self.delta(total)
 
     def delta(self, total):
         rows = json.loads(self.parts)
         parts = [secagg_client.Part(name, getattr(torch, dtype), tuple(shape), e) for name, dtype, shape, e in rows]
-        return restored(total, parts, len(self.ready))["delta"]
+        return dequantize(total, parts, len(self.ready))["delta"]
 
 
 def numbers(frame):
@@ -121,7 +121,7 @@ def numbers(frame):
 
 def secret_of(shares):
     """The secret that these shares determine, or something else if there are too few."""
-    return crypto.combine(shares) or 1
+    return crypto.combine_shares(shares) or 1
 
 
 def cosine(one, other):
@@ -149,11 +149,11 @@ def test_different_lists_of_survivors_do_not_open_one_update(count, off, tmp_pat
     seeds, keys = world.opened(lists)
     recovered = torch.zeros(SIZE)
     if total is not None:
-        crypto.apply(total, crypto.stream(secret_of(seeds.get(victim, {})), len(total)), add=False)
+        crypto.apply_mask(total, crypto.mask_stream(secret_of(seeds.get(victim, {})), len(total)), add=False)
         own = bytes.fromhex(world.ready[str(victim)][0][0])
         for k in few:
-            key = crypto.agree(secret_of(keys.get(k, {})), own)
-            crypto.apply(total, crypto.stream(key, len(total)), add=False)
+            key = crypto.shared_key(secret_of(keys.get(k, {})), own)
+            crypto.apply_mask(total, crypto.mask_stream(key, len(total)), add=False)
         recovered = world.delta(total)
     if len(off) == 2:
         assert cosine(recovered, world.updates[victim]) > 0.999999
@@ -178,7 +178,7 @@ def test_two_sums_of_one_round_are_not_opened(count, off, tmp_path, monkeypatch)
 
 def test_runs_at_the_same_time_do_not_open_two_sums(tmp_path):
     """Both are asked to sign before either is opened."""
-    one, two = (Ledger(tmp_path / "sums.json", run) for run in ("a" * 8, "b" * 8))
+    one, two = (OpenedSumLedger(tmp_path / "sums.json", run) for run in ("a" * 8, "b" * 8))
     for ledger in (one, two):
         ledger.check(0, (0, 1, 2))
     one.record(0, (0, 1, 2))
@@ -209,7 +209,7 @@ def test_keys_of_the_server_in_place_of_the_sites_are_rejected(off, tmp_path, mo
     world.begin("s")
     seals = [crypto.random_secret() for _ in range(3)]
     for k in range(3):
-        keys = [crypto.public(secret[k]).hex(), crypto.public(seals[k]).hex()]
+        keys = [crypto.public_key(secret[k]).hex(), crypto.public_key(seals[k]).hex()]
         ready[str(k)] = [keys, world.ready[str(k)][1]]
     ready["3"] = world.ready["3"]
     reply = world.say(3, "share", ready=ready, parts=world.parts)
@@ -217,19 +217,19 @@ def test_keys_of_the_server_in_place_of_the_sites_are_rejected(off, tmp_path, mo
         assert reply is None
         return
     sealed, own = json.loads(reply.config["sealed"]), [bytes.fromhex(key) for key in ready["3"][0]]
-    view = secagg_client.view_of(RUN, 0, "s", ready, world.parts)
+    view = secagg_client.view_digest(RUN, 0, "s", ready, world.parts)
     seeds, back, commitments = {}, {}, {"3": json.loads(reply.config["commitments"])}
     for k in range(3):
-        common = crypto.agree(seals[k], own[1])
+        common = crypto.shared_key(seals[k], own[1])
         seeds[k + 1] = int(json.loads(crypto.unseal(common, bytes.fromhex(sealed[str(k)])))[3], 16)
-        dealt = [crypto.deal(one, 3, 4) for one in (crypto.random_secret(), secret[k])]
+        dealt = [crypto.share_secret(one, 3, 4) for one in (crypto.random_secret(), secret[k])]
         plain = json.dumps([view, k, 3, *(f"{shares[3]:x}" for shares, _ in dealt)]).encode()
         back[str(k)] = crypto.seal(common, plain).hex()
         commitments[str(k)] = [*([point.hex() for point in points] for _, points in dealt), ""]
     total = numbers(world.say(3, "mask", sealed=back, commitments=commitments))
-    crypto.apply(total, crypto.stream(crypto.combine(seeds), len(total)), add=False)
+    crypto.apply_mask(total, crypto.mask_stream(crypto.combine_shares(seeds), len(total)), add=False)
     for k in range(3):
-        crypto.apply(total, crypto.stream(crypto.agree(secret[k], own[0]), len(total)), add=False)
+        crypto.apply_mask(total, crypto.mask_stream(crypto.shared_key(secret[k], own[0]), len(total)), add=False)
     assert cosine(world.delta(total), world.updates[3]) > 0.999999
 
 
@@ -264,7 +264,7 @@ def other_commitment(site, answer):
     """Another polynomial of the seed's shares, signed by the site."""
     one = site.masks._open[RUN]
     _, key, _ = json.loads(answer.config["commitments"])
-    points = [point.hex() for point in crypto.deal(crypto.random_secret(), 3, 4)[1]]
+    points = [point.hex() for point in crypto.share_secret(crypto.random_secret(), 3, 4)[1]]
     signature = site.identity.sign(["shares", one.view, one.client, [points, key]])
     return {"commitments": json.dumps([points, key, signature])}
 

@@ -12,14 +12,14 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import trained, with_patience
 
 import unskew
-from unskew.deployment.secagg.client import parsed
-from unskew.deployment.secagg.crypto import apply
+from unskew.deployment.secagg.client import parse_json_field
+from unskew.deployment.secagg.crypto import apply_mask
 from unskew.deployment.secagg.engine import MaskedEngine
-from unskew.deployment.secagg.server import parts_of
+from unskew.deployment.secagg.server import parse_parts
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.tensor_codec import Nonsense, record_of
-from unskew.errors import ConfigError, EngineError, MethodConflict
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record
+from unskew.errors import ConfigError, EngineError, MethodConflictError
 
 MASKED = {"secure_aggregation": "required", "eval_clients": 0}
 FOUR = {**MASKED, "clients": 4, "rounds": 1}
@@ -74,7 +74,7 @@ def test_the_servers_log_holds_no_single_update(tmp_path):
     plain = LoopPlace(tmp_path / "plain", {**TINY, "rounds": 1, "clients": 4})
     deployed(tmp_path / "plain", plain, rounds=1, clients=4)
     updates = {
-        client: record_of(frame, "update")["delta"].double() * frame.config["weight"]
+        client: decode_record(frame, "update")["delta"].double() * frame.config["weight"]
         for client, frame in plain.link.received
         if frame.kind == "update"
     }
@@ -85,7 +85,7 @@ def test_the_servers_log_holds_no_single_update(tmp_path):
         "opened": set(),
     }  # fmt: skip
     log = {client: frame for client, frame in place.link.received if frame.kind == "masked"}
-    sent = {client: record_of(frame, "masked")["x"].double() for client, frame in log.items()}
+    sent = {client: decode_record(frame, "masked")["x"].double() for client, frame in log.items()}
     for client, masked in sent.items():
         for update in updates.values():
             correlation = np.corrcoef(masked[: len(update)], update)[0, 1]
@@ -225,7 +225,7 @@ def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
         ({"clients": 2}, ConfigError, "needs 3 sites in a round at least, but there are 2"),
         ({"participation": 0.5}, ConfigError, "needs 3 sites in a round"),
         ({"method": "fedbuff"}, ConfigError, "empties its buffer"),
-        ({"method": "fedasync"}, MethodConflict, "reads the update of each single client"),
+        ({"method": "fedasync"}, MethodConflictError, "reads the update of each single client"),
     ],
 )
 def test_what_cannot_be_masked_is_refused_before_anything_is_sent(options, error, why, tmp_path):
@@ -240,9 +240,9 @@ def test_masks_are_added_in_pieces_and_taken_off_again():
     numbers = np.arange(10, dtype=np.uint32)
     masks = [np.full(4, 2**32 - 1, np.uint32), np.full(6, 7, np.uint32)]
     whole = numbers.copy()
-    apply(whole, iter(masks), add=True)
+    apply_mask(whole, iter(masks), add=True)
     assert whole.tolist() == [2**32 - 1, 0, 1, 2, 11, 12, 13, 14, 15, 16]
-    apply(whole, iter(masks), add=False)
+    apply_mask(whole, iter(masks), add=False)
     assert torch.equal(torch.from_numpy(whole), torch.from_numpy(numbers))
 
 
@@ -256,14 +256,14 @@ def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_
 
 @pytest.mark.parametrize("written", ["[" * 100_000, "{"])
 def test_a_structure_that_cannot_be_parsed_is_rejected(written):
-    with pytest.raises(Nonsense, match="shares cannot be read"):
-        parsed({"shares": written}, "shares")
+    with pytest.raises(InvalidMessageError, match="shares cannot be read"):
+        parse_json_field({"shares": written}, "shares")
 
 
 @pytest.mark.parametrize("parts", ["5", '[["delta", "float32", [4], Infinity]]', '[["delta", "float32", [4], {}]]'])
 def test_parts_that_cannot_be_read_are_rejected(parts):
-    with pytest.raises(Nonsense, match="what it adds up cannot be read"):
-        parts_of({"parts": parts}, 1e6)
+    with pytest.raises(InvalidMessageError, match="what it adds up cannot be read"):
+        parse_parts({"parts": parts}, 1e6)
 
 
 def test_a_reply_of_another_structure_is_a_fault_of_its_site(tmp_path):

@@ -13,11 +13,11 @@ from test_flower import real
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.flower.superlinks import Given, Local
+from unskew.deployment.flower.superlinks import LocalSuperLink, RemoteSuperLink
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
 from unskew.errors import UnskewError
-from unskew.methods.registry import CATALOGUE
+from unskew.methods.registry import METHODS
 
 pytestmark = [pytest.mark.slow, *real]
 
@@ -31,14 +31,14 @@ def values_of(name):
 def asked():
     """Names of this part; sums first, as they take longest."""
     part, _, parts = os.environ.get("UNSKEW_PART", "1/1").partition("/")
-    return list(dict.fromkeys([*SUMS, *SLOW_SUMS, *sorted(CATALOGUE)]))[int(part) - 1 :: int(parts)]
+    return list(dict.fromkeys([*SUMS, *SLOW_SUMS, *sorted(METHODS)]))[int(part) - 1 :: int(parts)]
 
 
-class Kept(Local):
+class Kept(LocalSuperLink):
     """Sites that stay from run to run; they have agreed to all experiments."""
 
     def close(self):
-        Given.close(self)
+        RemoteSuperLink.close(self)
 
     def forget(self):
         pass
@@ -59,6 +59,6 @@ def test_every_method_over_four_supernodes(tmp_path):
                 differ[name] = str(error)
             print(f"{name}: {differ.get(name, 'equal')}", flush=True)
     finally:
-        Local.close(place)
+        LocalSuperLink.close(place)
     assert differ == {}
     assert len(experiments) > 0

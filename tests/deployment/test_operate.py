@@ -18,16 +18,16 @@ from test_faults import SCAFFOLD, trained, with_patience
 import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.flower.cli import SuperLink
-from unskew.deployment.flower.subprocesses import Child
+from unskew.deployment.flower.subprocesses import ManagedProcess
 from unskew.deployment.server import joining, requests
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.audit_log import AuditLog, read_events
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.control import ask
+from unskew.deployment.server.control import send_command
 from unskew.deployment.server.run import resume, run
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import CheckpointError, EngineError
-from unskew.simulation.round_loop import Interrupted
+from unskew.simulation.round_loop import RunInterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_eve
     assert len(times) == requests.FAILURES + 1
     waits = [b - a for a, b in pairwise(times)]
     assert all(wait >= 0.001 * 2**n for n, wait in enumerate(waits))
-    assert requests.pause(1000) == requests.LONGEST
+    assert requests.retry_delay(1000) == requests.LONGEST
 
 
 def test_a_site_that_answers_after_failures_takes_part(tmp_path):
@@ -177,7 +177,7 @@ def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
     def stop():
         assert "unskew resume" in call(capsys, "deploy", "stop", tmp_path / "run").out
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterrupted):
         run(experiment(values), with_patience(), tmp_path / "run", [During(stop, 2)], [].append, place)
     (tmp_path / "run" / "control.json").write_text('{"socket": "/gone"}')  # as of a process that was killed
     result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
@@ -194,7 +194,7 @@ def test_a_round_that_waits_for_ever_can_be_given_up(tmp_path, capsys):
         None if trained(asked) and k == 1 and asked.config["round"] == 1 else answer
     )
     threading.Thread(target=ask_after_a_round, args=(tmp_path / "run", "stop"), kwargs={"now": True}).start()
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterrupted):
         run(experiment({**TINY, **SCAFFOLD}), with_patience(), tmp_path / "run", [Told()], [].append, place)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
@@ -202,7 +202,7 @@ def test_a_round_that_waits_for_ever_can_be_given_up(tmp_path, capsys):
 def ask_after_a_round(folder, kind, **config):
     while not (folder / "metrics.jsonl").exists():
         time.sleep(0.02)
-    ask(folder, kind, **config)
+    send_command(folder, kind, **config)
 
 
 @pytest.mark.parametrize("options", [{}, {"secure_aggregation": "required", "clients": 4}], ids=["single", "masked"])
@@ -227,7 +227,7 @@ def test_an_excluded_site_is_asked_no_longer_also_after_a_resume(tmp_path, capsy
         assert "site-1 (client 1) is excluded." in call(capsys, "deploy", "exclude", tmp_path / "run", "site-1").out
         call(capsys, "deploy", "stop", tmp_path / "run")
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterrupted):
         run(experiment(values), with_patience(), tmp_path / "run", [During(exclude, 2)], [].append, place)
     result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
     assert [row["updates"] for row in result.history] == [3, 3, 2, 2]
@@ -260,7 +260,7 @@ def test_the_audit_log_has_every_event_and_shows_changes(tmp_path, capsys):
 
 def test_files_of_processes_that_unskew_starts_are_their_owners_alone(tmp_path):
     """Such as Flower's database, which holds updates while they wait."""
-    child = Child("it", ["touch", str(tmp_path / "superlink.db")], tmp_path / "log")
+    child = ManagedProcess("it", ["touch", str(tmp_path / "superlink.db")], tmp_path / "log")
     child.start()
     child.process.wait()
     assert stat.S_IMODE((tmp_path / "superlink.db").stat().st_mode) == 0o600

@@ -8,7 +8,7 @@ import yaml
 from support.sites import TINY, LoopPlace, deployed
 
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.site.process import Site
+from unskew.deployment.site.process import SiteProcess
 from unskew.errors import EngineError
 
 NAMES = ("mild", "none", "severe")
@@ -38,7 +38,7 @@ def clinics(tmp_path, own):
         table(path.parent / "own.csv", 150, **options)
         data = {"source": "table:own.csv", "label": "outcome"}
         path.write_text(yaml.safe_dump({"name": f"clinic-{client}", "client": client, "data": data}))
-        place.sites[client] = Site(path)
+        place.sites[client] = SiteProcess(path)
         place.sites[client].log = lambda line: None
     return place, values
 

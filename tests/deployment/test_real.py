@@ -16,14 +16,14 @@ import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.flower import cli as flower_cli
 from unskew.deployment.flower import project_files
-from unskew.deployment.flower.superlinks import Local, free_port
+from unskew.deployment.flower.superlinks import LocalSuperLink, free_port
 
 pytestmark = [pytest.mark.slow, *real]
 
 
 @pytest.fixture
 def place(flower_is_found):
-    local = Local("door", 0, [])
+    local = LocalSuperLink("door", 0, [])
     local.start()
     yield local
     local.close()
@@ -36,7 +36,7 @@ def supernode(place, tmp_path, *instead, key="known"):
     if not keys.exists():
         project_files.make_node_key(place.folder, keys)
     command = [
-        *(flower_cli.program("flower-supernode"), "--superlink", place.superlink.address, *certificate),
+        *(flower_cli.program_path("flower-supernode"), "--superlink", place.superlink.address, *certificate),
         *("--auth-supernode-private-key", str(keys / "node.key"), "--host", "127.0.0.1", "--port", str(free_port())),
         *("--max-retries", "1"),
     ]
@@ -74,7 +74,7 @@ def test_a_key_that_is_not_registered_is_refused_and_one_that_is_comes_in(place,
 def test_foreign_certificates_and_plain_connections_are_refused(place, tmp_path):
     project_files.make_node_key(place.folder, tmp_path / "known")
     place.superlink.control(place.superlink.registering(tmp_path / "known" / "node.pub"))
-    project_files.put_tools(tmp_path / "foreign")
+    project_files.write_scripts(tmp_path / "foreign")
     project_files.make_certificates(tmp_path / "foreign", ["127.0.0.1"])
     foreign = tmp_path / "foreign" / "ca" / "ca.crt"
     for instead in (["--root-certificates", str(foreign)], ["--insecure"]):
@@ -83,9 +83,9 @@ def test_foreign_certificates_and_plain_connections_are_refused(place, tmp_path)
 
 
 def test_a_certificate_that_has_expired_is_refused(flower_is_found, tmp_path):
-    late = Local("late", 0, [])
+    late = LocalSuperLink("late", 0, [])
     late.folder.mkdir(parents=True)
-    project_files.put_tools(late.folder)
+    project_files.write_scripts(late.folder)
     subprocess.run(
         ["sh", str(late.folder / "certificates.sh"), "127.0.0.1"], check=True, env={**os.environ, "DAYS": "-1"}
     )
@@ -93,7 +93,7 @@ def test_a_certificate_that_has_expired_is_refused(flower_is_found, tmp_path):
     port = int(late.superlink.address.rpartition(":")[2])
     late.logs.mkdir()
     try:
-        late.family.add(flower_cli.superlink(late.folder, port, late.logs, late.folder / "home-superlink"))
+        late.family.add(flower_cli.start_superlink(late.folder, port, late.logs, late.folder / "home-superlink"))
         late.superlink.wait(60)
         _, text = supernode(late, tmp_path)
         assert "SuperNode ID" not in text, text

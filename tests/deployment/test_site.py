@@ -19,18 +19,18 @@ from support.sites import TINY, LoopPlace
 
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
-from unskew.deployment.flower.project_files import init, make_certificates, make_node_key, put_tools
-from unskew.deployment.secagg.roster import Identity, is_signed
+from unskew.deployment.flower.project_files import init_project, make_certificates, make_node_key, write_scripts
+from unskew.deployment.secagg.roster import SigningIdentity, is_signed
 from unskew.deployment.site import process as site_module
-from unskew.deployment.site.config import load_site
-from unskew.deployment.site.process import Site
-from unskew.deployment.site.state import Forgotten, SiteState
+from unskew.deployment.site.config import load_site_config
+from unskew.deployment.site.process import SiteProcess
+from unskew.deployment.site.state import SiteState, SiteStateLostError
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
-from unskew.deployment.wire.tensor_codec import slices_in, written
+from unskew.deployment.wire.tensor_codec import parse_slices, slices_as_text
 from unskew.errors import ConfigError, UnskewError
 from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import ClientState
-from unskew.provenance import derived
+from unskew.provenance import with_provenance
 from unskew.runs.build_model import initial_spec
 
 MINE = {"name": "a", "client": 0}
@@ -55,7 +55,7 @@ def test_a_mistake_in_a_sites_file_is_a_sentence(values, why, tmp_path):
     path = tmp_path / "site.yaml"
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=why):
-        load_site(path)
+        load_site_config(path)
 
 
 def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path):
@@ -63,20 +63,20 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
     (tmp_path / "experiment.yaml").write_text(experiment(TINY).to_yaml())
     path.write_text(yaml.safe_dump({**MINE, "client": 3}))
     with pytest.raises(ConfigError, match="there is none with number 3"):
-        Site(path)
+        SiteProcess(path)
     path.write_text(yaml.safe_dump(MINE))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "method": "mine.Rule"}))
     with pytest.raises(ConfigError, match="trust_code: true"):
-        Site(path)
+        SiteProcess(path)
     # The method is built, and the model imported, only when the server asks for work.
     sent = {**TINY, "model": "unskew.config.loader:yaml.unsafe_load", "model_options": {"stream": "!!python/name:os"}}
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(sent))
-    config = next(iter(Site(path).experiments.values()))
+    config = next(iter(SiteProcess(path).experiments.values()))
     federation = federation_of(config.data_spec, config.seed)
     with pytest.raises(ConfigError, match="trust_code: true"):
         initial_spec(config, federation, None, method_of("fedavg"))
     with pytest.raises(ConfigError, match="trust_code: true"):
-        method_of(derived("mine.Rule", config.model))
+        method_of(with_provenance("mine.Rule", config.model))
 
 
 def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
@@ -154,10 +154,10 @@ def test_what_is_no_message_is_refused(header):
 
 def test_slices_travel_as_text():
     for slices in (None, (), (slice(0, 3), slice(5, 9))):
-        assert slices_in(written(slices), 9) == slices
+        assert parse_slices(slices_as_text(slices), 9) == slices
     for text in ("3:1", "0:10", "0:3,2:4", "a:b", "1"):
         with pytest.raises(UnskewError, match="names no slices"):
-            slices_in(text, 9)
+            parse_slices(text, 9)
 
 
 def test_a_site_keeps_two_generations_and_says_when_one_is_lost(tmp_path):
@@ -167,10 +167,10 @@ def test_a_site_keeps_two_generations_and_says_when_one_is_lost(tmp_path):
     state.keep(1, two)
     assert state.after(1).rules["r"]["c"].tolist() == [2.0, 2.0]
     assert not (state.folder / "round-0000000.safetensors").exists()
-    with pytest.raises(Forgotten):
+    with pytest.raises(SiteStateLostError):
         state.after(0)
     (state.folder / "round-0000001.safetensors").write_bytes(b"x")
-    with pytest.raises(Forgotten):
+    with pytest.raises(SiteStateLostError):
         state.after(1)
     assert state.after(None) == ClientState()
     assert stat.S_IMODE(state.folder.stat().st_mode) == 0o700
@@ -215,7 +215,7 @@ def test_check_tests_the_certificate_of_the_superlink(which, tmp_path, monkeypat
     monkeypatch.setenv("DAYS", "-1" if which == "expired" else "300")
     server, site = tmp_path / "server", tmp_path / "site"
     for one in (server, tmp_path / "other"):
-        put_tools(one)
+        write_scripts(one)
         make_certificates(one, ["127.0.0.1"])
     make_node_key(server, site)
     web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
@@ -264,22 +264,22 @@ def written_and_used(tmp_path, capsys):
             "nginx.conf",
         ),
     }
-    assert load_site(folder / "site" / "site.yaml").client == 0
+    assert load_site_config(folder / "site" / "site.yaml").client == 0
     yaml.safe_load((folder / "compose.yaml").read_text())
     make_certificates(folder, ["127.0.0.1", "superlink.example.org"])
     make_node_key(folder, folder / "site")
     (folder / "site" / "roster.txt").write_text(f"0 {(folder / 'site' / 'signing.pub').read_text()}")
-    me = Identity.load(0, folder / "site" / "signing.key", folder / "site" / "roster.txt")
+    me = SigningIdentity.load(0, folder / "site" / "signing.key", folder / "site" / "roster.txt")
     assert is_signed(me.roster, 0, ["a", 1], me.sign(["a", 1]))
     assert not is_signed(me.roster, 0, ["a", 2], me.sign(["a", 1]))
     with pytest.raises(ConfigError, match="does not name"):
-        Identity.load(0, folder / "site" / "node.key", folder / "site" / "roster.txt")
+        SigningIdentity.load(0, folder / "site" / "node.key", folder / "site" / "roster.txt")
     for key in ("ca/ca.key", "superlink/server.key", "site/node.key", "site/signing.key"):
         assert stat.S_IMODE((folder / key).stat().st_mode) == 0o600
     public = folder / "site" / "node.pub"
     shown = subprocess.run(["ssh-keygen", "-lf", str(public)], capture_output=True, text=True, check=True).stdout
-    assert site_module.fingerprint(public) == shown.split()[1]
-    assert site_module.fingerprint(folder / "none.pub") == ""
+    assert site_module.key_fingerprint(public) == shown.split()[1]
+    assert site_module.key_fingerprint(folder / "none.pub") == ""
     proxy = (folder / "superlink" / "nginx.conf").read_text()
     assert re.findall(r"location (\S+) ", proxy) == ["/v1/fleet/", "/"]
     assert "location / { return 403; }" in proxy
@@ -287,7 +287,7 @@ def written_and_used(tmp_path, capsys):
         assert "--host 127.0.0.1 --port 8001" in (folder / file).read_text()
     assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 2
     with pytest.raises(ConfigError, match="already there"):
-        init(folder, experiment(TINY))
+        init_project(folder, experiment(TINY))
 
 
 @pytest.mark.parametrize(

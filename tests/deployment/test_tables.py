@@ -11,10 +11,10 @@ from support.sites import TINY, LoopPlace, deployed
 from test_equal import compare
 
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.site.check import check
-from unskew.deployment.site.process import Site
+from unskew.deployment.site.check import check_site
+from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.tensor_codec import blobs
+from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.errors import ConfigError, EngineError
 
 pytest.importorskip("pyarrow")
@@ -85,7 +85,7 @@ def wards(tmp_path, **asked):
         write(path.parent / "own.csv", rows_of(ward, 40, client))
         site = {"name": f"ward-{ward}", "client": client, "data": data, "roster": str(tmp_path / "roster.txt")}
         path.write_text(yaml.safe_dump(site))
-        place.sites[client] = Site(path)
+        place.sites[client] = SiteProcess(path)
         place.sites[client].log = lambda line: None
     return place, values
 
@@ -147,7 +147,9 @@ def slow(*values):
 
 def spoilt(name, tensor):
     """An answer with another vector in it."""
-    return lambda frame: Frame(frame.kind, frame.config, frame.figures, frame.arrays | blobs("sums", {name: tensor}))
+    return lambda frame: Frame(
+        frame.kind, frame.config, frame.figures, frame.arrays | encode_record("sums", {name: tensor})
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_sums_that_cannot_be_are_refused(kind, change, words, tmp_path):
 
 def test_the_administrator_sees_what_sums_leave(tmp_path):
     wards(tmp_path)
-    found = [one.text for one in check(tmp_path / "sites" / "1" / "site.yaml") if one.what == "sent once"]
+    found = [one.text for one in check_site(tmp_path / "sites" / "1" / "site.yaml") if one.what == "sent once"]
     assert any("age, dose, weight, since" in text and "96 bytes" in text for text in found)
     assert any("category drug: b0, b1" in text for text in found)
 

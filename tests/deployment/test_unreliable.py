@@ -9,7 +9,7 @@ import unskew
 from unskew.deployment.server import engine as engine_module
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.sites import Patience
+from unskew.deployment.server.sites import RoundPolicy
 from unskew.errors import ConfigError, EngineError
 
 LATE = {"rounds": 5, "eval_clients": 0}
@@ -22,7 +22,7 @@ def _quickly(monkeypatch):
 
 
 def deployment(**options):
-    patience = Patience(**{k: options.pop(k) for k in ("least", "deadline", "short") if k in options})
+    patience = RoundPolicy(**{k: options.pop(k) for k in ("least", "deadline", "short") if k in options})
     return Deployment(run="0123456789abcdef", gathering=0.5, patience=patience, **options)
 
 

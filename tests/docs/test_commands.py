@@ -10,16 +10,16 @@ from support.pages import DOCS, ROOT, fences
 from support.running import call
 
 from unskew.cli.app import commands
-from unskew.cli.common import values_of
+from unskew.cli.common import config_values
 from unskew.cli.flags import DEFAULTS, EXAMPLES, FLAGS
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
-from unskew.data.partition.parsing import parse
+from unskew.data.partition.parsing import parse_partition
 from unskew.data.sources.registry import SOURCES
 from unskew.methods.registry import method
 from unskew.models.registry import HUB, MODELS
-from unskew.reproduction.preset import cells, load_preset
+from unskew.reproduction.preset import load_preset, preset_cells
 from unskew.reproduction.study import load_study, study_names
 from unskew.runs.validation import check_method
 
@@ -77,18 +77,18 @@ def test_a_command_that_is_shown_is_valid(line, checkout):
     with COMMANDS[words[0]].make_context(words[0], words[1:]) as context:
         given = context.params
         own = str(given.get("config")) == "my.yaml"  # the reader's
-        values = values_of(None if own else given.get("config"), context)
+        values = config_values(None if own else given.get("config"), context)
     names = given.get("methods") or [values.get("method", "fedavg")]
     known = words[0] in ("run", "compare")  # other commands have options that are no fields of a run
     config = experiment({name: value for name, value in values.items() if known or name in Experiment.model_fields})
-    parse(config.partition)
+    parse_partition(config.partition)
     assert config.data.partition(":")[0] in SOURCES
     assert config.model in MODELS or ":" in config.model
     if words[0] == "reproduce" and given["preset"]:
         (load_study if given["preset"] in study_names() else load_preset)(given["preset"])
         named = given["rows"] or given["columns"]
         if named and given["preset"] not in study_names():
-            table = cells(load_preset(given["preset"]), given["scale"], 0, {})
+            table = preset_cells(load_preset(given["preset"]), given["scale"], 0, {})
             assert {*given["rows"], *given["columns"]} <= {name for cell in table for name in (cell.row, cell.column)}
     for name in names:
         chosen = method(name)

@@ -9,10 +9,10 @@ from support.pages import DOCS, ROOT, first_names, section, table
 
 import unskew
 from unskew.generators.latent import LatentGenerator
-from unskew.methods.registry import CATALOGUE, describe, method, rule_class
+from unskew.methods.registry import METHODS, describe_all, method, rule_class
 from unskew.protocol import requirements, rules
 
-METHODS = (DOCS / "methods.md").read_text()
+PAGE = (DOCS / "methods.md").read_text()
 CONCEPTS = (DOCS / "concepts.md").read_text()
 
 
@@ -20,19 +20,21 @@ def test_the_tables_of_methods_list_the_catalogue():
     for page in (ROOT / "README.md", DOCS / "methods.md"):
         rows = table(page.read_text().split("<!-- methods -->")[1])
         listed = [(re.search("`(.*?)`", row[0])[1], *row[1:]) for row in rows]
-        assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe()], page.name
+        assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe_all()], (
+            page.name
+        )
 
 
 def test_the_table_of_slots_names_every_method():
     rows = table(section(CONCEPTS, "A method is a sum"))
     named = {row[0].strip("`"): re.findall("`(.*?)`", row[2]) for row in rows}
     assert list(named) == ["data", "client", "sync", "server"]
-    assert named == {slot: [m["name"] for m in describe() if slot in m["slots"]] for slot in named}
+    assert named == {slot: [m["name"] for m in describe_all() if slot in m["slots"]] for slot in named}
 
 
 def test_methods_that_weigh_clients_alike_are_named():
     sentence = re.search(r"Uniformly: (.*?)\.", section(CONCEPTS, "Weights"))[1]
-    assert set(re.findall("`(.*?)`", sentence)) == {name for name in CATALOGUE if rule_class(name).weights == "uniform"}
+    assert set(re.findall("`(.*?)`", sentence)) == {name for name in METHODS if rule_class(name).weights == "uniform"}
 
 
 @pytest.mark.parametrize(
@@ -41,14 +43,14 @@ def test_methods_that_weigh_clients_alike_are_named():
 )
 def test_methods_that_refuse_a_task_are_named(title, task):
     sentence = re.search(r"Refused are (.*?)[.;]", section((DOCS / "data.md").read_text(), title))[1]
-    refusing = [name for name in CATALOGUE if task not in rule_class(name).tasks]
+    refusing = [name for name in METHODS if task not in rule_class(name).tasks]
     assert re.findall("`(.*?)`", sentence) == refusing
 
 
 def test_the_hooks_of_the_protocol_are_described_and_no_others():
-    classes = (rules.Rule, rules.DataRule, rules.HasServerHalf, rules.ClientRule, rules.Sync, rules.ServerRule)
+    classes = (rules.Rule, rules.DataRule, rules.WithServerHalf, rules.ClientRule, rules.SyncRule, rules.ServerRule)
     hooks = {name for cls in classes for name, kind in vars(cls).items() if name[0] != "_" and callable(kind)}
-    writing = section(METHODS, "Write one")
+    writing = section(PAGE, "Write one")
     listed = [re.match(r"`(\w+)\((.*)\)`", row[1]).groups() for row in table(writing)]
     assert {name for name, _ in listed} == hooks
     for name, parameters in listed:
@@ -59,7 +61,7 @@ def test_the_hooks_of_the_protocol_are_described_and_no_others():
 
 def part_of(name, label):
     """The lines of a method's section under one of its labels."""
-    return section(METHODS, name).split(f"**{label}**\n", 1)[1].split("\n**", 1)[0]
+    return section(PAGE, name).split(f"**{label}**\n", 1)[1].split("\n**", 1)[0]
 
 
 def shown(default):
@@ -72,15 +74,15 @@ def listed_options(text):
     """Names and defaults in a list of options, after those of the section that the text refers to."""
     options = {}
     if other := re.search(r"options are those of \[.*?\]\(#(.*?)\)", text):
-        title = next(t for t in re.findall("^## (.*)$", METHODS, re.M) if t.lower().replace(" ", "-") == other[1])
-        options = listed_options(part_of(title, "Options") if title in CATALOGUE else section(METHODS, title))
+        title = next(t for t in re.findall("^## (.*)$", PAGE, re.M) if t.lower().replace(" ", "-") == other[1])
+        options = listed_options(part_of(title, "Options") if title in METHODS else section(PAGE, title))
     return options | dict(re.findall(r"^- `(\w+)` = `?([^`:]*?)`?: ", text, re.M))
 
 
-@pytest.mark.parametrize("entry", describe(), ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", describe_all(), ids=lambda entry: entry["name"])
 def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
     name = entry["name"]
-    labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(METHODS, name), re.M)
+    labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(PAGE, name), re.M)
     assert labels[:3] == ["Options", "Cost", "Goes with"]
     assert labels[3:] in ([], ["Notes"])
     assert listed_options(part_of(name, "Options")) == {k: shown(v) for k, v in entry["options"].items()}
@@ -100,10 +102,10 @@ def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
 
 def test_the_sums_that_are_refused_are_told():
     """The page tells once that two methods of the slot server do not add up, and what center and feddm refuse."""
-    fills_server = {name for name in CATALOGUE if method(name).server is not None}
-    for name in set(CATALOGUE) - {"center", "feddm"}:
+    fills_server = {name for name in METHODS if method(name).server is not None}
+    for name in set(METHODS) - {"center", "feddm"}:
         refused = set()
-        for other in set(CATALOGUE) - {"center", "feddm", name}:
+        for other in set(METHODS) - {"center", "feddm", name}:
             if not {name, other} <= fills_server:
                 try:
                     method(f"{name}+{other}")
@@ -119,7 +121,7 @@ def test_the_costs_of_methods_are_those_counted():
     """In the second round, when nothing is missing any more and no body is due; all layers are linear."""
     options = {"model": "mlp", "model_options": {"hidden": [8]}}
     options |= {"rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
-    for name in CATALOGUE:
+    for name in METHODS:
         traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
         result = unskew.run(method=QUICK.get(name, name), server=100, to_be_continued=True, **options)
         size = result.summary["parameters"]

@@ -92,12 +92,12 @@ def test_a_worker_that_asks_for_more_than_there_is_is_refused(nodes):
 
 def test_a_cluster_that_admits_anybody_is_noticed(nodes, monkeypatch):
     """The nodes of this file show that others are not; whoever has a token is admitted to an open cluster, too."""
-    assert not ray_cluster.admits_anybody(nodes[0])
+    assert not ray_cluster.accepts_without_token(nodes[0])
     monkeypatch.setattr(ray_nodes, "TOKEN", {"RAY_AUTH_MODE": "disabled"})
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         head = Node("127.0.0.8", None, 1, folder)
         try:
-            assert ray_cluster.admits_anybody(f"127.0.0.8:{head.port()}")
+            assert ray_cluster.accepts_without_token(f"127.0.0.8:{head.port()}")
         finally:
             head.kill()
 

@@ -9,7 +9,7 @@ from support.running import Stop, StopAfter, assert_same_run
 
 import unskew
 from unskew.engines import auto_select, timing
-from unskew.engines.auto_select import Asked, Choice, choose
+from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 
 SIZES = [16, 16, 16, 24]
 GIVEN = {"rounds": 4, "lr": 0.05, "batch_size": 8, "local_epochs": 1, "checkpoint_every": 1}
@@ -24,7 +24,7 @@ def train(out=None, **options):
 def forbid(monkeypatch):
     """No trial from when it is called."""
     begun = []
-    yield lambda: monkeypatch.setattr(timing, "steps_of", lambda *args: begun.append(args))
+    yield lambda: monkeypatch.setattr(timing, "steps_workload", lambda *args: begun.append(args))
     assert not begun
 
 
@@ -34,7 +34,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(auto_select, "FEWEST_STEPS", 1)
     monkeypatch.setattr(auto_select, "SHARE", 1e9)
     monkeypatch.setattr(auto_select, "LONGEST", 1e9)
-    monkeypatch.setattr(auto_select, "cores", lambda: 1)
+    monkeypatch.setattr(auto_select, "num_cores", lambda: 1)
     seconds = iter([])
 
     def seconds_of(step, slot):
@@ -80,8 +80,8 @@ def test_several_clients_must_be_faster_by_more_than_noise(measured):
 @pytest.mark.parametrize(("taken", "workers"), [(0.45, 2), (0.6, 4)])
 def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tmp_path, taken, workers):
     """Half of them have two parts each, so a part must take less than half of the time."""
-    monkeypatch.setattr(auto_select, "cores", lambda: 4)
-    monkeypatch.setattr(auto_select.processes, "available", lambda: True)
+    monkeypatch.setattr(auto_select, "num_cores", lambda: 4)
+    monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
     seconds = {4: 1.0, 2: taken}
     looked = []
 
@@ -92,9 +92,10 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
     monkeypatch.setattr(auto_select.timing, "in_processes", in_processes)
     measured(1.0, *[100.0] * 9)
     found = []
-    choose = auto_select.choose
+    choose = auto_select.choose_engine
     monkeypatch.setattr(
-        "unskew.runs.session.choose", lambda *args: found.append(choose(*args)) or auto_select.Choice("inline", 1)
+        "unskew.runs.session.choose_engine",
+        lambda *args: found.append(choose(*args)) or auto_select.EngineChoice("inline", 1),
     )
     unskew.run(blobs([9, 9, 9, 9]), model=SmallBatchNorm(), **GIVEN)
     assert looked == [4, 2]
@@ -129,7 +130,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(timing.in_processes(setup, auto_select.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
+        found.update(timing.time_in_processes(setup, auto_select.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
 
     setup_of(monkeypatch, look)
     train(rounds=1)
@@ -140,25 +141,25 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
 def setup_of(monkeypatch, look):
     def looked(asked, setup, *args):
         look(setup)
-        return Choice("inline", 1)
+        return EngineChoice("inline", 1)
 
-    monkeypatch.setattr("unskew.runs.session.choose", looked)
+    monkeypatch.setattr("unskew.runs.session.choose_engine", looked)
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (Asked("inline", None, "auto"), ("inline", 1)),
-        (Asked("inline", None, 3), ("inline", 3)),
-        (Asked("processes", 2, 9), ("processes", 4)),
-        (Asked("vectorized", None, "auto"), ("vectorized", 1)),
+        (EngineRequest("inline", None, "auto"), ("inline", 1)),
+        (EngineRequest("inline", None, 3), ("inline", 3)),
+        (EngineRequest("processes", 2, 9), ("processes", 4)),
+        (EngineRequest("vectorized", None, "auto"), ("vectorized", 1)),
     ],
 )
 def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid):
     forbid()
 
     def look(setup):
-        found = choose(asked, setup, 4, 1000, None, False)
+        found = choose_engine(asked, setup, 4, 1000, None, False)
         assert (found.engine, found.together) == expected
         assert found.decided == ("given" if "auto" not in asked.identity[2:] else "rule")
 

@@ -9,8 +9,8 @@ from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
 
 import unskew
-from unskew.engines.vmap_trainer import GroupTrainer, parts_of
-from unskew.methods.registry import CATALOGUE, rule_class, slots_of
+from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups
+from unskew.methods.registry import METHODS, rule_class, rule_slots
 from unskew.protocol.messages import Broadcast, ClientState
 from unskew.protocol.rules import ClientRule
 
@@ -58,7 +58,7 @@ def train(method, engine, precision="fp64", **options):
 
 
 # What only changes the data before training needs images of 8 bits; its own tests run it on every engine.
-METHODS = [name for name in CATALOGUE if slots_of(rule_class(name)) != ["data"]]
+ALL_METHODS = [name for name in METHODS if rule_slots(rule_class(name)) != ["data"]]
 
 
 # One method for each shape of message: state, upload and download; a body that stays; another upload than a model; a
@@ -97,12 +97,12 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("method", slow_but([*METHODS, *ALONE[:3], *ALONE[4:]], [*METHODS, *SUMS]))
+@pytest.mark.parametrize("method", slow_but([*ALL_METHODS, *ALONE[:3], *ALONE[4:]], [*ALL_METHODS, *SUMS]))
 def test_the_vectorized_engine_gives_the_same_vector(method):
     assert_same_run_on("vectorized", method)
 
 
-@pytest.mark.parametrize("method", slow_but(SHAPES, [*METHODS, *SUMS]))
+@pytest.mark.parametrize("method", slow_but(SHAPES, [*ALL_METHODS, *SUMS]))
 def test_processes_give_the_same_vector(method):
     """They run the trainer of the inline engine behind a transport, so what could differ is what travels."""
     assert_same_run_on("processes", method)
@@ -118,7 +118,7 @@ def never_alone(monkeypatch):
 TOGETHER = ["scaffold", "fedrep+ft", "feddm", "moon", "fedsam", "feddecorr", "fedgen"]
 
 
-@pytest.mark.parametrize("method", slow_but(TOGETHER, [*METHODS, *SUMS]))
+@pytest.mark.parametrize("method", slow_but(TOGETHER, [*ALL_METHODS, *SUMS]))
 def test_clients_trained_as_one_network_give_the_same_vector(method, never_alone):
     assert_same_run_on("inline", method, together=3)
 
@@ -153,7 +153,7 @@ def test_a_model_of_unknown_layers_is_trained_client_by_client():
 def test_no_part_is_more_work_than_its_number_of_clients_on_average():
     def parts(steps, most):
         cast = Broadcast(0, 0, torch.zeros(1), torch.zeros(0), {}, ClientState(), 1.0)
-        return [[steps[place] for place in part] for part in parts_of([cast] * len(steps), steps, most)]
+        return [[steps[place] for place in part] for part in schedule_groups([cast] * len(steps), steps, most)]
 
     assert parts([5] * 7, 3) == [[5, 5, 5], [5, 5, 5], [5]]
     assert parts([1, 20, 1, 1, 2, 1, 2], 3) == [[20], [2, 2, 1], [1, 1, 1]]

@@ -7,9 +7,9 @@ from support.multilabel import federation
 from support.tolerance import MAGNIFIED, assert_close, near
 
 import unskew
-from unskew.generators.base import Job
-from unskew.generators.registry import factory
-from unskew.generators.trained.dp_sgd import Privacy
+from unskew.generators.base import GeneratorJob
+from unskew.generators.registry import generator_factory
+from unskew.generators.trained.dp_sgd import PrivacyOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -61,7 +61,7 @@ def test_generators_on_the_gpu_make_the_images_of_the_cpu(spec):
     x = torch.randint(0, 255, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     y, made = torch.arange(40) % 3, []
     for device in ("cpu", "cuda"):
-        generator = factory(spec)(Job((1, 8, 8), 3, 0, torch.device(device)))
+        generator = generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 0, torch.device(device)))
         generator.fit(x, y)
         made.append(generator.sample(torch.tensor([0, 1, 2, 2])).float())
     assert (made[0] - made[1]).abs().mean() < 3
@@ -69,8 +69,8 @@ def test_generators_on_the_gpu_make_the_images_of_the_cpu(spec):
 
 def test_a_private_generator_trains_on_the_gpu():
     x = torch.randint(0, 255, (30, 1, 8, 8), dtype=torch.uint8)
-    job = Job((1, 8, 8), 3, 0, torch.device("cuda"), privacy=Privacy(noise_multiplier=1.0))
-    generator = factory("ddpm-small;batch=8;sampling_steps=3", 2)(job)
+    job = GeneratorJob((1, 8, 8), 3, 0, torch.device("cuda"), privacy=PrivacyOptions(noise_multiplier=1.0))
+    generator = generator_factory("ddpm-small;batch=8;sampling_steps=3", 2)(job)
     generator.fit(x, torch.arange(30) % 3)
     assert generator.epsilon > 0
     assert generator.sample(torch.tensor([0, 1])).shape == (2, 1, 8, 8)

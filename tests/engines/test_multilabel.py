@@ -20,7 +20,7 @@ from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import compare
 from unskew.errors import ConfigError, DataError
 from unskew.methods.fedcog.fedcog import FedCOG
-from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.methods.registry import METHODS, rule_class
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
@@ -222,13 +222,13 @@ def test_a_partition_shows_samples_not_labels():
 # ---- methods ----------------------------------------------------------------------------------------------------------
 
 
-FITTING = [name for name in CATALOGUE if "multilabel" in rule_class(name).tasks]
+FITTING = [name for name in METHODS if "multilabel" in rule_class(name).tasks]
 AUTHORS = "fedcog-authors:start_round=1,n=11,g_steps=3"
 ALL = [*(name for name in FITTING if not name.startswith("fedcog")), AUTHORS]
 BOTH = f"{FEDCOG},cooccurrence=true,double=true+scaffold"
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in FITTING])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in FITTING])
 def test_a_method_for_another_task_refuses(name):
     rule = rule_class(name)
     with pytest.raises(ConfigError, match=f"{rule.name} cannot be trained for the task 'multilabel', because "):

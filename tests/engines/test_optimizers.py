@@ -28,7 +28,7 @@ def test_a_frozen_part_is_as_if_it_were_not_there(setting, clip, phases):
     reference = kind(parts, lr=0.03, **given)
 
     freezes = phases != [(True, True)]
-    v, state, t = start.clone(), optimizers.init(training, start, freezes), 0
+    v, state, t = start.clone(), optimizers.init_state(training, start, freezes), 0
     for moving in phases:
         mask = torch.tensor([moving[0]] * 4 + [moving[1]] * 3)
         before, kept = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
@@ -39,7 +39,7 @@ def test_a_frozen_part_is_as_if_it_were_not_there(setting, clip, phases):
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(parts, clip)
             reference.step()
-            v, state = optimizers.step(training, v, g, state, t, mask if freezes else None)
+            v, state = optimizers.optimizer_step(training, v, g, state, t, mask if freezes else None)
             t += 1
         assert_close(v, torch.cat([p.detach() for p in parts]))
         assert torch.equal(v[~mask], before[~mask])

@@ -8,11 +8,11 @@ import torch
 from support.federations import QUICK, SmallBatchNorm, blobs
 
 from unskew import ModelSpec, method
-from unskew.engines.base import Setup
+from unskew.engines.base import EngineConfig
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.fedavg import FedAvg
-from unskew.methods.registry import CATALOGUE
-from unskew.protocol.federation_info import FederationFacts
+from unskew.methods.registry import METHODS
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
 from unskew.simulation.server import Server
 from unskew.tasks.registry import TASKS
@@ -23,8 +23,8 @@ ACTING = {
     "fedcog-authors": "fedcog-authors:start_round=0,g_steps=2,n=8",
 }
 COUNTED = ("fedcog", "fedcog-authors", "fedgen")  # of their clients' labels, which no meta tensor has
-METHODS = sorted(set(CATALOGUE) - set(NOT_HERE))
-CASES = [(name, there) for name in METHODS for there in (False, True) if not (there and name in COUNTED)]
+ALL_METHODS = sorted(set(METHODS) - set(NOT_HERE))
+CASES = [(name, there) for name in ALL_METHODS for there in (False, True) if not (there and name in COUNTED)]
 FEW = [("scaffold", True), ("fedcog", False)]
 
 
@@ -38,8 +38,8 @@ def test_a_cohort_trains_there_and_is_read_once(name, there, monkeypatch):
     training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1)
     device = torch.device("meta")
     data = federation.to(device) if there else federation
-    setup = Setup(spec, data, what.client, TASKS["classification"], training, 0, device)
-    facts = FederationFacts.of(federation)
+    setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, device)
+    facts = FederationInfo.of(federation)
     server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
     engine, before = VectorizedEngine(setup), torch.Tensor.tolist
 

@@ -20,9 +20,9 @@ from unskew.cli.tables import summary_table
 from unskew.engines.ray import cluster as ray_cluster
 from unskew.engines.ray import engine as ray_engine
 from unskew.engines.ray import worker as ray_worker
-from unskew.engines.ray.cluster import check_guarded
+from unskew.engines.ray.cluster import check_token_required
 from unskew.errors import ConfigError, DataError, EngineError
-from unskew.protocol.client_state_files import with_state
+from unskew.protocol.client_state_files import load_client_state
 
 
 class Played:
@@ -56,7 +56,7 @@ class Played:
             self.most = max(self.most, self.flying)
             ok, answer = self.put(None), self.put(None)
             self.tasks[ok] = (function, args, answer)
-            return (ok, answer) if function is ray_worker.train_part else ok
+            return (ok, answer) if function is ray_worker.train_group else ok
 
         task = SimpleNamespace(remote=begin)
         task.options = lambda **options: self.asked.update(options) or task
@@ -168,10 +168,10 @@ def test_a_store_without_room_is_told(played, monkeypatch):
 
 def test_a_cluster_without_a_token_is_for_loopback_only():
     for own in ("127.0.0.1", "127.0.0.2", "::1"):
-        check_guarded(own)
+        check_token_required(own)
     for other in ("10.0.0.1", "fd00::1", "8.8.8.8", "no such host"):
         with pytest.raises(EngineError, match=r"requires no token.*RAY_AUTH_MODE=token"):
-            check_guarded(other)
+            check_token_required(other)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_run_leaves_a_cluster_without_a_token(head, anybody, wrong, monkeypatc
         util=SimpleNamespace(register_serializer=lambda *which, **how: None),
     )
     monkeypatch.setattr(ray_cluster, "load_ray", lambda: fake)
-    monkeypatch.setattr(ray_cluster, "admits_anybody", lambda address: anybody)
+    monkeypatch.setattr(ray_cluster, "accepts_without_token", lambda address: anybody)
     monkeypatch.setattr(ray_cluster, "check_reachable", lambda address: None)
     for address in ("auto", f"{head}:6379"):
         with pytest.raises(EngineError, match="requires no token") if wrong else nullcontext():
@@ -248,7 +248,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
     files = []
     passed = ray_worker.without_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_worker, "without_state", lambda *one: files.append(passed(*one)) or files[-1])
+        patch.setattr(ray_worker, "store_client_state", lambda *one: files.append(passed(*one)) or files[-1])
         half = run("half", "ray", 2, **nodes)
     assert all(not update.state.tensors() and update.kept[1] for update in files)
     (checkpoint,) = (tmp_path / "half" / "checkpoints").iterdir()
@@ -261,7 +261,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
         with pytest.raises(ConfigError, match=text):
             train("ray", "scaffold", 4, **options, **nodes)
     with pytest.raises(DataError, match="does not see /nowhere"):
-        with_state(SimpleNamespace(kept=("", "/nowhere/000000/1-1.safetensors")))
+        load_client_state(SimpleNamespace(kept=("", "/nowhere/000000/1-1.safetensors")))
 
 
 def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch)
     (kept,) = {train("inline", "fedavg", federation=named).vector.sum()}
     assert train("ray", "fedavg", federation=named, **nodes).vector.sum() == kept
     (sent,) = (v[0] for v in played.values.values() if isinstance(v, tuple) and hasattr(v[0], "federation"))
-    assert isinstance(sent.federation.clients, ray_worker.Described)
+    assert isinstance(sent.federation.clients, ray_worker.DescribedClients)
     assert len(sent.federation.test[1]) == 1
     (place,) = tmp_path.glob("*/*.data")
     assert oct(place.parent.stat().st_mode & 0o777) == "0o700"
@@ -284,7 +284,7 @@ def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch)
     there = train("ray", "fedavg", federation=mapped, rounds=1, **nodes).vector
     assert torch.equal(there, train("inline", "fedavg", federation=mapped, rounds=1).vector)
     (sent,) = (v[0] for v in played.values.values() if isinstance(v, tuple) and hasattr(v[0], "federation"))
-    assert isinstance(sent.federation.clients, ray_worker.InFiles)
+    assert isinstance(sent.federation.clients, ray_worker.MappedClients)
     monkeypatch.setattr(
         ray_worker, "federation_of", lambda spec, seed: unskew.load_federation("digits", clients=4, seed=5)
     )

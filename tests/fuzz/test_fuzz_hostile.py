@@ -24,12 +24,12 @@ from unskew.config.loader import experiment, read_yaml
 from unskew.data.readers.files import class_folders
 from unskew.data.readers.images import decode
 from unskew.deployment.server.config import Deployment
-from unskew.engines.ray.cluster import check_named, connect
+from unskew.engines.ray.cluster import check_address_trusted, connect
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
-from unskew.filesystem import check_plain, occupied, write_atomic
-from unskew.provenance import FromFile
+from unskew.filesystem import check_plain, is_occupied, write_atomic
+from unskew.provenance import UntrustedText
 from unskew.reporting.run_reader import read_curves
-from unskew.simulation.checkpoint import checkpoints
+from unskew.simulation.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -124,11 +124,11 @@ def test_a_link_in_a_run_folder_leads_nowhere(here, capsys, made, name, target):
 def test_a_folder_of_a_link_is_not_empty(here, capsys):
     (here / "new").mkdir()
     (here / "new" / ".0123456789abcdef.new").symlink_to(here / "outside" / "victim")
-    assert occupied(here / "new")
+    assert is_occupied(here / "new")
     assert "already there" in answered(capsys, "run", "--out", "new", codes=(2,)).err
     (here / "new" / ".0123456789abcdef.new").unlink()
     (here / "new" / ".0123456789abcdef.new").write_text("half")
-    assert not occupied(here / "new")
+    assert not is_occupied(here / "new")
 
 
 def test_no_export_and_no_tuning_through_a_link(here, capsys, made):
@@ -205,7 +205,9 @@ def test_no_field_of_a_file_imports_anything(here, capsys, examples):
             Path("sent.yaml").write_text(yaml.safe_dump({**TINY, "engine": "inline", field: value}, allow_unicode=True))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "unskew.simulation.round_loop.train", lambda *args, **kwargs: pytest.fail("it began"), raising=False
+                    "unskew.simulation.round_loop.run_rounds",
+                    lambda *args, **kwargs: pytest.fail("it began"),
+                    raising=False,
                 )
                 answered(capsys, "run", "sent.yaml", "--out", "out")
             shutil.rmtree("out", ignore_errors=True)
@@ -377,15 +379,15 @@ def test_a_file_names_no_cluster_on_another_machine():
         address = experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.model_dump()["address"]
         with pytest.raises(ConfigError, match=r"sent\.yaml names a Ray cluster, ray\.address="):
             connect(address, None)
-        check_named(str(address))
+        check_address_trusted(str(address))
     for name in ("local", "auto", "127.0.0.1:6379", "127.0.0.2:1", "[::1]:6379", "localhost:1"):
-        check_named(experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.address)
+        check_address_trusted(experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.address)
 
 
 def test_metrics_keep_the_mark_of_a_file():
     config = experiment(read_yaml("{metrics: ['evil:f'], objective: 'evil:g'}", ("sent.yaml", "trust it")))
     again = experiment(config.model_dump())
-    assert all(isinstance(one, FromFile) for one in (*again.metrics, again.objective))
+    assert all(isinstance(one, UntrustedText) for one in (*again.metrics, again.objective))
 
 
 def test_odd_names_of_folders_are_a_sentence(here):
@@ -394,7 +396,7 @@ def test_odd_names_of_folders_are_a_sentence(here):
     with pytest.raises(DataError, match="has a backslash in its name; rename the folder"):
         class_folders(here / "images")
     (here / "checkpoints" / "\N{SUPERSCRIPT TWO}").mkdir(parents=True)
-    assert checkpoints(here / "checkpoints") == []
+    assert list_checkpoints(here / "checkpoints") == []
 
 
 def test_no_program_is_run_for_an_image(here, monkeypatch):

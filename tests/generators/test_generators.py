@@ -10,14 +10,14 @@ from support.slow import slow_but
 from support.tolerance import FEW, FORMULA, MAGNIFIED, assert_close, near
 
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.generators.base import Job, as_pixels, halvings, pad
-from unskew.generators.registry import GENERATORS, factory
+from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
+from unskew.generators.registry import GENERATORS, generator_factory
 from unskew.generators.trained import train_loop
-from unskew.generators.trained.ddpm import DDPM, unet
-from unskew.generators.trained.diffusion import Diffusion, betas, spaced
-from unskew.generators.trained.dp_sgd import Privacy
-from unskew.generators.trained.train_loop import Average, Trained
-from unskew.generators.trained.vae import VAE, VAEGenerator, kl, negative_bound
+from unskew.generators.trained.ddpm import DDPM, build_unet
+from unskew.generators.trained.diffusion import Diffusion, beta_schedule, spaced_timesteps
+from unskew.generators.trained.dp_sgd import PrivacyOptions
+from unskew.generators.trained.train_loop import ExponentialAverage, TrainingState
+from unskew.generators.trained.vae import VAE, VAEGenerator, kl_divergence, negative_elbo
 
 pytestmark = pytest.mark.xdist_group("heavy")
 
@@ -43,8 +43,8 @@ def test_noise_schedules_are_the_closed_forms():
     s = np.arange(steps + 1) / steps
     abar = np.cos((s + 0.008) / 1.008 * math.pi / 2) ** 2
     cosine = np.minimum(1 - abar[1:] / abar[:-1], 0.999)
-    assert_close(betas("cosine", steps).numpy(), cosine)
-    assert_close(betas("linear", 1000).numpy(), np.linspace(1e-4, 0.02, 1000))
+    assert_close(beta_schedule("cosine", steps).numpy(), cosine)
+    assert_close(beta_schedule("linear", 1000).numpy(), np.linspace(1e-4, 0.02, 1000))
     assert_close(Diffusion("cosine", steps).abar.numpy(), np.cumprod(1 - cosine))
     # Up to the cap the product is the formula again; at the start almost nothing is noise, at the end almost all.
     assert_close(Diffusion("cosine", steps).abar.numpy()[:-1], abar[1:-1] / abar[0], MAGNIFIED)
@@ -71,8 +71,8 @@ def test_schedule_and_samplers_agree_with_diffusers():
         steps, beta_schedule="squaredcos_cap_v2", clip_sample=True, set_alpha_to_one=True, timestep_spacing="linspace"
     )
     ddim.set_timesteps(14)
-    assert ddim.timesteps.tolist() == spaced(steps, 14)[::-1]
-    x, times = start, spaced(steps, 14)
+    assert ddim.timesteps.tolist() == spaced_timesteps(steps, 14)[::-1]
+    x, times = start, spaced_timesteps(steps, 14)
     for t in reversed(times):
         # diffusers takes the step before as t - steps//14, which is not the one it makes next; so its step is done by hand.
         abar = float(diffusion.abar[t])
@@ -101,10 +101,10 @@ def test_a_perfect_noise_predictor_recovers_a_gaussian(sampler, steps):
 
 
 def test_respacing_keeps_the_ends_and_the_cumulative_products():
-    assert spaced(1000, 250)[0] == 0
-    assert spaced(1000, 250)[-1] == 999
-    assert len(set(spaced(1000, 250))) == 250
-    assert spaced(20, 50) == list(range(20))
+    assert spaced_timesteps(1000, 250)[0] == 0
+    assert spaced_timesteps(1000, 250)[-1] == 999
+    assert len(set(spaced_timesteps(1000, 250))) == 250
+    assert spaced_timesteps(20, 50) == list(range(20))
     # One step from T to 0 with DDIM is the clipped prediction of x_0 itself.
     diffusion, x = Diffusion("linear", 30), torch.randn(4, 1, 2, 2)
     once = diffusion.sample(lambda x, t: 0.1 * x, x, 1, "ddim")
@@ -114,13 +114,13 @@ def test_respacing_keeps_the_ends_and_the_cumulative_products():
 
 
 def test_the_loss_of_a_diffusion_model_is_the_squared_error_of_the_noise():
-    model = factory(TINY["ddpm"])(Job((1, 8, 8), 3, 0))
+    model = generator_factory(TINY["ddpm"])(GeneratorJob((1, 8, 8), 3, 0))
     x, y = torch.rand(5, 1, 8, 8) * 2 - 1, torch.tensor([0, 1, 2, 0, 1])
     torch.manual_seed(3)
     loss = model.loss(x, y)
     torch.manual_seed(3)
     t, eps = torch.randint(0, 20, (5,)), torch.randn(5, 1, 8, 8)
-    abar = np.cumprod(1 - betas("cosine", 20).numpy())[t.numpy()][:, None, None, None]
+    abar = np.cumprod(1 - beta_schedule("cosine", 20).numpy())[t.numpy()][:, None, None, None]
     noised = np.sqrt(abar) * x.numpy() + np.sqrt(1 - abar) * eps.numpy()
     predicted = model.net(torch.from_numpy(noised).float(), t, y).detach().numpy()
     assert float(loss.detach()) == near(float(np.mean((predicted - eps.numpy()) ** 2)), FEW, dtype=torch.float32)
@@ -130,21 +130,21 @@ def test_the_loss_of_a_diffusion_model_is_the_squared_error_of_the_noise():
 
 
 def test_the_network_grows_with_the_image_and_has_attention_where_it_should():
-    paper = unet(DDPM(), (3, 32, 32), 10)
+    paper = build_unet(DDPM(), (3, 32, 32), 10)
     kinds = [type(block).__name__ for block in paper.down_blocks]
     assert kinds == ["AttnDownBlock2D"] * 3 + ["DownBlock2D"]
     assert [block.resnets[-1].out_channels for block in paper.down_blocks] == [64, 128, 128, 128]
     assert all(len(block.resnets) == 3 for block in paper.down_blocks)
     assert paper.down_blocks[1].attentions[0].heads == 2  # 128 channels, 64 per head
     assert paper.config.resnet_time_scale_shift == "scale_shift"
-    assert [halvings((s, s), 3) for s in (4, 6, 8, 16, 28, 32, 64)] == [0, 0, 1, 2, 3, 3, 3]
-    assert pad(torch.rand(1, 1, 9, 8), 1).shape == (1, 1, 10, 8)
-    assert pad(torch.rand(1, 1, 28, 30), 3).shape == (1, 1, 32, 32)
+    assert [num_halvings((s, s), 3) for s in (4, 6, 8, 16, 28, 32, 64)] == [0, 0, 1, 2, 3, 3, 3]
+    assert pad_to_halvings(torch.rand(1, 1, 9, 8), 1).shape == (1, 1, 10, 8)
+    assert pad_to_halvings(torch.rand(1, 1, 28, 30), 3).shape == (1, 1, 32, 32)
 
 
 def test_the_average_follows_its_recursion():
     module = torch.nn.Linear(1, 1, bias=False)
-    average, expected = Average(module, 0.6), module.weight.item()
+    average, expected = ExponentialAverage(module, 0.6), module.weight.item()
     for step in range(8):
         with torch.no_grad():
             module.weight.fill_(step)
@@ -162,23 +162,23 @@ def test_the_bound_of_the_vae_is_its_closed_form():
     reconstruction = -(x * np.log(p) + (1 - x) * np.log(1 - p)).sum(1)
     divergence = 0.5 * (mu**2 + np.exp(logvar) - 1 - logvar).sum(1)
     tensors = [torch.from_numpy(a) for a in (logits, x, mu, logvar)]
-    assert_close(kl(tensors[2], tensors[3]).numpy(), divergence, MAGNIFIED)
+    assert_close(kl_divergence(tensors[2], tensors[3]).numpy(), divergence, MAGNIFIED)
     gauss = torch.distributions.Normal(tensors[2], (tensors[3] / 2).exp())
     theirs = torch.distributions.kl_divergence(gauss, torch.distributions.Normal(0.0, 1.0)).sum(1)
-    torch.testing.assert_close(kl(tensors[2], tensors[3]), theirs)
-    assert float(negative_bound(*tensors, 4.0)) == pytest.approx((reconstruction + 4 * divergence).mean())
+    torch.testing.assert_close(kl_divergence(tensors[2], tensors[3]), theirs)
+    assert float(negative_elbo(*tensors, 4.0)) == pytest.approx((reconstruction + 4 * divergence).mean())
 
 
 def test_the_vae_samples_around_the_mean_code_of_each_class():
     x, y = images(30)
-    model = factory(TINY["vae"])(Job((1, 8, 8), 5, 0))
+    model = generator_factory(TINY["vae"])(GeneratorJob((1, 8, 8), 5, 0))
     model.fit(x, y)
     with torch.no_grad():
         codes = model.net.encode(x.float() / 255)[0]
     for c in range(3):
         assert_close(model.means[c], codes[y == c].mean(0), FEW)
     assert model.means[3:].abs().sum() == 0
-    full = VAEGenerator(VAE(), Job((1, 64, 64), 3, 0))
+    full = VAEGenerator(VAE(), GeneratorJob((1, 64, 64), 3, 0))
     convolutions = [m for m in full.net.encoder if isinstance(m, torch.nn.Conv2d)]
     assert [(c.out_channels, c.kernel_size, c.stride) for c in convolutions] == [(32, (4, 4), (2, 2))] * 4
 
@@ -193,7 +193,7 @@ def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     wanted, state = torch.tensor([2, 0, 1, 1]), torch.get_rng_state()
     samples = []
     for seed in (0, 0, 1):
-        g = factory(TINY[kind])(Job(shape, 3, seed))
+        g = generator_factory(TINY[kind])(GeneratorJob(shape, 3, seed))
         g.fit(x, y)
         samples.append(g.sample(wanted))
         torch.rand(3)
@@ -204,7 +204,7 @@ def test_every_generator_fits_any_size_and_is_decided_by_its_seed(kind, shape):
     torch.set_rng_state(state)
     before = torch.rand(1)
     torch.set_rng_state(state)
-    factory(TINY[kind])(Job(shape, 3, 0)).fit(x, y)
+    generator_factory(TINY[kind])(GeneratorJob(shape, 3, 0)).fit(x, y)
     assert torch.equal(torch.rand(1), before), "the global generator is left as it was"
 
 
@@ -221,18 +221,20 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
         if figures["epoch"] == 3:
             raise Stop
 
-    whole = factory(spec)(Job((1, 8, 8), 3, 7))
+    whole = generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 7))
     whole.fit(x, y)
     with pytest.raises(Stop):
-        factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path, report=stop)).fit(x, y)
+        generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 7, folder=tmp_path, report=stop)).fit(x, y)
     seen = []
-    rest = factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path, report=lambda f: seen.append(f["epoch"])))
+    rest = generator_factory(spec)(
+        GeneratorJob((1, 8, 8), 3, 7, folder=tmp_path, report=lambda f: seen.append(f["epoch"]))
+    )
     rest.fit(x, y)
     assert seen == [3, 4], "epochs that were kept are not made again"
     assert torch.equal(rest.sample(wanted), whole.sample(wanted))
     (tmp_path / train_loop.STATE).write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="damaged"):
-        factory(spec)(Job((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
+        generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
 
 
 @pytest.mark.slow
@@ -241,7 +243,7 @@ def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tm
     """What is sampled after fewer epochs is what a checkpoint of that epoch would give, with privacy at a given noise."""
     if private:
         pytest.importorskip("opacus")
-    privacy = Privacy(noise_multiplier=1.0) if private else None
+    privacy = PrivacyOptions(noise_multiplier=1.0) if private else None
     monkeypatch.setattr(train_loop, "SECONDS", 0.0)
     x, y = images()
     spec, wanted, checkpoints = TINY["ddpm"].replace("epochs=2;", ""), torch.tensor([0, 1, 2]), []
@@ -251,9 +253,11 @@ def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tm
         if figures["epoch"] == 3:
             checkpoints.append((tmp_path / train_loop.STATE).read_bytes())
 
-    factory(spec, 5)(Job((1, 8, 8), 3, 7, folder=tmp_path, report=keep, privacy=privacy)).fit(x, y)
+    generator_factory(spec, 5)(GeneratorJob((1, 8, 8), 3, 7, folder=tmp_path, report=keep, privacy=privacy)).fit(x, y)
     (tmp_path / train_loop.STATE).write_bytes(checkpoints[0])
-    early, short = (factory(spec, 2)(Job((1, 8, 8), 3, 7, folder=f, privacy=privacy)) for f in (tmp_path, None))
+    early, short = (
+        generator_factory(spec, 2)(GeneratorJob((1, 8, 8), 3, 7, folder=f, privacy=privacy)) for f in (tmp_path, None)
+    )
     early.fit(x, y)  # nothing is left to do
     short.fit(x, y)
     assert torch.equal(early.sample(wanted), short.sample(wanted))
@@ -266,7 +270,7 @@ def test_generators_learn_what_classes_look_like():
     y = torch.arange(64) % 2
     x = (torch.rand(64, 1, 8, 8) * 60 + 160 * y[:, None, None, None]).to(torch.uint8)
     for spec in ("vae-small;epochs=60", "gan-small;epochs=60"):
-        model = factory(spec)(Job((1, 8, 8), 2, 0))
+        model = generator_factory(spec)(GeneratorJob((1, 8, 8), 2, 0))
         model.fit(x, y)
         level = model.sample(torch.tensor([0] * 10 + [1] * 10)).float().mean((1, 2, 3))
         assert level[10:].mean() > level[:10].mean() + 60, spec
@@ -275,7 +279,9 @@ def test_generators_learn_what_classes_look_like():
 def test_a_loss_that_is_not_finite_is_said():
     net = torch.nn.Linear(1, 1)
     with pytest.raises(DataError, match="loss is nan"):
-        train_loop.train(Job((1, 8, 8), 2, 0), Trained({"net": net}, {}), lambda i, s: torch.tensor(math.nan), 4, 1, 2)
+        train_loop.train(
+            GeneratorJob((1, 8, 8), 2, 0), TrainingState({"net": net}, {}), lambda i, s: torch.tensor(math.nan), 4, 1, 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -293,18 +299,18 @@ def test_a_loss_that_is_not_finite_is_said():
 )
 def test_mistakes_are_sentences(spec, words):
     with pytest.raises(ConfigError, match=words):
-        factory(spec)
+        generator_factory(spec)
 
 
 def test_the_defaults_are_the_papers():
-    paper = factory("ddpm")
+    paper = generator_factory("ddpm")
     assert (paper.epochs, paper.batch, paper.lr, paper.steps, paper.sampling_steps) == (500, 256, 1e-4, 1000, 250)
     assert (paper.width, paper.multipliers, paper.blocks, paper.ema) == (64, (1, 2, 2, 2), 3, 0.9995)
-    assert factory("gan").lr == 2e-4
-    assert factory("vae").beta == 4
+    assert generator_factory("gan").lr == 2e-4
+    assert generator_factory("vae").beta == 4
     assert {name.removesuffix("-small") for name in GENERATORS} == set(TINY)
-    assert replace(factory("ddpm-small"), epochs=3) == factory("ddpm-small", 3)
-    assert as_pixels(torch.full((1, 1, 1, 1), 2.0), (1, 1, 1)).item() == 255
+    assert replace(generator_factory("ddpm-small"), epochs=3) == generator_factory("ddpm-small", 3)
+    assert to_uint8(torch.full((1, 1, 1, 1), 2.0), (1, 1, 1)).item() == 255
 
 
 @pytest.mark.slow
@@ -312,7 +318,7 @@ def test_the_defaults_are_the_papers():
 def test_sampling_tells_how_far_it_is(asked):
     seen = []
     spec = TINY["ddpm"].replace("sampling_steps=4", f"sampling_steps={asked}").replace("epochs=2", "epochs=1")
-    model = factory(spec)(Job((1, 8, 8), 3, 0, sampled=seen.append))
+    model = generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 0, sampled=seen.append))
     model.fit(*images())
     assert seen == []
     model.sample(torch.tensor([0, 1, 2]))

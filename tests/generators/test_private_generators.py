@@ -12,9 +12,15 @@ from support.tolerance import FEW, FORMULA, TRAINING, assert_close, near
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.generators.base import Job
-from unskew.generators.registry import factory
-from unskew.generators.trained.dp_sgd import Privacy, PrivateSteps, epsilon_after, noise_for, without_batchnorm
+from unskew.generators.base import GeneratorJob
+from unskew.generators.registry import generator_factory
+from unskew.generators.trained.dp_sgd import (
+    PrivacyOptions,
+    PrivateTraining,
+    noise_multiplier,
+    replace_batchnorm,
+    spent_epsilon,
+)
 
 pytestmark = [
     pytest.mark.xdist_group("heavy"),
@@ -25,13 +31,13 @@ TINY = "ddpm-small;steps=20;sampling_steps=3;width=8;batch=4;multipliers=1/2;blo
 
 def private_of(module, examples=8, epochs=2, batch=4, lr=1.0, **options):
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
-    privacy = Privacy(**{"noise_multiplier": 1.0, **options})
-    return PrivateSteps(privacy, module, optimizer, 0, examples, epochs, batch)
+    privacy = PrivacyOptions(**{"noise_multiplier": 1.0, **options})
+    return PrivateTraining(privacy, module, optimizer, 0, examples, epochs, batch)
 
 
 def test_gradients_per_sample_are_those_of_a_loop_also_behind_attention():
     """Attention hands strided images to the next convolution, for which opacus alone returns zeros."""
-    model = factory(TINY)(Job((1, 8, 8), 3, 0))
+    model = generator_factory(TINY)(GeneratorJob((1, 8, 8), 3, 0))
     net = model.net
     x, t, y = torch.randn(3, 1, 8, 8), torch.tensor([3, 9, 15]), torch.tensor([0, 2, 1])
     goal = torch.randn(3, 1, 8, 8)
@@ -93,33 +99,33 @@ def test_epsilon_is_that_of_the_accountant_run_step_by_step_and_below_the_closed
     account = RDPAccountant()
     for _ in range(40):
         account.step(noise_multiplier=2.0, sample_rate=0.1)
-    assert epsilon_after(40, 2.0, 0.1, 1e-5, "rdp") == near(account.get_epsilon(delta=1e-5), TRAINING)
+    assert spent_epsilon(40, 2.0, 0.1, 1e-5, "rdp") == near(account.get_epsilon(delta=1e-5), TRAINING)
     # Without subsampling: Renyi divergence T alpha / (2 sigma^2), turned into epsilon (Mironov 2017): a bound, not far.
     steps, sigma, log = 50, 8.0, math.log(1e5)
     bound = steps / (2 * sigma**2) + math.sqrt(2 * steps * log) / sigma
-    spent = epsilon_after(steps, sigma, 1.0, 1e-5, "rdp")
+    spent = spent_epsilon(steps, sigma, 1.0, 1e-5, "rdp")
     assert 0.6 * bound < spent <= bound
-    assert epsilon_after(steps, sigma, 1.0, 1e-5, "prv") <= spent
-    assert epsilon_after(0, 1.0, 0.5, 1e-5, "rdp") == 0
+    assert spent_epsilon(steps, sigma, 1.0, 1e-5, "prv") <= spent
+    assert spent_epsilon(0, 1.0, 0.5, 1e-5, "rdp") == 0
 
 
 def test_the_papers_setting_spends_about_nine():
     """3,375 images, 500 epochs, noise 1.906: 53 steps an epoch at batch 64, 14 at 256. The documentation has the numbers."""
     for steps, spent in ((53, 9.05), (14, 20.74)):
-        assert epsilon_after(500 * steps, 1.906, 1 / steps, 1e-5, "rdp") == pytest.approx(spent, abs=0.01)
+        assert spent_epsilon(500 * steps, 1.906, 1 / steps, 1e-5, "rdp") == pytest.approx(spent, abs=0.01)
         assert f"{spent:.3g}" in (Path(__file__).parents[2] / "docs" / "generators.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_a_budget_alone_decides_the_noise_and_with_noise_decides_the_end():
-    privacy = Privacy(epsilon=3.0)
-    sigma = noise_for(privacy, 0.25, 80)
-    assert 2.9 < epsilon_after(80, sigma, 0.25, 1e-5, "rdp") <= 3.0
+    privacy = PrivacyOptions(epsilon=3.0)
+    sigma = noise_multiplier(privacy, 0.25, 80)
+    assert 2.9 < spent_epsilon(80, sigma, 0.25, 1e-5, "rdp") <= 3.0
     private = private_of(torch.nn.Linear(2, 1), examples=16, epochs=20, batch=4, noise_multiplier=2.0, epsilon=3.0)
     assert private.epsilon(private.allowed) <= 3.0 < private.epsilon(private.allowed + 1)
     assert sum(len(private.batches(epoch)) for epoch in range(20)) == private.allowed < 80
     with pytest.raises(ConfigError, match="accountant=prv"):
-        noise_for(Privacy(epsilon=0.05), 0.25, 80)
+        noise_multiplier(PrivacyOptions(epsilon=0.05), 0.25, 80)
     with pytest.raises(ConfigError, match="already exceeds epsilon"):
         private_of(torch.nn.Linear(2, 1), noise_multiplier=0.1, epsilon=0.5)
 
@@ -139,8 +145,8 @@ def test_poisson_batches_have_their_rate_and_may_be_empty():
 def test_a_private_diffusion_model_reports_its_epsilon_and_stops_in_time(tmp_path):
     x, y = torch.randint(0, 255, (12, 1, 8, 8), dtype=torch.uint8), torch.arange(12) % 3
     seen = []
-    privacy = Privacy(noise_multiplier=1.0, epsilon=6.0)
-    model = factory(TINY, 40)(Job((1, 8, 8), 3, 0, privacy=privacy, report=seen.append))
+    privacy = PrivacyOptions(noise_multiplier=1.0, epsilon=6.0)
+    model = generator_factory(TINY, 40)(GeneratorJob((1, 8, 8), 3, 0, privacy=privacy, report=seen.append))
     model.fit(x, y)
     spent = [row["epsilon"] for row in seen]
     assert spent == sorted(spent)
@@ -148,7 +154,7 @@ def test_a_private_diffusion_model_reports_its_epsilon_and_stops_in_time(tmp_pat
     assert 1 < len(seen) < 40
     assert all("loss" not in row for row in seen), "the loss would tell of the samples"
     assert model.sample(torch.tensor([0, 1])).shape == (2, 1, 8, 8)
-    again = factory(TINY, 40)(Job((1, 8, 8), 3, 0, privacy=privacy))
+    again = generator_factory(TINY, 40)(GeneratorJob((1, 8, 8), 3, 0, privacy=privacy))
     again.fit(x, y)
     assert torch.equal(again.sample(torch.tensor([0, 1])), model.sample(torch.tensor([0, 1])))
 
@@ -156,27 +162,27 @@ def test_a_private_diffusion_model_reports_its_epsilon_and_stops_in_time(tmp_pat
 def test_batchnorm_is_replaced_aloud():
     told = []
     module = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
-    fixed = without_batchnorm(module, told.append)
+    fixed = replace_batchnorm(module, told.append)
     assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in fixed.modules())
     assert any(isinstance(m, torch.nn.GroupNorm) for m in fixed.modules())
     assert "GroupNorm takes its place in 1" in told[0]
     told.clear()
-    assert without_batchnorm(torch.nn.Linear(2, 2), told.append) is not None
+    assert replace_batchnorm(torch.nn.Linear(2, 2), told.append) is not None
     assert not told
     with pytest.raises(ConfigError, match="cannot be trained privately"):
-        without_batchnorm(torch.nn.LSTM(2, 2), told.append)
+        replace_batchnorm(torch.nn.LSTM(2, 2), told.append)
     with pytest.raises(ConfigError, match="what without_batchnorm makes"):
         private_of(module)
     private_of(fixed).close()
 
 
 def test_what_is_said_never_understates_and_a_useless_delta_is_named():
-    said = Privacy(epsilon=20.0).sentence(10.01, "")
+    said = PrivacyOptions(epsilon=20.0).sentence(10.01, "")
     assert "is (10.1, 1e-05)-differentially private" in said
     told = []
-    Privacy(epsilon=1.0, delta=0.02).check_delta(49, told.append)
+    PrivacyOptions(epsilon=1.0, delta=0.02).check_delta(49, told.append)
     assert not told
-    Privacy(epsilon=1.0, delta=0.02).check_delta(50, told.append)
+    PrivacyOptions(epsilon=1.0, delta=0.02).check_delta(50, told.append)
     assert "guarantees little to generators of up to 50 samples" in told[0]
 
 

@@ -10,7 +10,7 @@ from support.running import Stop, StopAfter, call
 from support.tolerance import TRAINING, assert_close
 
 import unskew
-from unskew.errors import ConfigError, MethodConflict
+from unskew.errors import ConfigError, MethodConflictError
 from unskew.runs import session
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
@@ -179,9 +179,9 @@ def test_options_out_of_range_and_what_it_cannot_be_combined_with(capsys, tmp_pa
     for wrong in ("buffer_size=0", "eta=0", "eta=-1", "buffer_size=2.5"):
         with pytest.raises(ConfigError, match="ca2fl:"):
             unskew.method(f"ca2fl:{wrong}")
-    with pytest.raises(MethodConflict, match="a part of the model stays"):
+    with pytest.raises(MethodConflictError, match="a part of the model stays"):
         unskew.method("ca2fl+fedals")
-    with pytest.raises(MethodConflict, match="ca2fl reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match="ca2fl reads the update of each single client"):
         train(secure_aggregation="required")
     args = ("run", "--method", "ca2fl:bufer_size=3", "--rounds", "2")
     outcome = call(capsys, *args)

@@ -11,8 +11,8 @@ from support.slow import slow_but
 from support.tolerance import assert_close
 
 import unskew
-from unskew.models.layer_groups import statistics_mask
-from unskew.models.spec import mask_of
+from unskew.models.layer_groups import buffer_mask
+from unskew.models.spec import slices_mask
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
@@ -106,9 +106,9 @@ def sliced(chosen, rounds):
 
 def beyond(cast, spec, off):
     """The broadcast as its client knows it: what is sent, ``initial`` from the seed, and ``off`` by all in the rest."""
-    places = mask_of(cast.down, spec.size), statistics_mask(spec, cast.down)
+    places = slices_mask(cast.down, spec.size), buffer_mask(spec, cast.down)
     sent = (torch.where(mask, t, t + off) for mask, t in zip(places, (cast.v, cast.b), strict=True))
-    first = mask_of(cast.initial, spec.size), statistics_mask(spec, cast.initial)
+    first = slices_mask(cast.initial, spec.size), buffer_mask(spec, cast.initial)
     starts = spec.flatten(), spec.flatten_buffers()
     v, b = (torch.where(mask, start, t) for mask, start, t in zip(first, starts, sent, strict=True))
     return replace(cast, v=v, b=b)

@@ -12,7 +12,7 @@ from support.running import Stop, StopAfter
 from support.tolerance import MAGNIFIED, assert_close, assert_engines_agree
 
 import unskew
-from unskew.errors import MethodConflict
+from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 from unskew.simulation.sampler import Sampler
 
@@ -143,7 +143,7 @@ def test_a_model_without_batchnorm_is_that_of_fedavg_and_it_is_told():
 @pytest.mark.parametrize("other", ["ditto", "fedrep", "fedals", "ca2fl", "feddle"])
 def test_sums_that_mean_nothing_are_refused(other):
     for spelling in (f"fedbn+{other}", f"{other}+fedbn"):
-        with pytest.raises(MethodConflict, match=f"fedbn.*{other}|{other}.*fedbn"):
+        with pytest.raises(MethodConflictError, match=f"fedbn.*{other}|{other}.*fedbn"):
             method(spelling)
 
 

@@ -12,10 +12,10 @@ from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, assert_eng
 from torch import nn
 
 import unskew
-from unskew.generators.labels import allocate, labels_of
-from unskew.generators.learned.inversion import learn, statistics_distance
+from unskew.generators.labels import allocate_counts, labels_from_counts
+from unskew.generators.learned.inversion import minimize, statistics_distance
 from unskew.methods.fedcog.fedcog import FedCOG, kl
-from unskew.methods.registry import CATALOGUE, rule_class, slots_of
+from unskew.methods.registry import METHODS, rule_class, rule_slots
 from unskew.seeding import fold
 from unskew.tasks.classification import Classification
 
@@ -27,7 +27,7 @@ def spec():
 
 def test_complementary_allocation_of_the_papers_example():
     counts = torch.tensor([500.0, 0.0, 400.0, 200.0, 400.0])
-    assert allocate(counts.max() - counts, 1000).tolist() == [0, 500, 100, 300, 100]
+    assert allocate_counts(counts.max() - counts, 1000).tolist() == [0, 500, 100, 300, 100]
     rule = FedCOG(n=1000, labels="complementary")
     assert torch.bincount(rule.targets(counts), minlength=5).tolist() == [0, 500, 100, 300, 100]
     assert torch.bincount(FedCOG(n=256).targets(torch.ones(10)), minlength=10).tolist() == [26] * 6 + [25] * 4
@@ -42,10 +42,10 @@ def test_allocation_always_sums_to_the_total():
         if shares.sum() == 0:
             continue
         total = int(draws.integers(1, 500))
-        counts = allocate(shares, total)
+        counts = allocate_counts(shares, total)
         assert int(counts.sum()) == total
         assert bool((counts - total * shares / shares.sum()).abs().max() < 1)
-        assert torch.equal(torch.bincount(labels_of(counts, total), minlength=len(shares)), counts)
+        assert torch.equal(torch.bincount(labels_from_counts(counts, total), minlength=len(shares)), counts)
 
 
 def test_auto_coefficients():
@@ -85,7 +85,7 @@ def test_adam_on_inputs_equals_torch_and_the_best_pair_belongs_together():
         return loss, 3 * x
 
     start = torch.zeros(3, dtype=torch.float64)
-    best, kept = learn(start, objective, 40, 0.05)
+    best, kept = minimize(start, objective, 40, 0.05)
     theirs = nn.Parameter(start.clone())
     optimizer = torch.optim.Adam([theirs], 0.05, (0.5, 0.9))
     losses, points = [], []
@@ -98,9 +98,9 @@ def test_adam_on_inputs_equals_torch_and_the_best_pair_belongs_together():
         optimizer.step()
     assert_close(best, points[int(np.argmin(losses))], MAGNIFIED)
     assert_close(kept, 3 * best)
-    last, _ = learn(start, objective, 40, 0.05, last=True)
+    last, _ = minimize(start, objective, 40, 0.05, last=True)
     assert_close(last, theirs.detach(), MAGNIFIED)
-    same, there = learn(start, objective, 0, 0.05)
+    same, there = minimize(start, objective, 0, 0.05)
     assert torch.equal(same, start)
     assert torch.equal(there, 3 * start)
 
@@ -199,8 +199,8 @@ def test_statistics_distance_equals_the_formula():
 # FedDM's clients train no model that generated inputs could teach, and Center has no clients.
 HOSTS = [
     name
-    for name in CATALOGUE
-    if rule_class(name).name not in ("fedcog", "center", "feddm") and slots_of(rule_class(name)) != ["data"]
+    for name in METHODS
+    if rule_class(name).name not in ("fedcog", "center", "feddm") and rule_slots(rule_class(name)) != ["data"]
 ]
 CHEAPER = {
     **QUICK,

@@ -13,10 +13,10 @@ from torch import nn
 import unskew
 from unskew.data.augment import keyed_crop_and_flip
 from unskew.data.federation import Federation
-from unskew.data.pixel_scaling import Pixels
-from unskew.errors import ConfigError, MethodConflict
+from unskew.data.pixel_scaling import PixelScaling
+from unskew.errors import ConfigError, MethodConflictError
 from unskew.generators.learned import decoder, model_pair
-from unskew.generators.learned.inversion import augmented
+from unskew.generators.learned.inversion import random_crop_and_flip
 from unskew.methods.fedcog.authors import FedCOGAuthors
 from unskew.methods.fedcog.fedcog import FedCOG
 from unskew.methods.moon import Moon
@@ -62,7 +62,7 @@ def oracle(vector, n, shape):
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 6, 9), (2, 4, 3)])
 def test_the_network_equals_modules_and_fits_every_size(shape):
-    vector = decoder.start(torch.tensor(5), 6, shape, F64) * 3
+    vector = decoder.initial_decoder(torch.tensor(5), 6, shape, F64) * 3
     images = decoder.decode(vector, 6, shape)
     assert images.shape == (6, *shape)
     assert_close(images, oracle(vector, 6, shape)())
@@ -71,7 +71,7 @@ def test_the_network_equals_modules_and_fits_every_size(shape):
 
 
 def test_the_network_of_32_pixels_begins_as_described():
-    pieces = decoder.pieces(decoder.start(torch.tensor(1), 40, (3, 32, 32), F64), 40, (3, 32, 32))
+    pieces = decoder.unflatten(decoder.initial_decoder(torch.tensor(1), 40, (3, 32, 32), F64), 40, (3, 32, 32))
     assert pieces["z"].shape == (40, 256)
     assert pieces["linear.weight"].shape == (8192, 256)
     for name, tensor in pieces.items():
@@ -86,7 +86,7 @@ def test_the_network_of_32_pixels_begins_as_described():
 
 def test_the_network_can_be_mapped_over_clients():
     def made(key):
-        return decoder.decode(decoder.start(key, 3, (1, 5, 5), F64), 3, (1, 5, 5))
+        return decoder.decode(decoder.initial_decoder(key, 3, (1, 5, 5), F64), 3, (1, 5, 5))
 
     keys = torch.tensor([4, 9])
     mapped = torch.func.vmap(made)(keys)
@@ -98,9 +98,9 @@ def test_synthesis_with_a_network_equals_a_loop_of_torch(spec):
     """Ten steps of torch.optim.Adam on modules; the images are normalised before the model sees them."""
     rule = FedCOG(n=9, g_steps=10, generator="network", lambda_dis=0.0)
     ctx = context(rule, spec)
-    object.__setattr__(ctx, "pixels", Pixels((0.5, 0.4), (0.1, 0.2)))
+    object.__setattr__(ctx, "pixels", PixelScaling((0.5, 0.4), (0.1, 0.2)))
     made = rule.begin(ctx)
-    generator = oracle(decoder.start(ctx.key, 9, (2, 6, 6), F64), 9, (2, 6, 6))
+    generator = oracle(decoder.initial_decoder(ctx.key, 9, (2, 6, 6), F64), 9, (2, 6, 6))
     adam = torch.optim.Adam(generator.parameters(), 0.01, (0.5, 0.999))
     model, best = spec.load(ctx.v_global, ctx.b_global), float("inf")
     mean, std = (torch.tensor(model_pair, dtype=F64)[:, None, None] for model_pair in ([0.5, 0.4], [0.1, 0.2]))
@@ -123,10 +123,10 @@ def test_augmentation_equals_a_loop_over_images_in_a_black_frame():
     offsets, flips = keyed_crop_and_flip(key, 20, 4)
     expected = one_by_one(x - black, offsets, flips, 4) + black
     frame = black.expand(1, 2, 6, 5)
-    assert_close(augmented(x, key, frame), expected)
+    assert_close(random_crop_and_flip(x, key, frame), expected)
     # Each visible pixel passes its gradient on, to where it came from.
-    g = torch.func.grad(lambda x: (augmented(x, key, frame) ** 2).sum() / 2)(x)
-    seen = torch.func.grad(lambda x: augmented(x, key, frame).sum())(x)
+    g = torch.func.grad(lambda x: (random_crop_and_flip(x, key, frame) ** 2).sum() / 2)(x)
+    seen = torch.func.grad(lambda x: random_crop_and_flip(x, key, frame).sum())(x)
     assert set(seen.unique().tolist()) == {0.0, 1.0}
     assert_close(g, seen * x)
 
@@ -195,7 +195,7 @@ def test_the_authors_settings():
     theirs = train(f"fedcog-authors:{short}")
     assert torch.equal(theirs.vector, train(f"fedcog:{short},labels=complementary,coefficients=auto").vector)
     assert not torch.equal(theirs.vector, train(f"fedcog:{short}").vector)
-    with pytest.raises(MethodConflict, match="fedcog appears twice"):
+    with pytest.raises(MethodConflictError, match="fedcog appears twice"):
         method("fedcog+fedcog-authors")
 
 
@@ -299,12 +299,12 @@ def test_two_models_in_one_pass_equal_one_after_the_other(name, shape, known):
     """Their logits and the gradient for the inputs, also mapped over clients; a model with other layers falls back."""
     torch.manual_seed(0)
     spec = unskew.ModelSpec(build_model(name, shape, 4), shape, 4, dtype=torch.float64)
-    assert (model_pair.layers_of(spec) is not None) == known
+    assert (model_pair.sequential_layers(spec) is not None) == known
     v, b, x = spec.flatten(), spec.flatten_buffers(), torch.randn(5, *shape, dtype=torch.float64)
     w = v + 0.1 * torch.randn_like(v)
 
     def together(w, x):
-        first, second = model_pair.pair(spec, (v, b), (w, b))(x)
+        first, second = model_pair.paired_logits(spec, (v, b), (w, b))(x)
         return (first.square() * second.exp()).sum(), (first, second)
 
     def alone(w, x):

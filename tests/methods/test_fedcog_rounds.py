@@ -11,8 +11,8 @@ from support.tolerance import TRAINING, assert_close
 from torch import nn
 
 import unskew
-from unskew.engines.batches import Plan
-from unskew.generators.learned.inversion import learn
+from unskew.engines.batches import BatchPlan
+from unskew.generators.learned.inversion import minimize
 from unskew.protocol.training_config import Training
 from unskew.seeding import derive, fold, normal, uniform
 from unskew.simulation.sampler import Sampler
@@ -80,7 +80,7 @@ def by_hand(hosts, participation, momentum, alpha):
             key, v, buffer = torch.tensor(derive(0, "key", t, k)), start, kept.get(k, zero)
             made = inputs(key, start, previous.get(k)) if t >= START else None
             cycle = itertools.cycle(torch.argsort(uniform(fold(key, 9), (N,))).tolist())
-            for index in Plan(budget, SIZES[k], 0, t, k).batches:
+            for index in BatchPlan(budget, SIZES[k], 0, t, k).batches:
                 at, x = v.clone().requires_grad_(), fed.clients[k].x[index].double()
                 z, h = model(at, x)
                 loss = F.cross_entropy(z, fed.clients[k].y[index])
@@ -133,7 +133,7 @@ def test_inputs_of_a_whole_cohort_are_learned_at_once():
     start = torch.randn(3, 4, 2, dtype=torch.float64)
 
     def learned(x):
-        return learn(x, lambda x, t: ((x - 1).square().sum(), x), 5, 0.1)[0]
+        return minimize(x, lambda x, t: ((x - 1).square().sum(), x), 5, 0.1)[0]
 
     together = torch.func.vmap(learned)(start)
     assert_close(together, torch.stack([learned(x) for x in start]))

@@ -15,12 +15,12 @@ from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 import unskew
 from unskew.data.federation import Federation
 from unskew.data.load import load_federation
-from unskew.errors import ConfigError, MethodConflict
+from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.feddle.feddle import Anchor, Feddle
-from unskew.methods.feddle.search import Directions, cosine, minimise, new_head, norms, scales, surrogate
+from unskew.methods.feddle.search import Directions, cosine, minimize, new_head, norms, scales, surrogate
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
 from unskew.seeding import fold
 from unskew.simulation.server_trainer import ServerTrainer
@@ -47,7 +47,7 @@ class Server:
         self.spec = ModelSpec(module, (2, 6, 6), 3, dtype=FULL)
         self.bench = ServerTrainer(self.spec, fed, Training(precision="fp64"), torch.device("cpu"), cohort, True)
         self.rule = Feddle(**options)
-        self.state = self.rule.init(self.spec.flatten(), FederationFacts.of(fed))
+        self.state = self.rule.init(self.spec.flatten(), FederationInfo.of(fed))
         self.b, self.round = self.spec.flatten_buffers(), 0
 
     @property
@@ -425,9 +425,9 @@ def test_refusals():
         train("feddle", OTHER)
     with pytest.raises(ConfigError, match="atlas=2 is smaller than buffer_size=3"):
         train("feddle:atlas=2,trigger=buffer,buffer_size=3")
-    with pytest.raises(MethodConflict, match="only parts of the model are sent"):
+    with pytest.raises(MethodConflictError, match="only parts of the model are sent"):
         method("feddle+fedals")
-    with pytest.raises(MethodConflict, match="feddle reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match="feddle reads the update of each single client"):
         train("feddle", secure_aggregation="required")
     with pytest.raises(ConfigError, match="diagnose=surrogate compares"):
         train("feddle", diagnose=["surrogate"])
@@ -494,5 +494,5 @@ def test_minimise_stops_at_the_minimum_of_a_parabola():
     zero = torch.zeros(3, dtype=FULL)
     steps = [None] * 800
     for lam, expected in ((0.0, 1.0), (1.0, 0.5)):
-        c = minimise(lambda v, _: v - 1, steps, zero, directions, zero, 0.01, lam)
+        c = minimize(lambda v, _: v - 1, steps, zero, directions, zero, 0.01, lam)
         torch.testing.assert_close(c, torch.full((3,), expected, dtype=FULL), rtol=0, atol=1e-3)

@@ -10,7 +10,7 @@ from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
 
 import unskew
-from unskew.generators.latent import LatentGenerator, choose, diversity
+from unskew.generators.latent import LatentGenerator, diversity, draw_labels
 from unskew.methods.fedgen import PURPOSE, FedGen
 from unskew.models.execution import Batch
 from unskew.models.registry import build_model
@@ -65,7 +65,7 @@ def test_diversity_equals_the_formula():
 
 
 def test_labels_are_drawn_evenly_from_those_present():
-    drawn = choose(torch.tensor(3), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0]), 9000)
+    drawn = draw_labels(torch.tensor(3), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0]), 9000)
     counts = torch.bincount(drawn, minlength=6)
     assert counts[[0, 3, 5]].tolist() == [0, 0, 0]
     assert bool((counts[[1, 2, 4]] - 3000).abs().max() < 200)
@@ -120,7 +120,7 @@ def test_the_clients_loss_equals_numpy(spec, labels):
 
     w1, b1, w2, b2 = (p.numpy() for p in spec.parameters(spec.flatten()).values())
     key = fold(fold(ctx.key, PURPOSE), 3)
-    y = choose(fold(key, 1), torch.tensor([1.0, float(labels == "all"), 1.0]), 6).numpy()
+    y = draw_labels(fold(key, 1), torch.tensor([1.0, float(labels == "all"), 1.0]), 6).numpy()
     eps, other = (normal(fold(key, i), (n, 4)).numpy() for i, n in ((2, 6), (3, 4)))
     own = np.tanh(batch.x.numpy().reshape(4, -1) @ w1.T + b1) @ w2.T + b2
     made = generated(g.numpy(), y, eps, 3, 7, 5) @ w2.T + b2
@@ -191,7 +191,7 @@ def test_the_generator_is_trained_by_adam_whose_moments_last(spec):
         state = rule.collect(state, updates_of(spec, heads, counts, round))
         for i in range(4):
             now = fold(fold(torch.tensor(100 + round), 1), i)
-            y = choose(fold(now, 1), torch.tensor([1.0, 1.0, 0.0]), 6)
+            y = draw_labels(fold(now, 1), torch.tensor([1.0, 1.0, 0.0]), 6)
             eps = normal(fold(now, 2), (6, 4))
             optimizer.zero_grad()
             student = spec.head_of(spec.flatten())

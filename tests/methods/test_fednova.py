@@ -8,8 +8,8 @@ from support.quadratic import Quadratics, gradient, optimum, problem, sizes
 from support.tolerance import TRAINING, assert_close, near
 
 import unskew
-from unskew.engines.batches import Plan
-from unskew.errors import ConfigError, MethodConflict
+from unskew.engines.batches import BatchPlan
+from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.registry import method
 from unskew.protocol.training_config import Training
 
@@ -32,7 +32,7 @@ def algorithm_1(A, b, training, rounds, cohort, p):
         direction, tau_eff = np.zeros_like(x), 0.0
         for k in chosen:
             v, moment = x.copy(), np.zeros_like(x)
-            batches = Plan(training, len(A[k]), 0, t, k).batches
+            batches = BatchPlan(training, len(A[k]), 0, t, k).batches
             for rows in (index.numpy() for index in batches):
                 moment = training.momentum * moment + gradient(A[k][rows], b[k][rows], v)
                 v -= training.lr * moment
@@ -110,5 +110,5 @@ def test_an_optimizer_whose_gradients_add_up_otherwise_is_refused(budget):
 @pytest.mark.parametrize("other", ["fedals", "fedrep", "fedbn", "fedgen"])
 def test_sums_that_read_or_cut_the_update_are_refused(other):
     for spelling in (f"fednova+{other}", f"{other}+fednova"):
-        with pytest.raises(MethodConflict, match=f"fednova.*{other}|{other}.*fednova"):
+        with pytest.raises(MethodConflictError, match=f"fednova.*{other}|{other}.*fednova"):
             method(spelling)

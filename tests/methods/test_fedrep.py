@@ -11,7 +11,7 @@ from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
 import unskew
-from unskew.errors import MethodConflict
+from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 from unskew.protocol.training_config import Training
 
@@ -165,7 +165,7 @@ def test_a_client_is_served_by_the_global_body_and_its_own_head(tmp_path):
 @pytest.mark.parametrize("other", ["scaffold", "fedpvr", "feddyn", "fedexp", "ditto", "fedreg", "fedgen"])
 def test_sums_that_mean_nothing_are_refused(other):
     for spelling in (f"fedrep+{other}", f"{other}+fedrep"):
-        with pytest.raises(MethodConflict, match=rf"^{other} .*fedrep"):
+        with pytest.raises(MethodConflictError, match=rf"^{other} .*fedrep"):
             method(spelling)
 
 

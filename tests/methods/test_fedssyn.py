@@ -25,11 +25,11 @@ import unskew
 from unskew import Federation
 from unskew.comparison.cost_to_target import target_costs
 from unskew.data.federation import ServerData
-from unskew.errors import ConfigError, DataError, MethodConflict
+from unskew.errors import ConfigError, DataError, MethodConflictError
 from unskew.generators import synthetic_dataset as synthetic
-from unskew.generators.client_images import note, subset
+from unskew.generators.client_images import append_log, draw_subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn
-from unskew.methods.fedssyn.synthetic_sets import refusing
+from unskew.methods.fedssyn.synthetic_sets import mismatch_error
 from unskew.protocol.data_preparation import Workspace
 from unskew.protocol.rules import ClientRule
 
@@ -115,9 +115,9 @@ def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
         assert mine.sum() == 11
         assert (np.abs(mine - 11 * counts / counts.sum()) < 1).all()
         assert (mine[counts == 0] == 0).all()
-    assert sorted(subset(10, 0.75, 0, 0).tolist()) == subset(10, 0.75, 0, 0).tolist()
-    assert len(subset(10, 0.75, 0, 0)) == 8
-    assert len(subset(1, 0.1, 0, 0)) == 1
+    assert sorted(draw_subset(10, 0.75, 0, 0).tolist()) == draw_subset(10, 0.75, 0, 0).tolist()
+    assert len(draw_subset(10, 0.75, 0, 0)) == 8
+    assert len(draw_subset(1, 0.1, 0, 0)) == 1
 
 
 def test_by_default_as_many_as_the_training_set_over_the_clients_held_out_samples_included():
@@ -145,7 +145,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     assert sum(shares) == len(made.y)
     assert max(shares) - min(shares) <= 1
     assert traffic[1] == (0, shares[1] * size)
-    assert [refusing("0;2", 4), refusing("0.5", 4), refusing("", 4)] == [{0, 2}, {2, 3}, set()]
+    assert [mismatch_error("0;2", 4), mismatch_error("0.5", 4), mismatch_error("", 4)] == [{0, 2}, {2, 3}, set()]
     for refuse, words in (
         ("7", "there are 4 clients"),
         ("-1", "numbered from 0"),
@@ -188,7 +188,7 @@ def test_ablations():
     result = train(f"fedssyn:{MINE},n_syn=6,data=central_real")
     assert result.summary["client_accuracy_mean"] is not None
     assert result.summary["clients"] == 1
-    with pytest.raises(MethodConflict, match="nothing to do for scaffold"):
+    with pytest.raises(MethodConflictError, match="nothing to do for scaffold"):
         unskew.method(f"fedssyn:{MINE},data=central_real+scaffold")
     real = train(f"fedssyn:{MINE},data=real")
     assert torch.equal(real.vector, train("fedavg", weights="uniform").vector)
@@ -502,10 +502,10 @@ def test_missing_libraries_are_named_before_anything_is_made(tmp_path, monkeypat
 def test_a_log_forgets_what_is_made_again(tmp_path):
     path = tmp_path / "log"
     for line in ((0, 1), (0, 2), (1, 1), (1, 2), (1, 3)):
-        note(path, {"client": line[0], "epoch": line[1]})
+        append_log(path, {"client": line[0], "epoch": line[1]})
     with path.open("a") as file:
         file.write('{"client": 1, "ep')  # cut off by a kill
-    note(path, {"client": 1, "epoch": 2})
+    append_log(path, {"client": 1, "epoch": 2})
     kept = [tuple(json.loads(line).values()) for line in path.read_text().splitlines()]
     assert kept == [(0, 1), (0, 2), (1, 1), (1, 2)]
 
@@ -560,7 +560,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch
 
 
 def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr("unskew.comparison.compare.one_run", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr("unskew.comparison.compare.run_or_resume", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(ConfigError, match="holds a finished synthetic set"):
         unskew.compare(methods=["fedavg", "fedssyn"], data="digits", rounds=1, synthetic=str(tmp_path / "none"))
 

@@ -12,7 +12,7 @@ from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree
 
 import unskew
-from unskew.errors import ConfigError, MethodConflict
+from unskew.errors import ConfigError, MethodConflictError
 from unskew.simulation.network import Network
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -219,7 +219,7 @@ def test_only_feddf_needs_single_updates():
     for method in ("fedft", "hfcl"):
         hidden = train(method, rounds=2, secure_aggregation="required")
         assert torch.equal(hidden.vector, train(method, rounds=2).vector)
-    with pytest.raises(MethodConflict, match="feddf reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match="feddf reads the update of each single client"):
         train("feddf", secure_aggregation="required")
 
 
@@ -239,7 +239,7 @@ def test_without_data_at_the_server_they_are_refused_with_what_to_do(method):
 
 def test_center_with_what_acts_at_clients_is_refused():
     for other in ("fedprox", "fedals", "vhl"):
-        with pytest.raises(MethodConflict, match=f"{other}, which acts at clients, would do nothing"):
+        with pytest.raises(MethodConflictError, match=f"{other}, which acts at clients, would do nothing"):
             unskew.method(f"center+{other}")
 
 

@@ -67,7 +67,7 @@ class Server(unskew.ServerRule):
         return {"v": state["v"] + updates.aggregate.delta}
 
 
-class Part(unskew.Sync):
+class Part(unskew.SyncRule):
     name, summary, paper = "part", "for tests", "none"
 
     def travels(self, state, round, client, last, spec):
@@ -91,7 +91,7 @@ class Part(unskew.Sync):
         (with_attributes(weights="sample"), "weights must be 'samples'"),
         (with_attributes(Server, steps_without="update"), "steps_without must be"),
         (with_attributes(unskew.ServerRule, name="idle"), "needs a method 'step' of its own"),
-        (with_attributes(unskew.Sync, name="still"), "needs a method 'travels' of its own"),
+        (with_attributes(unskew.SyncRule, name="still"), "needs a method 'travels' of its own"),
         (with_attributes(Server, buffer=lambda self: 0), "a whole number of updates from 1"),
         (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
         (
@@ -225,7 +225,7 @@ def test_stop_iteration_never_ends_a_round_silently(engine, within):
         )
 
 
-@pytest.mark.parametrize("base", [unskew.ClientRule, unskew.ServerRule, unskew.Sync, unskew.DataRule])
+@pytest.mark.parametrize("base", [unskew.ClientRule, unskew.ServerRule, unskew.SyncRule, unskew.DataRule])
 def test_a_base_class_is_no_method(base):
     for rule in (base(), f"{base.__module__}.{base.__name__}"):
         with pytest.raises(ConfigError, match=f"{base.__name__} needs a name"):

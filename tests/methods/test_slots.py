@@ -12,14 +12,14 @@ from support.running import Stop, StopAfter
 from support.tolerance import TRAINING, assert_close, assert_engines_agree
 
 import unskew
-from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.registry import describe, method
-from unskew.protocol.data_preparation import Contributions, Dealt
-from unskew.protocol.rules import DataRule, ServerRule, Sync
+from unskew.errors import ConfigError, MethodConflictError
+from unskew.methods.registry import describe_all, method
+from unskew.protocol.data_preparation import ClientPayloads, ServerPayload
+from unskew.protocol.rules import DataRule, ServerRule, SyncRule
 from unskew.protocol.updates import Aggregate
 
 
-class HeadOften(Sync):
+class HeadOften(SyncRule):
     """The head travels in every round, the body every ``period`` rounds."""
 
     name, summary, paper = "headoften", "for tests", "none"
@@ -79,10 +79,10 @@ class Doubled(DataRule):
     name, summary, paper = "doubled", "for tests", "none"
 
     def contribute(self, prepared, seed, workspace):
-        return Contributions({c.id: {"x": torch.zeros(10, dtype=torch.uint8)} for c in prepared.federation.clients})
+        return ClientPayloads({c.id: {"x": torch.zeros(10, dtype=torch.uint8)} for c in prepared.federation.clients})
 
     def deal(self, sent, facts, seed):
-        return Dealt({k: {"x": torch.zeros(20, dtype=torch.uint8)} for k in sent})
+        return ServerPayload({k: {"x": torch.zeros(20, dtype=torch.uint8)} for k in sent})
 
     def receive(self, client, share):
         return dataclasses.replace(client, x=torch.cat([client.x, client.x]), y=torch.cat([client.y, client.y]))
@@ -97,7 +97,7 @@ def test_a_data_rule_changes_what_clients_hold_and_is_paid_for():
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenOdd(Sync):
+class EvenOdd(SyncRule):
     """Even clients send the first two thirds of the model, odd ones the last two."""
 
     name, summary, paper = "evenodd", "for tests", "none"
@@ -136,7 +136,7 @@ def test_statistics_of_a_layer_are_averaged_over_the_clients_that_send_the_layer
     fed, module = blobs([6, 9, 7]), SmallBatchNorm(dropout=0.0)
     options = {"model": module, "rounds": 1, "lr": 0.1, "engine": "inline", "precision": "fp64"}
 
-    class Norm(Sync):
+    class Norm(SyncRule):
         """Client 1 alone sends the layer with BatchNorm; the others send the head."""
 
         name, summary, paper = "norm", "for tests", "none"
@@ -249,11 +249,11 @@ def test_a_server_rule_that_asks_for_sums_gets_only_sums():
 
 
 def test_two_servers_conflict_and_the_message_names_both_and_the_slot():
-    with pytest.raises(MethodConflict, match=r"fedavgm and fedadam both fill the slot 'server'"):
+    with pytest.raises(MethodConflictError, match=r"fedavgm and fedadam both fill the slot 'server'"):
         method("fedavgm+fedadam")
-    with pytest.raises(MethodConflict, match="server"):
+    with pytest.raises(MethodConflictError, match="server"):
         method("scaffold:eta_g=0.5+fedavgm")
-    with pytest.raises(MethodConflict, match="fedprox appears twice"):
+    with pytest.raises(MethodConflictError, match="fedprox appears twice"):
         method("fedprox+fedprox:mu=1")
     assert method("fedavg+fedavg").server == method("fedavg").server
 
@@ -273,7 +273,7 @@ def test_a_method_of_ones_own_is_found_by_its_path():
 
 
 def test_every_method_of_the_catalogue_says_what_it_is():
-    for row in describe():
+    for row in describe_all():
         assert row["slots"], row
         assert "arXiv" in row["paper"] or "ICLR" in row["paper"], row
         assert row["summary"]

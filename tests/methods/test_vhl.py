@@ -13,10 +13,10 @@ from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
 
 import unskew
-from unskew.engines.batches import Normaliser
-from unskew.generators.virtual.gaussian import gaussian
-from unskew.generators.virtual.style import modulated, style_images
-from unskew.methods.vhl import VHL, align
+from unskew.engines.batches import InputNormalizer
+from unskew.generators.virtual.gaussian import gaussian_clusters
+from unskew.generators.virtual.style import modulated_conv, style_images
+from unskew.methods.vhl import VHL, alignment_loss
 from unskew.models.execution import Batch
 from unskew.protocol.rules import ClientRule
 from unskew.tasks.classification import Classification
@@ -56,9 +56,9 @@ def test_the_alignment_equals_the_formula_and_skips_anchors_without_a_positive()
     draws = np.random.default_rng(0)
     z, virtual = draws.normal(size=(7, 4)), draws.normal(size=(9, 4))
     y, labels = np.array([0, 1, 2, 3, 0, 1, 2]), np.array([0, 1, 2] * 3)
-    found = align(*(torch.tensor(t) for t in (z, y, virtual, labels)), 0.2)
+    found = alignment_loss(*(torch.tensor(t) for t in (z, y, virtual, labels)), 0.2)
     assert float(found) == near(contrast(z, y, virtual, labels, 0.2))
-    nothing = align(torch.tensor(z), torch.full((7,), 5), torch.tensor(virtual), torch.tensor(labels), 0.2)
+    nothing = alignment_loss(torch.tensor(z), torch.full((7,), 5), torch.tensor(virtual), torch.tensor(labels), 0.2)
     assert float(nothing) == 0.0
 
 
@@ -188,7 +188,7 @@ SHAPES = [(source, shape) for source in ("gaussian", "style") for shape in ((1, 
 @pytest.mark.parametrize(("source", "shape"), slow_but([SHAPES[1], SHAPES[-1]], SHAPES))
 def test_each_class_is_a_cluster(source, shape):
     key, y = torch.tensor(5), torch.arange(200) % 10
-    make = gaussian if source == "gaussian" else style_images
+    make = gaussian_clusters if source == "gaussian" else style_images
     x = make(key, y, shape)
     assert x.shape == (200, *shape)
     assert x.dtype == torch.float32
@@ -206,7 +206,7 @@ def test_each_class_is_a_cluster(source, shape):
 def test_a_modulated_convolution_is_one_kernel_per_sample():
     draws = torch.Generator().manual_seed(0)
     x, style, kernel = (torch.randn(s, generator=draws) for s in ((3, 4, 5, 5), (3, 4), (6, 4, 3, 3)))
-    found = modulated(x, style, kernel)
+    found = modulated_conv(x, style, kernel)
     for k in range(3):
         own = kernel * style[k][None, :, None, None]
         own = own / own.square().sum((1, 2, 3), keepdim=True).sqrt()
@@ -219,7 +219,7 @@ def test_clients_see_the_virtual_set_as_they_see_their_data(source):
     rule, fed = VHL(source=source), images()
     sent, own = prepared(rule, fed).common["vhl"], rule.facts(holdings(fed, 0))
     assert sent["x"].dtype == torch.uint8
-    theirs = Normaliser(fed.normalisation, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
+    theirs = InputNormalizer(fed.normalisation, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
     assert_close(sent["x"].double() * own["factor"] + own["offset"], theirs, MAGNIFIED)
     assert abs(float(theirs.mean())) < 0.05
     assert float(theirs.std()) == pytest.approx(1, abs=0.15)

@@ -8,7 +8,7 @@ from support.running import call
 from torch import nn
 
 from unskew.errors import ConfigError
-from unskew.models.layer_groups import layer_groups, split_at
+from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import MODELS, build_model
 from unskew.models.spec import ModelSpec
 
@@ -36,7 +36,7 @@ def test_resnet20_has_the_twenty_groups_of_fedals():
     """292,304 parameters in the body and 650 in the head, with 3x3 convolutions in the shortcuts."""
     spec, groups = groups_of(build_model("resnet20", (3, 32, 32), 10))
     assert len(groups) == 20
-    body, head = split_at(groups, 19)
+    body, head = split_at_depth(groups, 19)
     assert (sum(g.size for g in body), sum(g.size for g in head)) == (292_304, 650)
     assert groups[8].layers[2:] == ("body.block4.shortcut.0", "body.block4.shortcut.1")
     statistics = [sum(s.stop - s.start for s in g.buffers) for g in groups]
@@ -78,9 +78,9 @@ def test_depth_is_the_order_of_first_use():
 
 def test_a_split_beyond_the_model_is_refused():
     _, groups = groups_of(build_model("mlp", (4,), 2), (4,), 2)
-    assert [len(part) for part in split_at(groups, 3)] == [3, 0]
+    assert [len(part) for part in split_at_depth(groups, 3)] == [3, 0]
     with pytest.raises(ConfigError, match="3 layers"):
-        split_at(groups, 4)
+        split_at_depth(groups, 4)
 
 
 def test_the_command_shows_layers_sizes_and_the_split(capsys):

@@ -24,11 +24,11 @@ from unskew.data.load import load_federation
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.methods.registry import CATALOGUE, method, rule_class
-from unskew.models.layer_groups import layer_groups, split_at
+from unskew.methods.registry import METHODS, method, rule_class
+from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
-from unskew.protocol.data_preparation import Prepared
+from unskew.protocol.data_preparation import PreparedData
 from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
@@ -171,13 +171,13 @@ def test_layers_of_a_language_model_are_its_blocks_and_embeddings_are_tied_once(
     assert "net.model.decoder.final_layer_norm" in groups[-1].layers
     assert not [name for name in spec.names if "lm_head" in name]
     assert sum(g.size for g in groups) == spec.size == sum(p.numel() for p in spec.module.parameters())
-    body, head = split_at(groups, 2)
+    body, head = split_at_depth(groups, 2)
     assert [g.name for g in body] == ["embeddings", "net.model.decoder.layers.0", "net.model.decoder.layers.1"]
     assert sum(g.size for g in head) == sum(s.stop - s.start for s in spec.parts["head"])
     assert not spec.head_trains
-    assert split_at(groups, 0)[0] == groups[:1]
+    assert split_at_depth(groups, 0)[0] == groups[:1]
     with pytest.raises(ConfigError, match="has 3 layers"):
-        split_at(groups, 4)
+        split_at_depth(groups, 4)
     # The one parameter moves both the embeddings and the logits.
     v = spec.flatten()
     moved = v.clone()
@@ -388,11 +388,11 @@ def test_engines_agree(kind, engine, opt, texts):
     assert other.summary["bytes_up"] == reference.summary["bytes_up"]
 
 
-FITTING = [name for name in CATALOGUE if "language" in rule_class(name).tasks]
+FITTING = [name for name in METHODS if "language" in rule_class(name).tasks]
 SUMS = ["fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"]
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in FITTING])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in FITTING])
 def test_a_method_for_another_task_refuses(name, opt, texts):
     with pytest.raises(ConfigError, match="cannot be trained for the task 'language', because "):
         run(opt, texts, method=name)
@@ -485,7 +485,9 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     from unskew.runs.build_model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
-    session = Session(config, Prepared(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"), None, [])
+    session = Session(
+        config, PreparedData(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"), None, []
+    )
     frozen = [p for p in spec.module.parameters() if not p.requires_grad]
     copies = [p for p in session.evaluator.model.module.parameters() if not p.requires_grad]
     assert len(frozen) > 30
@@ -526,9 +528,11 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
     spec = initial_spec(config, fed, None, rule)
     start = spec.flatten()
-    session = Session(config, Prepared(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()])
+    session = Session(
+        config, PreparedData(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()]
+    )
     session.go(resume=False)
-    body, head = split_at(layer_groups(spec), 1)
+    body, head = split_at_depth(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)
     for group in body:
         for piece in group.slices:

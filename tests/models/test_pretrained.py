@@ -17,7 +17,7 @@ from unskew.models.layer_groups import layer_groups
 from unskew.models.registry import build_model
 from unskew.models.spec import ModelSpec
 from unskew.models.zoo.huggingface import HALVES, IMAGENET, RESNET18
-from unskew.runs.build_model import as_wanted
+from unskew.runs.build_model import match_model_input_range
 from unskew.runs.run import resume
 
 pytestmark = pytest.mark.xdist_group("heavy")
@@ -97,10 +97,10 @@ def test_inputs_are_resized_repeated_and_normalised_as_the_checkpoint_wants(kind
 
 def test_images_are_given_as_intensities_whatever_normalised_them_before(folders):
     spec = ModelSpec(build_model("resnet-18", (1, 8, 8), 3, weights=str(folders["resnet-18"]), size=16), (1, 8, 8), 3)
-    wanted = as_wanted(federation(1), spec).normalisation
+    wanted = match_model_input_range(federation(1), spec).normalisation
     assert (wanted.mean, wanted.std, wanted.scale) == ((0.0,), (1.0,), 1 / 255)
     plain = federation(1)
-    assert as_wanted(plain, ModelSpec(build_model("cnn", (1, 8, 8), 3), (1, 8, 8), 3)) is plain
+    assert match_model_input_range(plain, ModelSpec(build_model("cnn", (1, 8, 8), 3), (1, 8, 8), 3)) is plain
 
 
 def test_the_vector_of_vit_is_its_lora_factors_and_the_classifier(folders):

@@ -8,8 +8,8 @@ from support.tolerance import MAGNIFIED, assert_close
 from torch import nn
 
 from unskew.models.execution import Batch, BoundModel, FunctionalModel
-from unskew.models.grouped.context import stacked_form, together, unchecked
-from unskew.models.grouped.vmap_op import NotTogether
+from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchecked, use_grouped
+from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model
 from unskew.models.spec import ModelSpec
 
@@ -115,7 +115,7 @@ def loss_of(model):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_statistics_are_those_of_the_module(case):
     spec, v, b, x, y, keys = drawn(*CASES[case])
-    form, why = stacked_form(spec)
+    form, why = grouped_form_or_reason(spec)
     assert form is not None, why
     alone = BoundModel(spec)
 
@@ -123,7 +123,7 @@ def test_gradients_and_statistics_are_those_of_the_module(case):
         model = FunctionalModel(spec, b)
         return model.gradient(loss_of(model))(v, Batch(x, y, key, torch.tensor(0))), model.b, model.loss
 
-    with together(spec, form):
+    with use_grouped(spec, form):
         slopes, statistics, losses = torch.func.vmap(step, randomness="error")(v, b, x, y, keys)
     for k in range(CLIENTS):
         alone.start(b[k])
@@ -137,7 +137,7 @@ def test_gradients_and_statistics_are_those_of_the_module(case):
 def test_gradients_with_respect_to_inputs(own):
     """As FedCOG's generation takes them, of models of the clients' own and of one model for all."""
     spec, v, b, x, y, _ = drawn(SmallBatchNorm, (2, 6, 6))
-    form, _ = stacked_form(spec)
+    form, _ = grouped_form_or_reason(spec)
     v, b = (v, b) if own else (v[0], b[0])
 
     def objective(x, v, b, y):
@@ -147,7 +147,7 @@ def test_gradients_with_respect_to_inputs(own):
     dims = (0, 0 if own else None, 0 if own else None, 0)
     mapped = torch.func.vmap(torch.func.grad(objective, argnums=(0, 1)), in_dims=dims)
     wanted = mapped(x, v, b, y)
-    with together(spec, form):
+    with use_grouped(spec, form):
         for found, expected in zip(mapped(x, v, b, y), wanted, strict=True):
             assert_close(found, expected, MAGNIFIED)
 
@@ -164,19 +164,19 @@ def test_gradients_with_respect_to_inputs(own):
 def test_what_one_network_cannot_give_is_refused(twice):
     """Rather than wrong; such clients are trained one after another."""
     spec, v, b, x, y, _ = drawn(SmallBatchNorm, (2, 6, 6))
-    form, _ = stacked_form(spec)
+    form, _ = grouped_form_or_reason(spec)
 
     def asked(v, b, x, y):
         return twice(lambda v: F.cross_entropy(spec.forward(v, b, x).logits, y), v)
 
-    with together(spec, form), pytest.raises(NotTogether):
+    with use_grouped(spec, form), pytest.raises(GroupingError):
         torch.func.vmap(asked)(v, b, x, y)
 
 
 def test_a_derivative_within_the_loss_is_refused():
     """Its dependence on the model would be lost."""
     spec, v, b, x, y, keys = drawn(SmallBatchNorm, (2, 6, 6))
-    form, _ = stacked_form(spec)
+    form, _ = grouped_form_or_reason(spec)
 
     def step(v, b, x, y, key):
         model = FunctionalModel(spec, b)
@@ -187,7 +187,7 @@ def test_a_derivative_within_the_loss_is_refused():
 
         return model.gradient(penalised)(v, Batch(x, y, key, torch.tensor(0)))
 
-    with together(spec, form), pytest.raises(NotTogether):
+    with use_grouped(spec, form), pytest.raises(GroupingError):
         torch.func.vmap(step)(v, b, x, y, keys)
 
 
@@ -232,8 +232,8 @@ def test_every_model_but_the_pretrained_ones_has_a_twin():
     own = [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)]
     specs = [ModelSpec(build_model(name, (3, 16, 16), CLASSES), (3, 16, 16), CLASSES) for name in own]
     specs.append(ModelSpec(build_model("resnet20", (3, 16, 16), 2, norm="group", shortcut="none"), (3, 16, 16), 2))
-    assert all(unchecked(spec) is not None for spec in specs)
-    assert unchecked(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)) is None
+    assert all(grouped_unchecked(spec) is not None for spec in specs)
+    assert grouped_unchecked(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -250,6 +250,6 @@ def test_every_model_but_the_pretrained_ones_has_a_twin():
     ],
 )
 def test_what_is_unknown_is_named(make, shape, reason):
-    form, why = stacked_form(ModelSpec(make(), shape, CLASSES))
+    form, why = grouped_form_or_reason(ModelSpec(make(), shape, CLASSES))
     assert form is None
     assert reason in why

@@ -8,7 +8,7 @@ from torch import nn
 
 import unskew
 from unskew.engines import optimizers
-from unskew.engines.batches import Normaliser, Plan
+from unskew.engines.batches import BatchPlan, InputNormalizer
 from unskew.engines.shared_memory import SharedMemory
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, BoundModel, FunctionalModel
@@ -138,12 +138,12 @@ def test_optimizers_equal_torch(name, options, build):
     torch.manual_seed(0)
     v = torch.randn(7, dtype=torch.float64)
     theirs = nn.Parameter(v.clone())
-    optimizer, state = build([theirs]), optimizers.init(training, v)
+    optimizer, state = build([theirs]), optimizers.init_state(training, v)
     for t in range(6):
         g = torch.randn(7, dtype=torch.float64)
         theirs.grad = g.clone()
         optimizer.step()
-        v, state = optimizers.step(training, v, g.clone(), state, t)
+        v, state = optimizers.optimizer_step(training, v, g.clone(), state, t)
         assert_close(v, theirs.detach())
 
 
@@ -153,7 +153,7 @@ def test_clipping_equals_torch():
     p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     p.grad = g.clone()
     nn.utils.clip_grad_norm_([p], 0.5)
-    v, _ = optimizers.step(training, torch.zeros(2, dtype=torch.float64), g, {}, 0)
+    v, _ = optimizers.optimizer_step(training, torch.zeros(2, dtype=torch.float64), g, {}, 0)
     assert_close(-v, p.grad)
 
 
@@ -168,14 +168,14 @@ def test_clipping_equals_torch():
     ],
 )
 def test_batches_are_those_of_a_reshuffled_data_loader(training, examples, expected):
-    plan = Plan(training, examples, seed=0, round=1, client=2)
+    plan = BatchPlan(training, examples, seed=0, round=1, client=2)
     assert [len(i) for i in plan.batches] == expected
     assert training.steps(examples, 2) == len(expected)
     per_epoch = len(training.cuts(examples))
     for first in range(0, len(plan.batches) - per_epoch + 1, per_epoch):
         epoch = torch.cat(plan.batches[first : first + per_epoch])
         assert len(set(epoch.tolist())) == len(epoch)
-    again, other = Plan(training, examples, 0, 1, 2), Plan(training, examples, 0, 1, 5)
+    again, other = BatchPlan(training, examples, 0, 1, 2), BatchPlan(training, examples, 0, 1, 5)
     assert all(torch.equal(a, b) for a, b in zip(plan.batches, again.batches, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(plan.batches, other.batches, strict=True))
 
@@ -183,18 +183,18 @@ def test_batches_are_those_of_a_reshuffled_data_loader(training, examples, expec
 def test_normalisation_is_the_textbook_formula_and_leaves_the_data_alone():
     torch.manual_seed(0)
     x = torch.randint(0, 256, (40, 3, 5, 4), dtype=torch.uint8)
-    fit = unskew.Normalisation.fit(x)
+    fit = unskew.Normalization.fit(x)
     scaled = x.double() / 255
     mean, std = scaled.mean((0, 2, 3)), scaled.std((0, 2, 3), correction=0)
     assert_close(fit.mean, mean)
     assert_close(fit.std, std, MAGNIFIED)
-    out = Normaliser(fit, (3, 5, 4), torch.float64, torch.device("cpu"))(x)
+    out = InputNormalizer(fit, (3, 5, 4), torch.float64, torch.device("cpu"))(x)
     assert_close(out, (scaled - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1), MAGNIFIED)
     floats = torch.randn(30, 4)
     floats[:, 2] = 7.0  # a constant feature must not become NaN
     before = floats.clone()
-    fit = unskew.Normalisation.fit(floats)
-    out = Normaliser(fit, (4,), torch.float32, torch.device("cpu"))(floats)
+    fit = unskew.Normalization.fit(floats)
+    out = InputNormalizer(fit, (4,), torch.float32, torch.device("cpu"))(floats)
     assert torch.equal(floats, before)
     assert_close(out.mean(0), 0, FEW)
     assert_close(out.std(0, correction=0)[[0, 1, 3]], 1, FEW)

@@ -21,11 +21,11 @@ from support.running import TINY, call
 import unskew
 from unskew.comparison.intervals import interval95
 from unskew.errors import CheckpointError, ConfigError
-from unskew.measurements.label_skew import label_figures
-from unskew.reporting.label_distribution import heat_map, of_labels
-from unskew.reporting.page import allowed, as_script
-from unskew.reporting.run_description import facts
-from unskew.reporting.run_groups import parts_of
+from unskew.measurements.label_skew import label_skew_metrics
+from unskew.reporting.label_distribution import heat_map, skew_statistics
+from unskew.reporting.page import csp_hash, escape_script
+from unskew.reporting.run_description import method_facts
+from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -104,8 +104,8 @@ def test_who_holds_what_is_what_the_federation_holds(page):
     assert held["map"]["rows"] == list(CLIENTS)
     assert held["map"]["classes"] == list(CLASSES)
     assert held["map"]["counts"] == counts.tolist()
-    wanted = label_figures(fed, range(4))
-    found = of_labels(counts.astype(float))
+    wanted = label_skew_metrics(fed, range(4))
+    found = skew_statistics(counts.astype(float))
     assert found["distance of a client's labels from all (total variation), mean"] == pytest.approx(
         wanted["label_distance_mean"]
     )
@@ -162,8 +162,8 @@ def test_names_from_data_are_text(page):
     assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
     raw = next(text for kind, text in page.scripts if kind == "application/json")
     assert "<" not in raw
-    assert as_script("a</SCRIPT>\r\n") == "a\\x3c/SCRIPT>\n"
-    assert allowed("") == "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+    assert escape_script("a</SCRIPT>\r\n") == "a\\x3c/SCRIPT>\n"
+    assert csp_hash("") == "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 
 
 def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, light, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, li
     assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
     assert "evil.Method:x=<img src=y>?" in page.column("runs", "method")
     assert "evil" not in sys.modules
-    assert [fact.name for fact in facts("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
+    assert [fact.name for fact in method_facts("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
 
 
 def test_a_title_and_the_units_are_text(compared, tmp_path, light):
@@ -368,7 +368,7 @@ def test_runs_are_sorted_into_what_may_be_compared(run, tmp_path):
     runs, notes = read_runs([tmp_path, run])
     assert len(runs) == 5
     assert notes == [f"{tmp_path / 'open'} is not finished and is left out."]
-    parts, notes = parts_of(runs)
+    parts, notes = group_runs(runs)
     assert [len(part.series) for part in parts] == [1, 2]
     two = parts[1].series
     assert sorted(one.label for one in two) == ["fedavg (lr=0.1)", "fedavg (lr=0.5)"]
@@ -420,8 +420,8 @@ def test_a_broken_section_does_not_cost_the_others(compared, tmp_path, light, mo
     def broken(part):
         raise TypeError("<b> * None")
 
-    monkeypatch.setattr("unskew.reporting.chart_data.boxes", broken)
-    monkeypatch.setattr("unskew.reporting.tables.costs", broken)
+    monkeypatch.setattr("unskew.reporting.chart_data.client_boxes", broken)
+    monkeypatch.setattr("unskew.reporting.tables.cost_table", broken)
     whole = call(capsys, "report", compared[0], "--out", tmp_path / "r.html").out
     printed = " ".join(whole.split())
     assert printed.count("because of an error: TypeError: <b> * None") == 2

@@ -8,14 +8,14 @@ import pytest
 from unskew.config.experiment import Experiment, NetworkConfig
 from unskew.config.loader import experiment
 from unskew.reproduction.outcomes import (
-    keep,
-    kept,
-    key_of,
-    name_of,
+    experiment_hash,
+    identity_hash,
     outcome_files,
-    place_of,
+    outcome_path,
     read_outcome,
     run_identity,
+    store_outcome,
+    stored_outcome,
     write_outcome,
 )
 
@@ -38,7 +38,7 @@ def outcomes():
 
 def test_every_file_lies_where_what_it_says_it_is_belongs():
     for path, outcome in outcomes().items():
-        assert path.relative_to(RUNS) == place_of(outcome["run"]), path
+        assert path.relative_to(RUNS) == outcome_path(outcome["run"]), path
         assert not [v for v in outcome["run"].values() if str(v).startswith("/")], (
             f"{path} names a place of one machine"
         )
@@ -55,14 +55,14 @@ def test_every_run_is_found_by_its_configuration_also_when_fields_are_added(kind
         parent = run.pop("begins_with", None)
         before = {"lr": 0.01}  # the default when the first outcomes were kept
         configs = [None if one is None else kind.model_validate({**before, **one}) for one in (run, parent)]
-        assert kept(files, *configs) == outcome, path
+        assert stored_outcome(files, *configs) == outcome, path
 
 
 def test_a_field_with_its_default_names_nothing_anew():
     for values in ({}, SOME):
-        assert key_of(LaterExperiment.model_validate(values)) == key_of(experiment(values))
+        assert experiment_hash(LaterExperiment.model_validate(values)) == experiment_hash(experiment(values))
     other = [{**SOME, "shuffle": False}, {**SOME, "network": {**SOME["network"], "jitter": 0.5}}]
-    keys = {key_of(LaterExperiment.model_validate(values)) for values in (SOME, *other)}
+    keys = {experiment_hash(LaterExperiment.model_validate(values)) for values in (SOME, *other)}
     assert len(keys) == 3
     assert run_identity(LaterExperiment.model_validate(other[1]))["network"]["jitter"] == 0.5
     assert run_identity(experiment({"model_options": {"width": None}}))["model_options"] == {"width": None}
@@ -71,28 +71,32 @@ def test_a_field_with_its_default_names_nothing_anew():
 def test_a_file_is_found_wherever_it_was_moved_and_only_for_its_own_run(tmp_path):
     run = run_identity(experiment(SOME))
     path = write_outcome(tmp_path, run, {"summary": {"accuracy": 0.5}})
-    assert path == tmp_path / place_of(run)
+    assert path == tmp_path / outcome_path(run)
     outcome = read_outcome(tmp_path, run)
-    flat = path.rename(tmp_path / f"{name_of(run)}.json")  # as older versions named it
+    flat = path.rename(tmp_path / f"{identity_hash(run)}.json")  # as older versions named it
     assert read_outcome(tmp_path, run) == outcome
-    flat.rename(tmp_path / f"anything-{name_of(run)[:8]}.json")
+    flat.rename(tmp_path / f"anything-{identity_hash(run)[:8]}.json")
     assert read_outcome(tmp_path, run) == outcome
     other = run_identity(experiment({**SOME, "seed": 4}))
     assert read_outcome(tmp_path, other) is None
-    (tmp_path / f"{name_of(other)}.json").write_text(json.dumps(outcome))  # the name is another's: not to be believed
+    (tmp_path / f"{identity_hash(other)}.json").write_text(
+        json.dumps(outcome)
+    )  # the name is another's: not to be believed
     assert read_outcome(tmp_path, other) is None
 
 
 def test_names_are_safe_and_short_and_two_runs_never_share_one():
     run = {"data": "table:C:\\my files\\a?.csv", "method": "fedprox:mu=1.", "partition": "natural:<a|b>", "seed": 0}
-    assert place_of(run).as_posix().startswith("table-C--my-files-a-.csv/fedprox-mu=1/natural--a-b--seed0-")
+    assert outcome_path(run).as_posix().startswith("table-C--my-files-a-.csv/fedprox-mu=1/natural--a-b--seed0-")
     long = [{**run, "method": "+".join(["feddle:lr=0.002,epochs=1"] * 40) + end} for end in ("", ",lam=0")]
-    places = [place_of(one) for one in long]
+    places = [outcome_path(one) for one in long]
     assert all(len(piece) <= 110 for place in places for piece in place.parts)
     assert places[0].parent != places[1].parent
-    assert place_of({**run, "lr": 0.5}) != place_of(run)
+    assert outcome_path({**run, "lr": 0.5}) != outcome_path(run)
     assert (
-        place_of({"study": "quadratic", "part": "errors", "seed": 1}).as_posix().startswith("studies/quadratic/errors-")
+        outcome_path({"study": "quadratic", "part": "errors", "seed": 1})
+        .as_posix()
+        .startswith("studies/quadratic/errors-")
     )
 
 
@@ -117,10 +121,12 @@ def test_outcomes_of_before_a_default_changed_are_marked_and_give_way_to_new_one
     for seed, method in ((0, cell.config.method), (1, cell.config.method)):
         before = method + ",match_steps=epochs"
         for one in (before, method)[: 1 + seed]:
-            keep(tmp_path, cell.config.model_copy(update={"method": one, "seed": seed}), None, history, summary)
+            store_outcome(
+                tmp_path, cell.config.model_copy(update={"method": one, "seed": seed}), None, history, summary
+            )
     found = list(sweep.found([0, 1]))
     assert [(c.row, c.config.seed) for c, _ in found] == [("FedAvg + Fedssyn †", 0), ("FedAvg + Fedssyn", 1)]
-    assert {e.row: e.published for e in tables.entries(sweep.preset, found)} == dict.fromkeys(
+    assert {e.row: e.published for e in tables.table_entries(sweep.preset, found)} == dict.fromkeys(
         (c.row for c, _ in found), 4
     )
     (note,) = notes(c for c, _ in found)

@@ -37,7 +37,7 @@ def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypat
     (pages / "one.md").write_text("Words.\n\n<!-- table: fedssyn/logistic cpu -->\nold\n<!-- end -->\n")
     (pages / "none.md").write_text("<!-- table: fedcog/table-1 cpu -->\n<!-- end -->\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("unskew.reproduction.docs_pages.names", lambda: ["fedcog/table-1"])
+    monkeypatch.setattr("unskew.reproduction.docs_pages.preset_names", lambda: ["fedcog/table-1"])
     main()
     assert len(capsys.readouterr().out.splitlines()) == 3
     one = (pages / "one.md").read_text(encoding="utf-8")

@@ -17,10 +17,20 @@ from unskew.data.federation import ServerData
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
 from unskew.methods.registry import method
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.run_context import PreRunContext
 from unskew.reproduction import sweep, tables
-from unskew.reproduction.outcomes import kept, key_of, run_identity
-from unskew.reproduction.preset import SCALES, Cell, Preset, cells, filled, load_preset, merged, names, seeds_of
+from unskew.reproduction.outcomes import experiment_hash, run_identity, stored_outcome
+from unskew.reproduction.preset import (
+    SCALES,
+    Preset,
+    PresetCell,
+    fill_placeholders,
+    load_preset,
+    merge_values,
+    num_seeds,
+    preset_cells,
+    preset_names,
+)
 from unskew.reproduction.settings import settings_note
 from unskew.reproduction.study import study_names
 from unskew.runs.run import run_experiment
@@ -31,16 +41,16 @@ SPEC = unskew.ModelSpec(
 )
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", preset_names())
 def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_settings(name):
     """At every scale; the network and the optimizer, too."""
     federation = blobs([8, 8], shape=(1, 8, 8), classes=10)
     federation = replace(federation, server=ServerData(*federation.test))
     preset = load_preset(name)
     for scale in SCALES:
-        found = cells(preset, scale, 0, {})
+        found = preset_cells(preset, scale, 0, {})
         assert len(found) == len(preset.rows) * len(preset.columns)
-        assert seeds_of(preset, scale) >= 1
+        assert num_seeds(preset, scale) >= 1
         for cell in found:
             assert "$" not in cell.config.method
             if cell.parent is not None:
@@ -60,7 +70,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
             delayed = cell.config.network.delay != "none"
             for config in filter(None, (cell.config, cell.parent)):
                 chosen = method(config.method)
-                run = Proposed(
+                run = PreRunContext(
                     federation, lambda: SPEC, config.training, config.rounds, delayed,
                     to_be_continued=config.to_be_continued,
                 )  # fmt: skip
@@ -71,7 +81,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
             stem, slash, _ = value.partition("/")
             if slash and stem in ("consensus", "generalization", "gradients", "updates"):
                 assert all(stem in cell.config.diagnose for cell in found), "what is shown is measured"
-    assert all(tables.shown(value.removesuffix("*"))[0] for value in preset.values)
+    assert all(tables.value_format(value.removesuffix("*"))[0] for value in preset.values)
     for value, columns in preset.published.items():
         assert value in preset.values
         assert set(columns) <= set(preset.columns)
@@ -83,7 +93,7 @@ FLAIR = {"fedcog/table-2": 405, "fedcog/table-3-flair": 401}
 
 @pytest.mark.parametrize("name", FLAIR)
 def test_the_tables_on_flair_have_the_papers_settings(name):
-    for cell in cells(load_preset(name), "paper", 0, {}):
+    for cell in preset_cells(load_preset(name), "paper", 0, {}):
         config = cell.config
         assert (config.data, config.model, config.local_steps, config.rounds) == (
             "table:flair",
@@ -95,9 +105,9 @@ def test_the_tables_on_flair_have_the_papers_settings(name):
         assert "fedcog" not in config.method or "start_round=400" in config.method
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n.startswith("fedcog/") and n not in FLAIR])
+@pytest.mark.parametrize("name", [n for n in preset_names() if n.startswith("fedcog/") and n not in FLAIR])
 def test_the_paper_scale_has_the_papers_settings(name):
-    for cell in cells(load_preset(name), "paper", 0, {}):
+    for cell in preset_cells(load_preset(name), "paper", 0, {}):
         config = cell.config
         data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
         model = "cnn-b" if data == "cifar100" else "cnn"
@@ -121,7 +131,7 @@ def test_methods_of_the_one_round_comparison_begin_at_the_same_model(name):
     """After rounds of FedAvg, whatever is remembered beside; so one more round is all that differs."""
     found = [
         c
-        for c in cells(load_preset(name), "paper", 0, {})
+        for c in preset_cells(load_preset(name), "paper", 0, {})
         if name != "fedcog/table-4" or c.row not in ("FedProx", "MOON")
     ]
     assert len(found) == (8 if name == "fedcog/figure-2" else 4)
@@ -130,11 +140,11 @@ def test_methods_of_the_one_round_comparison_begin_at_the_same_model(name):
     assert all(c.parent.method == "moon:mu=0,projection=0" for c in found if "moon" in c.config.method)
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n.startswith("feddle/table-")])
+@pytest.mark.parametrize("name", [n for n in preset_names() if n.startswith("feddle/table-")])
 def test_what_the_feddle_paper_says_of_its_runs_holds_at_its_scale(name):
     """Clients, evaluations, searches, and the epochs that are on its grids."""
     users, costs = name.startswith("feddle/table-2"), name == "feddle/table-6"
-    for cell in cells(load_preset(name), "paper", 0, {}):
+    for cell in preset_cells(load_preset(name), "paper", 0, {}):
         config = cell.config
         size = (1000, 50) if users or costs else (500, 10)
         assert (config.clients, round(config.participation * config.clients)) == size
@@ -176,34 +186,35 @@ def test_what_the_captions_of_the_feddle_paper_say(name):
     where, data, model = PAPERS[name]
     preset = load_preset(name)
     assert preset.where.startswith(where)
-    assert {(cell.config.data, cell.config.model) for cell in cells(preset, "paper", 0, {})} == {(data, model)}
+    assert {(cell.config.data, cell.config.model) for cell in preset_cells(preset, "paper", 0, {})} == {(data, model)}
     if "figure" in name:
         assert list(preset.columns) == ["D 0.1, N 20"]
 
 
 def test_the_search_and_fine_tuning_take_as_many_steps_where_their_costs_are_compared():
     found = {
-        cell.row: method(cell.config.method).server for cell in cells(load_preset("feddle/table-6"), "paper", 0, {})
+        cell.row: method(cell.config.method).server
+        for cell in preset_cells(load_preset("feddle/table-6"), "paper", 0, {})
     }
     assert found["Feddle-ID"].epochs == found["Fed+FT"].epochs
 
 
 def test_the_clients_of_fedals_weigh_alike():
     """At the paper's scale; at the others they are of one size."""
-    for name in (name for name in names() if name.startswith("fedals/table-")):
-        assert {cell.config.weights for cell in cells(load_preset(name), "paper", 0, {})} == {"uniform"}
+    for name in (name for name in preset_names() if name.startswith("fedals/table-")):
+        assert {cell.config.weights for cell in preset_cells(load_preset(name), "paper", 0, {})} == {"uniform"}
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_costs_of_a_server_say_how_many_clients_report(scale):
-    for cell in cells(load_preset("feddle/table-6"), scale, 0, {}):
+    for cell in preset_cells(load_preset("feddle/table-6"), scale, 0, {}):
         config = cell.config
         assert cell.column == f"{round(config.participation * config.clients)} of {config.clients}"
         assert config.rounds == 3
 
 
 def test_the_experiment_on_gradients_measures_them_at_the_papers_shares():
-    for cell, n_syn in zip(cells(load_preset("fedssyn/gradients"), "paper", 0, {}), (0, 287, 4500), strict=True):
+    for cell, n_syn in zip(preset_cells(load_preset("fedssyn/gradients"), "paper", 0, {}), (0, 287, 4500), strict=True):
         share = float(cell.row.removeprefix("p="))
         assert n_syn / (4500 + n_syn) == pytest.approx(share, abs=5e-5)
         assert f"n_syn={n_syn}" in cell.config.method or n_syn == 0
@@ -224,7 +235,7 @@ def test_a_method_that_does_not_fit_is_refused_before_any_is_trained(tmp_path, m
 
 def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):
     for scale, expected in (("smoke", None), ("paper", str(tmp_path))):
-        found = cells(load_preset("fedssyn/table-1"), scale, 0, {"data_path": str(tmp_path)})
+        found = preset_cells(load_preset("fedssyn/table-1"), scale, 0, {"data_path": str(tmp_path)})
         assert {cell.config.data_path for cell in found} == {expected}
 
 
@@ -232,8 +243,8 @@ def test_presets_extend_one_another_by_their_entries():
     base = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}}}, "rows": {"x": {}}}
     over = {"scales": {"cpu": {"settings": {"rounds": 2}}}, "rows": {"y": {}}}
     both = {"settings": {"lr": 1}, "scales": {"cpu": {"with": {"a": 1}, "settings": {"rounds": 2}}}, "rows": {"y": {}}}
-    assert merged(base, over) == both
-    assert filled({"method": "fedcog:n=$n1,g_steps=$steps", "lr": 0.1}, {"n1": 8, "steps": 5}) == {
+    assert merge_values(base, over) == both
+    assert fill_placeholders({"method": "fedcog:n=$n1,g_steps=$steps", "lr": 0.1}, {"n1": 8, "steps": 5}) == {
         "method": "fedcog:n=8,g_steps=5",
         "lr": 0.1,
     }
@@ -242,9 +253,9 @@ def test_presets_extend_one_another_by_their_entries():
 def test_an_outcome_is_found_by_what_the_run_was():
     base = experiment({"lr": 0.1})
     same = experiment({"lr": 0.1, "engine": "inline", "data_path": "somewhere", "checkpoint_every": 3})
-    assert key_of(base) == key_of(same)
+    assert experiment_hash(base) == experiment_hash(same)
     others = [experiment({"lr": 0.2}), experiment({"lr": 0.1, "seed": 1}), experiment({"lr": 0.1, "rounds": 51})]
-    assert len({key_of(base), *map(key_of, others), key_of(base, others[0])}) == 5
+    assert len({experiment_hash(base), *map(experiment_hash, others), experiment_hash(base, others[0])}) == 5
     assert "begins_with" in run_identity(base, others[0])
 
 
@@ -316,7 +327,7 @@ def test_a_finished_run_whose_outcome_was_lost_is_kept_again_without_training(tm
     monkeypatch.setattr(sweep, "resume", None)
     ((_, again),) = make(tmp_path, rows=["FedAvg"]).carry_out([0])
     assert again["summary"] == outcome["summary"]
-    assert kept(tmp_path / "results", cell.config, cell.parent) == again
+    assert stored_outcome(tmp_path / "results", cell.config, cell.parent) == again
 
 
 def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
@@ -324,26 +335,26 @@ def test_numbers_of_a_table_are_means_over_seeds_beside_the_papers():
     accuracies = {"FedAvg": [0.50, 0.60, 0.70], "FedCOG": [0.52, 0.61, 0.73]}
     outcomes = [
         (cell.of_seed(seed), {"summary": {"accuracy": value}, "curve": {}})
-        for cell in cells(preset, "paper", 0, {})
+        for cell in preset_cells(preset, "paper", 0, {})
         for seed, value in enumerate(accuracies.get(cell.row, ()))
         if cell.column == "NIID-1"
     ]
-    avg, cog = tables.entries(preset, outcomes)
+    avg, cog = tables.table_entries(preset, outcomes)
     assert (avg.mean, avg.std, avg.paired) == (pytest.approx(60), pytest.approx(10), None)
     assert (cog.mean, cog.seeds, cog.published) == (pytest.approx(62), [0, 1, 2], 64.83)
     assert cog.difference == pytest.approx(62 - 64.83)
     assert cog.paired == (pytest.approx(2), pytest.approx(1), 3)
-    ((title, header, body),) = tables.lines(preset, [avg, cog])
+    ((title, header, body),) = tables.table_lines(preset, [avg, cog])
     assert title == "NIID-1: accuracy after the last round, %"
     assert body[1] == ["FedCOG", "62.00 ± 10.54", "0, 1, 2", "+2.00 ± 1.00", "-0.48 to +4.48", "64.83", "-2.83"]
     assert tables.markdown(header, body).count("\n") == 3
-    ((_, _, body),) = tables.lines(preset, [avg, cog], whole=True)
+    ((_, _, body),) = tables.table_lines(preset, [avg, cog], whole=True)
     assert ["FedGen", "not run", "", "", "", "62.45", ""] in body
     assert [row[0] for row in body][:2] == ["FedAvg", "FedCOG"]
     assert "FedCOG (authors)" not in [row[0] for row in body]
     # Two of FedAvg's seeds are missing: one difference has no spread, and the table says of how many it is.
     fewer = [(cell, outcome) for cell, outcome in outcomes if cell.row == "FedCOG" or cell.config.seed == 1]
-    ((_, _, body),) = tables.lines(preset, tables.entries(preset, fewer))
+    ((_, _, body),) = tables.table_lines(preset, tables.table_entries(preset, fewer))
     assert body[1][3] == "+1.00 (1 of 3)"
 
 
@@ -357,9 +368,12 @@ def test_rounds_and_traffic_are_those_to_the_tables_own_target():
             curve = {"round": [1, 2, 4, 5], "bytes": [10, 20, 40, 50], "accuracy": accuracy}
             config = experiment({"seed": 0, "target": target})
             outcomes.append(
-                (Cell(row, "α=0.1", config), {"summary": {"bytes_up": 30, "bytes_down": 20, **told}, "curve": curve})
+                (
+                    PresetCell(row, "α=0.1", config),
+                    {"summary": {"bytes_up": 30, "bytes_down": 20, **told}, "curve": curve},
+                )
             )
-        made = tables.entries(preset, outcomes)
+        made = tables.table_entries(preset, outcomes)
         return {(e.value, e.row): e.mean for e in made if e.value != "accuracy"}
 
     other = {"target": 0.2, "rounds_to_target": 1, "bytes_to_target": 10}
@@ -375,20 +389,20 @@ def test_rounds_and_traffic_are_those_to_the_tables_own_target():
 def test_what_is_called_a_mean_over_rounds_is_none_of_the_last_round():
     """A summary repeats the coefficients and the cosine of the last round."""
     curve = {"round": [10, 20, 30], "accuracy": [0.1, 0.2, 0.3], "coefficients/negative": [4, None, 7]}
-    cell = Cell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
+    cell = PresetCell("Feddle-ID", "D 0.1, N 20", experiment({"seed": 0}))
     outcome = {"summary": {"accuracy": 0.3, "coefficients/negative": 7}, "curve": curve}
-    found = tables.entries(load_preset("feddle/figure-6"), [(cell, outcome)])
+    found = tables.table_entries(load_preset("feddle/figure-6"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"coefficients/negative": 5.5}
     curve = {"surrogate/cosine": [0.5, 0.0, 0.1], "accuracy": [0.1, 0.2, 0.3]}
     outcome = {"summary": {"accuracy": 0.3, "surrogate/cosine": 0.1}, "curve": curve}
-    found = tables.entries(load_preset("feddle/figure-7"), [(cell, outcome)])
+    found = tables.table_entries(load_preset("feddle/figure-7"), [(cell, outcome)])
     assert {entry.value: entry.mean for entry in found} == {"surrogate/cosine": pytest.approx(0.2), "accuracy": 30}
 
 
 def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = json.loads(call(capsys, "reproduce", "--list", "--json").out)
-    assert [row["name"] for row in listed] == [*names(), *study_names()]
+    assert [row["name"] for row in listed] == [*preset_names(), *study_names()]
     real = federation_of
 
     def offline(spec, seed):
@@ -399,7 +413,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("unskew.comparison.single_run.federation_of", offline)
     args = ("reproduce", "fedcog/table-1", "--row", "FedAvg", "--column", "NIID-1", "--engine", "inline")
     reported = []
-    monkeypatch.setattr("unskew.cli.reproduce.report_at_the_end", lambda console, *what: reported.append(what))
+    monkeypatch.setattr("unskew.cli.reproduce.report_after_runs", lambda console, *what: reported.append(what))
     outcome = call(capsys, *args)
     assert outcome.code == 0
     (((folder,), page),) = reported
@@ -437,7 +451,7 @@ def test_a_table_states_what_is_not_the_papers_and_shows_only_numbers_of_the_sam
     name, scale, notes, published, difference
 ):
     preset = load_preset(name)
-    some = [c for c in cells(preset, scale, 0, {}) if c.row in list(preset.rows)[:2]]
+    some = [c for c in preset_cells(preset, scale, 0, {}) if c.row in list(preset.rows)[:2]]
     some = [c for c in some if c.column in list(preset.columns)[:2]]
     outcomes = [(c, {"summary": dict.fromkeys(preset.values, 1), "curve": {"round": [], "bytes": []}}) for c in some]
     note = settings_note(preset, scale, some)
@@ -445,13 +459,13 @@ def test_a_table_states_what_is_not_the_papers_and_shows_only_numbers_of_the_sam
     assert bool(note) == bool(notes)
     if name == "fedssyn/table-a1":
         outcomes = [(c, {**o, "summary": {**o["summary"], "target": c.config.target}}) for c, o in outcomes]
-    table = [e for e in tables.entries(preset, outcomes) if e.value == preset.values[0] and e.against is None]
+    table = [e for e in tables.table_entries(preset, outcomes) if e.value == preset.values[0] and e.against is None]
     assert len(table) == len(some)
     theirs = preset.published[preset.values[0]]
     known = [e for e in table if e.row in theirs[e.column]]
     assert known
     assert all((e.published is not None) == published and (e.difference is not None) == difference for e in known)
-    header = {title for _, header, _ in tables.lines(preset, table, whole=True) for title in header}
+    header = {title for _, header, _ in tables.table_lines(preset, table, whole=True) for title in header}
     assert ("paper" in header, "ours minus paper" in header) == (published, difference)
 
 
@@ -460,16 +474,16 @@ def test_rows_are_paired_with_the_row_without_images():
     rounds = {"SCAFFOLD": [5, 8, 11], "SCAFFOLD + Fedssyn": [3, 3, 3], "FedAvg": [9, 9, None]}
     outcomes = [
         (cell.of_seed(seed), {"summary": {"rounds_to_target": found, "target": 0.8}, "curve": {}})
-        for cell in cells(preset, "cpu", 0, {})
+        for cell in preset_cells(preset, "cpu", 0, {})
         for seed, found in enumerate(rounds.get(cell.row, ()))
         if cell.column == "N=10, C=1, α=0.01"
     ]
-    table = [e for e in tables.entries(preset, outcomes) if e.value == "rounds_to_target"]
+    table = [e for e in tables.table_entries(preset, outcomes) if e.value == "rounds_to_target"]
     (pair,) = [e for e in table if e.against is not None]
     low, high = -5 - 4.302652729696142 * 3 / 3**0.5, -5 + 4.302652729696142 * 3 / 3**0.5  # Student's t, two degrees
     assert (pair.row, pair.against, pair.mean, pair.std) == ("SCAFFOLD + Fedssyn", "SCAFFOLD", -5, 3)
     assert pair.interval == pytest.approx((low, high))
-    *_, (title, _, body) = tables.lines(preset, table)
+    *_, (title, _, body) = tables.table_lines(preset, table)
     assert title.endswith("differences")
     assert body == [["SCAFFOLD + Fedssyn − SCAFFOLD", "0, 1, 2", "-5.0 ± 3.0", "-12.5 to +2.5"]]
 
@@ -495,9 +509,9 @@ def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):
 
 def test_a_damaged_outcome_is_said_to_be_damaged(tmp_path):
     config = experiment({})
-    (tmp_path / f"{key_of(config)}.json").write_text("{")
+    (tmp_path / f"{experiment_hash(config)}.json").write_text("{")
     with pytest.raises(Exception, match="remove it"):
-        kept(tmp_path, config)
+        stored_outcome(tmp_path, config)
 
 
 def test_a_preset_of_another_shape_is_refused(monkeypatch):
@@ -519,7 +533,7 @@ def test_tables_can_be_drawn(tmp_path, name, rows, size):
 
     made = make(tmp_path, name, rows, None, {"engine": "inline"})
     found = list(made.carry_out([0]))
-    entries = tables.entries(made.preset, found)
+    entries = tables.table_entries(made.preset, found)
     assert len({e.value for e in entries}) == size
     path = tmp_path / "figure.png"
     if made.preset.curves:
@@ -538,7 +552,7 @@ def test_curves_over_traffic_end_where_the_table_says(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     figures.draw_curves(made.preset, found, tmp_path / "figure.png")
     (axis,) = drawn[0].axes
-    sent = {e.row: e.mean for e in tables.entries(made.preset, found) if e.value == "bytes_per_client"}
+    sent = {e.row: e.mean for e in tables.table_entries(made.preset, found) if e.value == "bytes_per_client"}
     assert {line.get_label(): line.get_xdata()[-1] for line in axis.lines} == pytest.approx(sent)
     assert sent["FedALS"] < sent["FedAvg"]
 
@@ -557,7 +571,9 @@ def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypat
     summary = {name: values[-1] for name, values in curve.items()}
     drawn = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
-    cells = [(Cell(row, "CIFAR-10", experiment({})), {"summary": summary, "curve": curve}) for row in ("iid", "D 1")]
+    cells = [
+        (PresetCell(row, "CIFAR-10", experiment({})), {"summary": summary, "curve": curve}) for row in ("iid", "D 1")
+    ]
     figures.draw_curves(preset, cells, tmp_path / "figure.png")
     assert [axis.get_title().partition(": ")[2][:6] for axis in drawn[0].axes] == ["length", "cosine"]
     for axis in drawn[0].axes:
@@ -576,7 +592,7 @@ def test_a_row_that_lacks_a_value_keeps_the_colours_of_the_others_and_its_place_
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     figures.draw_curves(
         preset,
-        [(Cell(row, "α=0.1", experiment({})), {"summary": {}, "curve": curve}) for row, curve in curves.items()],
+        [(PresetCell(row, "α=0.1", experiment({})), {"summary": {}, "curve": curve}) for row, curve in curves.items()],
         tmp_path / "figure.png",
     )
     panels = [{line.get_label(): line for line in axis.lines} for axis in drawn[0].axes]

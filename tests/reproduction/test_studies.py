@@ -10,9 +10,9 @@ from support.tolerance import FEW, TRAINING, assert_close, near, tolerance
 
 from unskew.errors import ConfigError, DataError
 from unskew.reproduction import study as studies
-from unskew.reproduction.preset import SCALES, names
+from unskew.reproduction.preset import SCALES, preset_names
 from unskew.reproduction.studies import logistic, quadratic
-from unskew.reproduction.studies.quadratic_figure import QuadraticStudy, floor_of
+from unskew.reproduction.studies.quadratic_figure import QuadraticStudy, error_floor
 from unskew.reproduction.study import StudyRuns, load_study, make_study, study_names
 
 
@@ -78,7 +78,7 @@ def test_the_scales_of_the_papers_problem():
 def test_drift_stops_fedavg_at_the_floor():
     problem = quadratic.make_problem([0.0, 0.3], 10.0, 0.0, seed=0)
     errors = quadratic.fedavg(problem, torch.tensor([2e-5]), 600, seed=0)
-    floor = floor_of(problem, 2e-5)
+    floor = error_floor(problem, 2e-5)
     assert float(errors[-1, 0, 0] / floor[0]) == pytest.approx(1, rel=0.1)
     assert float(errors[-50:, 1, 0].mean() / floor[1]) == pytest.approx(1, rel=0.4)
 
@@ -94,11 +94,13 @@ def test_rounds_are_those_of_the_best_step_size():
 def test_fits_find_the_coefficients():
     accuracies = np.logspace(-6, -4.3, 20)
     rounds = np.stack([3e-3 / np.sqrt(accuracies) + 2, 1e-3 / np.sqrt(accuracies) + 1])
-    assert quadratic.fit(accuracies, rounds[0]) == (pytest.approx(3e-3), pytest.approx(2))
-    assert quadratic.chained_fit(accuracies, rounds) == pytest.approx([3e-3, 1e-3], rel=1e-6)
-    assert quadratic.chained_fit(accuracies, rounds[::-1])[1] <= 1e-3 * (1 + 1e-6)  # never above the share before
-    assert np.isnan(quadratic.fit(accuracies, np.full(20, np.nan))[0])
-    assert quadratic.theory(np.array([0.0, 1.0]), 100, 38.5).tolist() == [1, 0]
+    assert quadratic.fit_rounds(accuracies, rounds[0]) == (pytest.approx(3e-3), pytest.approx(2))
+    assert quadratic.fit_rounds_chained(accuracies, rounds) == pytest.approx([3e-3, 1e-3], rel=1e-6)
+    assert quadratic.fit_rounds_chained(accuracies, rounds[::-1])[1] <= 1e-3 * (
+        1 + 1e-6
+    )  # never above the share before
+    assert np.isnan(quadratic.fit_rounds(accuracies, np.full(20, np.nan))[0])
+    assert quadratic.predicted_ratio(np.array([0.0, 1.0]), 100, 38.5).tolist() == [1, 0]
 
 
 # ---- logistic regression ------------------------------------------------------------------------------------------------
@@ -112,8 +114,8 @@ def data(n=60, classes=3, d=4):
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_logistic_rounds_are_the_loop_over_workers(noise):
-    x, y = logistic.split(*data(), classes=3, each=6, how="class", seed=2)
-    pairs = [logistic.shuffled(x, y, p, 2) for p in (0.0, 0.5)]
+    x, y = logistic.worker_data(*data(), classes=3, each=6, how="class", seed=2)
+    pairs = [logistic.shuffle_shares(x, y, p, 2) for p in (0.0, 0.5)]
     test = data(30)
     steps = torch.tensor([0.1, 1.0])
     stacked = torch.stack([a for a, _ in pairs]).double(), torch.stack([b for _, b in pairs])
@@ -144,14 +146,14 @@ def test_logistic_rounds_are_the_loop_over_workers(noise):
 def test_splits_and_shuffles_keep_every_sample():
     x, y = data()
     for how in ("class", "iid"):
-        a, b = logistic.split(x, y, 3, 6, how, seed=0)
+        a, b = logistic.worker_data(x, y, 3, 6, how, seed=0)
         assert [len(set(row)) for row in b.tolist()] == [1, 1, 1] if how == "class" else len(set(b[0].tolist())) > 1
-        mixed, labels = logistic.shuffled(a, b, 0.5, 3)
+        mixed, labels = logistic.shuffle_shares(a, b, 0.5, 3)
         key = lambda x, y: sorted(map(tuple, torch.cat([x.reshape(-1, 4), y.reshape(-1, 1)], 1).tolist()))  # noqa: E731
         assert key(a, b) == key(mixed, labels)
         assert (labels != b.sort(1).values).sum() > 0 if how == "class" else True
     with pytest.raises(DataError, match="needs 21 of each class"):
-        logistic.split(x, y, 3, 21, "iid", 0)
+        logistic.worker_data(x, y, 3, 21, "iid", 0)
 
 
 def test_with_one_full_step_a_round_the_split_does_not_matter():
@@ -159,7 +161,7 @@ def test_with_one_full_step_a_round_the_split_does_not_matter():
     test = data(30)
     losses = []
     for p in (0.0, 0.5):
-        a, b = logistic.shuffled(*logistic.split(*data(), 3, 20, "class", 0), p, 0)
+        a, b = logistic.shuffle_shares(*logistic.worker_data(*data(), 3, 20, "class", 0), p, 0)
         losses.append(logistic.train(a[None], b[None], test, torch.tensor([0.5]), 1, 5, 0.0, 0))
     assert_close(*(loss.float() for loss in losses), FEW)  # trained in float32
 
@@ -175,7 +177,7 @@ def test_every_study_is_valid_at_every_scale(name, scale, tmp_path):
     runs = StudyRuns(load_study(name), scale, tmp_path)
     assert runs.parts()
     assert runs.seeds >= 1
-    assert name not in names()
+    assert name not in preset_names()
 
 
 @pytest.mark.slow

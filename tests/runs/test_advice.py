@@ -15,11 +15,11 @@ from support.running import call
 import unskew
 from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_rules import RULES
-from unskew.diagnosis.features import Limits
-from unskew.diagnosis.successive_halving import try_out
+from unskew.diagnosis.features import AdviceLimits
+from unskew.diagnosis.successive_halving import validate_advice
 from unskew.errors import ConfigError, DataError
 from unskew.measurements.feature_skew import feature_skew
-from unskew.measurements.label_skew import label_chance
+from unskew.measurements.label_skew import label_distance_by_chance
 from unskew.methods.registry import method
 
 SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "local_steps": 10, "batch_size": 8}
@@ -104,8 +104,8 @@ def test_limits_leave_out_what_does_not_fit(report):
 
 
 def test_limits_are_read_and_refused(report):
-    assert Limits.read("100MB").traffic == 1e8
-    assert Limits.read("1.5 GB", privacy="epsilon=5") == Limits(traffic=1.5e9, epsilon=5.0)
+    assert AdviceLimits.read("100MB").traffic == 1e8
+    assert AdviceLimits.read("1.5 GB", privacy="epsilon=5") == AdviceLimits(traffic=1.5e9, epsilon=5.0)
     for wrong in (
         {"traffic": "many"},
         {"traffic": "-1MB"},
@@ -114,7 +114,7 @@ def test_limits_are_read_and_refused(report):
         {"server_data": 0},
     ):
         with pytest.raises(ConfigError, match=r"is no|not valid"):
-            Limits.read(**wrong)
+            AdviceLimits.read(**wrong)
     with pytest.raises(DataError, match="must keep some"):
         report.advice(server_data=360)
 
@@ -144,7 +144,7 @@ def test_feature_skew_is_the_share_between_clients():
     assert feature_skew(lambda k: (pairs[k][0].long(), pairs[k][1]), [0, 1]) is None
     drawn = [draws.multinomial(50, np.full(5, 0.2)) / 50 for _ in range(400)]
     measured = np.mean([0.5 * np.abs(q - 0.2).sum() for q in drawn])
-    assert label_chance(np.full(5, 0.2), [50]) == pytest.approx(measured, rel=0.05)
+    assert label_distance_by_chance(np.full(5, 0.2), [50]) == pytest.approx(measured, rel=0.05)
 
 
 def test_trying_says_what_held_and_ends_in_time():
@@ -152,7 +152,7 @@ def test_trying_says_what_held_and_ends_in_time():
     advice = unskew.diagnose(
         fed, model="logistic", curvature=False, rounds=4, local_steps=3, lr=0.1, engine="inline"
     ).advice()
-    trial = try_out(advice, 5)
+    trial = validate_advice(advice, 5)
     assert [t.method for t in trial.tried] == [s.method for s in advice.suggestions]
     assert trial.rungs[-1][1] == 4
     assert [n for n, _ in trial.rungs] == sorted((n for n, _ in trial.rungs), reverse=True)
@@ -163,10 +163,10 @@ def test_trying_says_what_held_and_ends_in_time():
     assert best.accuracy == again.summary["accuracy"]
     assert {t.held for t in trial.tried} <= {True, False, None}
     assert all(t.held == (t.accuracy > t.baseline) for t in trial.tried if t.held is not None)
-    short = try_out(advice, 1e-9)
+    short = validate_advice(advice, 1e-9)
     assert "time was up" in str(short)
     with pytest.raises(ConfigError, match="minutes above 0"):
-        try_out(advice, 0)
+        validate_advice(advice, 0)
 
 
 @pytest.mark.parametrize("objective", ["loss", "worst_client"])
@@ -180,7 +180,7 @@ def test_trying_ranks_by_the_objective(objective):
         "objective": objective,
     }
     fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, keep_samples=300)
-    trial = try_out(unskew.diagnose(fed, curvature=False, **options).advice(), 5)
+    trial = validate_advice(unskew.diagnose(fed, curvature=False, **options).advice(), 5)
     assert trial.figure == objective
     ranked = next(t for t in trial.tried if t.rounds == 2)
     summary = unskew.run(fed, method=ranked.method, **options).summary

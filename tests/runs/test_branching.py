@@ -8,7 +8,7 @@ from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.methods.registry import CATALOGUE
+from unskew.methods.registry import METHODS
 
 SIZES = [12, 17, 9]
 
@@ -20,7 +20,7 @@ def train(out=None, method="fedavg", rounds=4, **options):
     return unskew.run(blobs(SIZES), model=SmallBatchNorm(), method=method, rounds=rounds, out=out, **given)
 
 
-EVERY = [name for name in CATALOGUE if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn")]
+EVERY = [name for name in METHODS if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn")]
 
 
 ALL = [*EVERY, "fedals:alpha=3", "fedcog:start_round=1,n=6,g_steps=3+fedavgm:beta=0.9"]

@@ -17,10 +17,10 @@ from unskew.cli.tables import partition_table, summary_table
 from unskew.data.federation import ClientData, Federation
 from unskew.data.partition.partitioner import make_partition
 from unskew.errors import DataError
-from unskew.plots.curves import clients_by_class
-from unskew.plots.figure import literal
+from unskew.plots.curves import plot_clients_by_class
+from unskew.plots.figure import literal_text
 from unskew.runs import summary
-from unskew.simulation.run_warnings import left_out
+from unskew.simulation.run_warnings import nonfinite_update_warning
 
 NAMES = ("North [x]", "St. Mary's", "$5", "East")
 draws = np.random.default_rng(0)
@@ -98,14 +98,14 @@ def test_names_are_shown(tmp_path):
     text = shown(partition_table(fed.class_counts(), ["x", "y", "z"], client_names=fed.client_names))
     assert all(name in text for name in NAMES)
     server = SimpleNamespace(overflowed=False, left_out=[0, 2], skipped=2)
-    assert "the updates of clients North [x], $5 are not finite" in left_out(server, 3, NAMES)
-    assert "the updates of clients 0, 2 are not finite" in left_out(server, 3)
+    assert "the updates of clients North [x], $5 are not finite" in nonfinite_update_warning(server, 3, NAMES)
+    assert "the updates of clients 0, 2 are not finite" in nonfinite_update_warning(server, 3)
     summary = train(fed).summary
     changed = {"client_accuracy_worst": 0.0, "client_accuracy_worst_name": NAMES[0]}
     assert "worst client 0.0% (North [x])" in shown(summary_table(summary | changed))
-    path = clients_by_class(fed.class_counts(), ["x", "$y$", "z"], tmp_path / "a.svg", "$", client_names=NAMES)
+    path = plot_clients_by_class(fed.class_counts(), ["x", "$y$", "z"], tmp_path / "a.svg", "$", client_names=NAMES)
     assert "</svg>" in path.read_text()
-    assert literal("St. Mary's at the Lake", 9) == "St. Mary…"
+    assert literal_text("St. Mary's at the Lake", 9) == "St. Mary…"
 
 
 def test_the_hospitals_of_a_table_have_their_names_everywhere(tmp_path, capsys, monkeypatch):

@@ -26,7 +26,7 @@ def runs(*names, count=1, rounds=100):
 
 
 def test_generation_counts_in_the_rounds_that_have_it(fed, monkeypatch):
-    monkeypatch.setattr(cost, "measured", lambda session, rounds, client, steps: (7.0, 0.0, 0.0))
+    monkeypatch.setattr(cost, "measured_seconds", lambda session, rounds, client, steps: (7.0, 0.0, 0.0))
     found = cost.estimate(runs("fedavg", "fedcog:start_round=90", count=2), fed, "logistic", worth=0)
     late, always = found.seconds["fedcog:start_round=90"], found.seconds["fedavg"]
     assert 210 <= late < 240, "3 clients, 10 rounds"

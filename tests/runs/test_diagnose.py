@@ -20,19 +20,21 @@ from torch import nn
 
 import unskew
 from unskew.data.federation import ArrayClients, Federation
-from unskew.diagnosis.synthetic import POOL, checked
+from unskew.diagnosis.synthetic import POOL, validate_images
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.measurements import fedssyn_bounds
 from unskew.measurements.gradient_dissimilarity import Gradients
-from unskew.measurements.gradient_probe import Probe, largest
-from unskew.measurements.heterogeneity import Scope, measure
-from unskew.measurements.label_skew import label_figures
-from unskew.measurements.update_norms import Updates
+from unskew.measurements.gradient_probe import GradientProbe, largest_eigenvalues
+from unskew.measurements.heterogeneity import MeasurementScope, measure
+from unskew.measurements.label_skew import label_skew_metrics
+from unskew.measurements.update_norms import UpdateNorms
 from unskew.models.spec import ModelSpec
 from unskew.tasks.registry import TASKS
 
 SIZES = (3, 7, 5, 4)
-ALL = Scope(clients=None, samples=None, shares=(0.0, 0.3, 0.5, 1.0), iterations=500, tolerance=1e-12, tau=4, batch=2)
+ALL = MeasurementScope(
+    clients=None, samples=None, shares=(0.0, 0.3, 0.5, 1.0), iterations=500, tolerance=1e-12, tau=4, batch=2
+)
 
 
 def quadratics(A, b):
@@ -64,7 +66,7 @@ def test_all_quantities_of_least_squares_are_the_closed_forms(shared):
     fed, spec = quadratics(A, b)
     v = np.array([0.3, -1.0, 2.0])
     pairs = [(torch.tensor(a), torch.tensor(y)) for a, y in zip(made_A, made_b, strict=True)]
-    probe = Probe(spec, HalfSquares(), fed, torch.tensor(v), spec.flatten_buffers())
+    probe = GradientProbe(spec, HalfSquares(), fed, torch.tensor(v), spec.flatten_buffers())
     found = measure(probe, fed, ALL, (lambda k: pairs[0]) if shared else pairs.__getitem__)
     (g, noise, H), (gs, noise_s, Hs) = oracle(A, b, v), oracle(made_A, made_b, v)
     zeta2 = np.square(g - g.mean(0)).sum(1).mean()
@@ -116,7 +118,7 @@ def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
     A, b = problem(SIZES)
     fed, spec = quadratics(A, b)
     v, mu = np.array([0.3, -1.0, 2.0]), 0.2
-    probe = Probe(spec, HalfSquares(), fed, torch.tensor(v), spec.flatten_buffers())
+    probe = GradientProbe(spec, HalfSquares(), fed, torch.tensor(v), spec.flatten_buffers())
     pair = fed.clients[0].x, fed.clients[0].y
     found = measure(probe, fed, replace(ALL, mu=mu, shares=(0.0, 0.5)), lambda k: pair)
     g, noise, H = oracle(A, b, v)
@@ -154,7 +156,7 @@ def test_the_loss_of_a_run_is_the_one_that_is_measured(tmp_path):
 def test_identical_clients_have_no_dissimilarity_and_identical_samples_no_noise():
     a, y = np.array([[1.0, 2.0, 3.0]] * 5), np.array([0.5] * 5)
     fed, spec = quadratics([a, a], [y, y])
-    figures = measure(Probe(spec, HalfSquares(), fed, torch.ones(3).double(), torch.zeros(0)), fed, ALL).figures
+    figures = measure(GradientProbe(spec, HalfSquares(), fed, torch.ones(3).double(), torch.zeros(0)), fed, ALL).figures
     assert figures["zeta2"] == figures["sigma2_mean"] == figures["sigma2_max"] == 0
     assert figures["L_max"] == near(14)
 
@@ -162,7 +164,7 @@ def test_identical_clients_have_no_dissimilarity_and_identical_samples_no_noise(
 def test_power_iteration_is_exact_on_the_eigenspace_and_never_above():
     H = torch.diag(torch.tensor([2.0, -5.0, 1.0], dtype=torch.float64))
     start = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
-    one, two = (largest(lambda u: u @ H, start, n, 0.0) for n in (1, 400))
+    one, two = (largest_eigenvalues(lambda u: u @ H, start, n, 0.0) for n in (1, 400))
     assert one[1] == two[1] == 5
     assert math.sqrt(30 / 3) == pytest.approx(float(one[0]))  # ||H u|| of the first direction
     assert float(two[0]) == near(5)
@@ -171,7 +173,9 @@ def test_power_iteration_is_exact_on_the_eigenspace_and_never_above():
 def test_the_power_iteration_converges_where_eigenvalues_are_close():
     """At the tolerance of ``diagnose``, with many products allowed."""
     H = torch.diag(torch.tensor([1.0, 0.99, 0.985, 0.5, 0.1], dtype=torch.float64))
-    (found,) = largest(lambda u: u @ H, torch.ones(1, 5, dtype=torch.float64), 300, Scope().tolerance)
+    (found,) = largest_eigenvalues(
+        lambda u: u @ H, torch.ones(1, 5, dtype=torch.float64), 300, MeasurementScope().tolerance
+    )
     assert 1 - 1e-4 < float(found) <= 1
 
 
@@ -179,11 +183,11 @@ def test_given_arrays_keep_their_precision():
     A, b = problem(SIZES)
     fed, _ = quadratics(A, b)
     x = np.full((2, 3), 0.1)
-    kept, _ = checked((x, np.array([0, 0])), fed, "the set")
+    kept, _ = validate_images((x, np.array([0, 0])), fed, "the set")
     assert kept.dtype == torch.float64
     assert np.array_equal(kept.numpy(), x)
     single = replace(fed, test=(fed.test[0].float(), fed.test[1]))
-    assert np.array_equal(checked((x, np.array([0, 0])), single, "the set")[0].numpy(), x)
+    assert np.array_equal(validate_images((x, np.array([0, 0])), single, "the set")[0].numpy(), x)
 
 
 @pytest.mark.slow
@@ -193,7 +197,7 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
     spec = ModelSpec(net, (1, 2, 2), 3, dtype=torch.float64)
     v = spec.flatten()
-    probe = Probe(spec, TASKS["classification"], fed, v, spec.flatten_buffers())
+    probe = GradientProbe(spec, TASKS["classification"], fed, v, spec.flatten_buffers())
     found = measure(probe, fed, ALL).figures
     x, y = fed.clients[0].x.double(), fed.clients[0].y
 
@@ -206,7 +210,8 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
     single = torch.stack([torch.func.grad(loss)(v, x[i : i + 1], y[i : i + 1]) for i in range(len(y))])
     scatter = (single - single.mean(0)).square().sum(1).mean()
     assert (
-        measure(probe, fed, Scope(clients=None, curvature=False)).figures["sigma2_max"] >= float(scatter) - tolerance()
+        measure(probe, fed, MeasurementScope(clients=None, curvature=False)).figures["sigma2_max"]
+        >= float(scatter) - tolerance()
     )
     torch.testing.assert_close(probe.moments(x, y).mean, single.mean(0))
     assert probe.moments(x, y).variance == near(float(scatter))
@@ -228,7 +233,7 @@ def test_label_figures():
     fed = Federation.from_arrays(
         [(x, [0, 0, 0, 0]), (x, [1, 1, 1, 1]), (x[:2], [0, 1])], test=(x, [0, 1, 0, 1]), holdout=0.0
     )
-    found = label_figures(fed, [0, 1, 2])
+    found = label_skew_metrics(fed, [0, 1, 2])
     assert found["label_distance_max"] == pytest.approx(0.5)
     assert found["label_distance_mean"] == pytest.approx((0.5 + 0.5 + 0) / 3)
     assert found["label_entropy_gap"] == pytest.approx(2 * math.log(2) / 3)
@@ -472,7 +477,7 @@ def test_a_run_on_arrays_needs_them_again(tmp_path):
 
 
 def test_updates_are_measured_by_their_lengths_and_the_angles_between_them():
-    diagnosis = Updates(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False))
+    diagnosis = UpdateNorms(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False))
     for delta in ([3.0, 4.0], [-8.0, 6.0], [-6.0, -8.0], [0.0, 0.0]):
         diagnosis.updates.append(SimpleNamespace(delta=torch.tensor(delta)))
     found = diagnosis.figures()

@@ -13,7 +13,7 @@ import unskew
 from unskew.cli.comparison_tables import metrics_table
 from unskew.errors import ConfigError
 from unskew.tasks.classification import Classification
-from unskew.tasks.metrics import METRICS, metric_figures
+from unskew.tasks.metrics import METRICS, compute_metric_values
 from unskew.tasks.registry import TASKS
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
@@ -54,7 +54,7 @@ def test_figures_of_two_classes_are_scikit_learns(fed):
 def test_figures_of_more_classes_are_means_of_each_against_all_others():
     draws = np.random.default_rng(1)
     p, y = draws.dirichlet(np.ones(4), 60), draws.integers(0, 4, 60)
-    found = metric_figures(["auroc", "auprc", "f1", "balanced_accuracy"], p, y, "abcd")
+    found = compute_metric_values(["auroc", "auprc", "f1", "balanced_accuracy"], p, y, "abcd")
     each = np.eye(4)[y]
     assert found == near({
         "auroc": metrics.roc_auc_score(y, p, multi_class="ovr"),
@@ -62,7 +62,7 @@ def test_figures_of_more_classes_are_means_of_each_against_all_others():
         "f1": metrics.f1_score(y, p.argmax(1), average="macro"),
         "balanced_accuracy": metrics.balanced_accuracy_score(y, p.argmax(1)),
     })  # fmt: skip
-    absent = metric_figures(["auroc", "recall"], p, np.minimum(y, 2), "abcd")
+    absent = compute_metric_values(["auroc", "recall"], p, np.minimum(y, 2), "abcd")
     assert np.isnan(absent["auroc"])
     assert np.isnan(absent["recall/d"])
 

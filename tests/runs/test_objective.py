@@ -16,9 +16,9 @@ import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.comparison.cost_to_target import target_costs
 from unskew.errors import CheckpointError, ConfigError
-from unskew.records.recorder import reaching
+from unskew.records.recorder import first_reaching
 from unskew.runs.prediction_curves import classifier_curves
-from unskew.tasks.primary_metric import KNOWN_METRICS, metric
+from unskew.tasks.primary_metric import KNOWN_METRICS, metric_info
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model": "logistic", "rounds": 6, "local_steps": 4, "lr": 2.0, "batch_size": 8, "engine": "inline"}
@@ -106,7 +106,7 @@ def test_it_decides_the_best_round_early_stopping_and_the_target(fed, name):
     assert len(held) == 12 or len(held) - 1 - best == 2
     goal = values[2]
     first = next(i for i, value in enumerate(values) if (value <= goal if lower else value >= goal))
-    assert reaching(result.history, goal, metric(name, {"cost": "lower"}))["round"] == first + 1
+    assert first_reaching(result.history, goal, metric_info(name, {"cost": "lower"}))["round"] == first + 1
 
 
 def test_held_out_values_are_of_all_held_out_samples_together(fed):
@@ -248,7 +248,7 @@ def test_a_comparison_ranks_by_it(fed):
     found = unskew.compare(fed, methods=["fedavg", "scaffold"], seeds=2, **options)
     rows = found.rows()
     means = {name: np.mean([s["best_cost"] for s in each]) for name, each in found.summaries.items()}
-    assert found.objective == metric("cost", {"cost": "lower"})
+    assert found.objective == metric_info("cost", {"cost": "lower"})
     assert found.target == pytest.approx(min(means.values()) / 0.9, rel=0.01)
     assert [row["best_cost"] for row in rows] == pytest.approx(list(means.values()))
     assert all(

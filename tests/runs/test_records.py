@@ -15,17 +15,18 @@ from support.tolerance import FEW, assert_close, near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
-from unskew.cli.tables import megabytes, partition_table, percent, summary_table
+from unskew.cli.tables import partition_table, summary_table
+from unskew.tasks.formatting import format_megabytes, format_percent
 from unskew.comparison.compare import Comparison, folder_name, mean_std
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.plots import curves
-from unskew.plots.curves import clients_by_class, convergence, signs
-from unskew.plots.figure import new_figure, over_rounds
-from unskew.records.recorder import MEASURED, Recorder, reaching
+from unskew.plots.curves import plot_clients_by_class, plot_convergence, plot_signs
+from unskew.plots.figure import new_figure, set_round_axis
+from unskew.records.recorder import MEASURED, Recorder, first_reaching
 from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
-from unskew.tasks.primary_metric import metric
+from unskew.tasks.primary_metric import metric_info
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def test_accuracy_per_client_by_hand():
     scores = judge.clients(v, b, most=1000, seed=0)
     np.testing.assert_allclose(scores.accuracies, [3 / 4, 0, 1, 2 / 3])
     assert scores.measured_on == "the clients' held-out data"
-    figures = scores.figures("client", metric("accuracy"))
+    figures = scores.figures("client", metric_info("accuracy"))
     mean = figures["client_accuracy_mean"]
     assert mean == pytest.approx((3 / 4 + 0 + 1 + 2 / 3) / 4), "each client counts once, whatever its size"
     assert figures["client_accuracy_worst"] == 0
@@ -56,13 +57,13 @@ def test_worst_decile_by_hand():
         (list(np.arange(29)[::-1] / 29), (0 + 1 / 29) / 2),
         (list(np.arange(30) / 30), (0 + 1 / 30 + 2 / 30) / 3),
     ):
-        figures = ClientScores(np.array(values), "").figures("client", metric("accuracy"))
+        figures = ClientScores(np.array(values), "").figures("client", metric_info("accuracy"))
         assert figures["client_accuracy_worst_decile"] == pytest.approx(expected)
-        losses = ClientScores(np.zeros(len(values)), "", -np.array(values)).figures("client", metric("loss"))
+        losses = ClientScores(np.zeros(len(values)), "", -np.array(values)).figures("client", metric_info("loss"))
         assert losses["client_loss_worst_decile"] == pytest.approx(-expected), (
             "where lower is better, the highest count"
         )
-    empty = ClientScores(np.zeros(0), "nothing").figures("client", metric("accuracy"))
+    empty = ClientScores(np.zeros(0), "nothing").figures("client", metric_info("accuracy"))
     assert set(empty.values()) == {None}
 
 
@@ -153,8 +154,8 @@ def test_last_and_best_round(tmp_path):
     assert result.history == rows == read_history(tmp_path / "run")
     assert result.summary == summary(tmp_path / "run", without=())
     text = shown(summary_table(result.summary))
-    assert f"{percent(accuracies[7])}%" in text
-    assert f"{percent(best)}%  (round {result.summary['best_round']})" in text
+    assert f"{format_percent(accuracies[7])}%" in text
+    assert f"{format_percent(best)}%  (round {result.summary['best_round']})" in text
 
 
 def test_nobody_is_evaluated():
@@ -259,8 +260,8 @@ def test_best_is_the_first_of_equals():
     for t, accuracy in enumerate([0.1, None, 0.7, 0.3, 0.7], start=1):
         recorder.round(row(t, accuracy))
     assert recorder.best() == (0.7, 3)
-    assert reaching(recorder.history, 0.2) == recorder.history[2]
-    assert reaching(recorder.history, 0.9) is None
+    assert first_reaching(recorder.history, 0.2) == recorder.history[2]
+    assert first_reaching(recorder.history, 0.9) is None
 
 
 MORE = dict.fromkeys(MEASURED, 0)
@@ -352,7 +353,7 @@ def test_comparison_rows_by_hand():
     for words in ("a", "65.0 ± 7.1", "1.5", "1 of 2 seeds", "rounds to 50.0%"):
         assert words in text
     assert mean_std([0.3]) == (0.3, 0.0)
-    assert reaching([row(1, None), row(2, 0.4)], 0.4) == row(2, 0.4)
+    assert first_reaching([row(1, None), row(2, 0.4)], 0.4) == row(2, 0.4)
 
 
 @pytest.mark.parametrize(
@@ -392,10 +393,10 @@ def test_a_methods_spelling_is_never_broken_inside_a_word(width):
 
 
 def test_numbers_as_text():
-    assert [megabytes(x) for x in (0, 4_520, 999_000, 1e6, 123_456_789, 2e9)] == [
+    assert [format_megabytes(x) for x in (0, 4_520, 999_000, 1e6, 123_456_789, 2e9)] == [
         "0", "0.0045", "1", "1.0", "123.5", "2,000",
     ]  # fmt: skip
-    assert percent(None) == "-"
+    assert format_percent(None) == "-"
     assert folder_name("fedprox:mu=0.1+scaffold") == "fedprox-mu=0.1+scaffold"
     assert "/" not in folder_name("../a/b")
 
@@ -414,9 +415,9 @@ def test_figures_of_anything(tmp_path):
         "never evaluated": [[row(1, None, bytes_up=1, bytes_down=1)]],
         "unequal": [[row(t, bytes_up=t, bytes_down=t) for t in (1, 2)], [row(1, bytes_up=1, bytes_down=1)]],
     }
-    assert convergence(histories, tmp_path / "deep" / "a.png").stat().st_size > 1000
-    clients_by_class(np.ones((200, 120), int), [str(c) for c in range(120)], tmp_path / "b.pdf")
-    clients_by_class(np.zeros((1, 1), int), ["only"], tmp_path / "c.png")
+    assert plot_convergence(histories, tmp_path / "deep" / "a.png").stat().st_size > 1000
+    plot_clients_by_class(np.ones((200, 120), int), [str(c) for c in range(120)], tmp_path / "b.pdf")
+    plot_clients_by_class(np.zeros((1, 1), int), ["only"], tmp_path / "c.png")
     assert {path.name for path in tmp_path.iterdir()} == {"deep", "b.pdf", "c.png"}
 
 
@@ -425,14 +426,14 @@ def test_rounds_are_whole_numbers_also_on_an_axis():
     _, ((axis,),) = new_figure(5, 4)
     axis.plot([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
     assert any(tick != int(tick) for tick in axis.get_xticks())
-    over_rounds(axis)
+    set_round_axis(axis)
     assert all(tick == int(tick) for tick in axis.get_xticks())
 
 
 def test_convergence_is_drawn_over_whole_rounds(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(curves, "save_figure", lambda figure, path: drawn.append(figure))
-    convergence({"a": [[row(t, bytes_up=t, bytes_down=t) for t in (1, 2, 3)]]}, tmp_path / "a.png")
+    plot_convergence({"a": [[row(t, bytes_up=t, bytes_down=t) for t in (1, 2, 3)]]}, tmp_path / "a.png")
     left, _ = drawn[0].axes
     assert left.get_xlabel() == "communication round"
     assert all(tick == int(tick) for tick in left.get_xticks())
@@ -440,7 +441,7 @@ def test_convergence_is_drawn_over_whole_rounds(tmp_path, monkeypatch):
 
 def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     _, ((axis,),) = new_figure(4, 3)
-    signs(axis, [1, 3, 5], [2, 4, 1], [1, 0, 5])
+    plot_signs(axis, [1, 3, 5], [2, 4, 1], [1, 0, 5])
     assert all(tick == int(tick) for tick in axis.get_xticks())
     assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
     assert {bar.get_width() for bar in axis.patches} == {2}

@@ -11,7 +11,7 @@ from support.running import TINY, call
 from torch import nn
 
 import unskew
-from unskew.errors import CheckpointError, ConfigError, MethodConflict
+from unskew.errors import CheckpointError, ConfigError, MethodConflictError
 from unskew.methods.references import steps_per_round
 from unskew.protocol.training_config import Training
 
@@ -210,5 +210,5 @@ def test_what_does_not_fit_is_left_out_with_a_sentence():
     assert any(note.startswith("pooled is left out: ") for note in result.notes())
     with pytest.raises(ConfigError, match="Name at least one method; pooled and local are references"):
         unskew.compare(methods=["pooled", "local"])
-    with pytest.raises(MethodConflict, match="pooled is a reference and is not combined"):
+    with pytest.raises(MethodConflictError, match="pooled is a reference and is not combined"):
         unskew.method("pooled+fedprox")

@@ -11,11 +11,11 @@ from support.tolerance import FEW, near
 
 import unskew
 from unskew.errors import ConfigError, DataError
-from unskew.methods.registry import CATALOGUE, rule_class
-from unskew.reporting.run_groups import parts_of
+from unskew.methods.registry import METHODS, rule_class
+from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
-from unskew.reporting.tables import comparison, fairness
-from unskew.tasks.regression import LEAST, Regression, regression_figures, regression_sums
+from unskew.reporting.tables import comparison_table, fairness_table
+from unskew.tasks.regression import LEAST, Regression, regression_metrics, regression_sums
 
 TINY = {"model": "logistic", "rounds": 3, "local_steps": 5, "lr": 0.1, "engine": "inline", "precision": "fp64"}
 
@@ -78,13 +78,13 @@ def test_targets_are_scaled_by_sums_of_what_clients_train_on(fed, raw):
 
 def test_a_model_that_diverges_has_a_score():
     y = torch.tensor([[1.0], [2.0]])
-    assert regression_figures(regression_sums(y * float("nan"), y))["r2"] == LEAST
-    assert regression_figures(regression_sums(torch.ones(2, 1), torch.ones(2, 1)))["r2"] == 1
+    assert regression_metrics(regression_sums(y * float("nan"), y))["r2"] == LEAST
+    assert regression_metrics(regression_sums(torch.ones(2, 1), torch.ones(2, 1)))["r2"] == 1
     assert Regression().correct(torch.tensor([[float("inf")]]), y[:1]).tolist() == [LEAST]
 
 
 def test_methods_for_classes_are_refused_before_the_start(fed):
-    refusing = [name for name in CATALOGUE if "regression" not in rule_class(name).tasks]
+    refusing = [name for name in METHODS if "regression" not in rule_class(name).tasks]
     assert {"fedcog", "fedssyn", "fedgen", "feddf", "fedntd", "fedreg", "vhl", "dense", "feddm"} <= set(refusing)
     for name in refusing:
         with pytest.raises(ConfigError, match=r"'regression', because .*\. It is for"):
@@ -92,7 +92,7 @@ def test_methods_for_classes_are_refused_before_the_start(fed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if "regression" in rule_class(name).tasks])
+@pytest.mark.parametrize("name", [name for name in METHODS if "regression" in rule_class(name).tasks])
 def test_all_others_train(fed, name):
     options = {**TINY, "model": "mlp", "model_options": {"hidden": [8]}}
     start = unskew.run(fed, method=name, **options | {"rounds": 1}).summary["loss"]
@@ -160,11 +160,11 @@ def test_a_comparison_its_tables_and_its_report_show_r2(tmp_path, capsys):
     assert "mae" in said
     assert "R² in % on the clients' own data" in said
     runs, _ = read_runs([tmp_path / "out"])
-    (part,), _ = parts_of(runs)
-    table = comparison(part)
+    (part,), _ = group_runs(runs)
+    table = comparison_table(part)
     assert table.caption.startswith("Test R²")
     assert {"MAE", "RMSE"} <= set(table.columns)
-    assert fairness(part).rows[0][2].value == near(100 * runs[0].summary["client_r2_mean"])
+    assert fairness_table(part).rows[0][2].value == near(100 * runs[0].summary["client_r2_mean"])
     assert json.dumps("test R² (%)")[1:-1] in (tmp_path / "out" / "report.html").read_text()
 
     run = tmp_path / "out" / "fedavg" / "seed-0"

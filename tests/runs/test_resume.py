@@ -21,9 +21,9 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, UnskewError
-from unskew.filesystem import locked
+from unskew.filesystem import folder_lock
 from unskew.runs import run as run_module
-from unskew.simulation.checkpoint import FORMAT, checkpoints
+from unskew.simulation.checkpoint import FORMAT, list_checkpoints
 
 # In one worker: each would start a server of its own for the processes.
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("processes")]
@@ -183,7 +183,7 @@ def test_ctrl_c_finishes_the_round_and_saves(tmp_path, straight, engine):
     assert outcome.out == ""
     assert f"unskew resume {run}" in outcome.err
     assert "Traceback" not in outcome.err
-    assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000003"]
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["0000003"]
     assert len(metrics(run)) == 3
     assert not (run / "summary.json").exists()
     assert not process.alive()
@@ -399,7 +399,7 @@ QUICK_DAMAGE = ["a flipped bit in the model", "a missing file", "a damaged manif
 @pytest.mark.parametrize("damage", slow_but(QUICK_DAMAGE, DAMAGE))
 def test_damaged_checkpoint_is_reported_and_the_one_before_used(stopped, straight, capsys, damage):
     run = stopped
-    newest, before = checkpoints(run / "checkpoints")
+    newest, before = list_checkpoints(run / "checkpoints")
     assert (newest.name, before.name) == ("0000004", "0000003"), "the last two are kept"
     DAMAGE[damage](newest)
     outcome = call(capsys, "resume", run, "--json")
@@ -409,30 +409,30 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_used(stopped, straigh
     assert "0000004 is damaged" in report
     assert "Going on from 0000003 instead" in report
     assert_same_run(straight, run)
-    assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000006", "0000005"]
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["0000006", "0000005"]
 
 
 def test_damaged_checkpoint_does_not_push_out_a_good_one(stopped, capsys):
     run = stopped
-    flip(checkpoints(run / "checkpoints")[0] / "server.safetensors")
+    flip(list_checkpoints(run / "checkpoints")[0] / "server.safetensors")
     assert call(capsys, "resume", run, "--set", "checkpoint_every=100").code == 0
-    assert [path.name for path in checkpoints(run / "checkpoints")] == ["0000006", "0000003"]
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["0000006", "0000003"]
 
 
 def test_checkpoint_of_another_version_is_refused_and_kept(stopped, capsys):
     run = stopped
-    path = checkpoints(run / "checkpoints")[0] / "manifest.json"
+    path = list_checkpoints(run / "checkpoints")[0] / "manifest.json"
     text = json.loads(path.read_text())["manifest"].replace(f'"format": {FORMAT}', '"format": 99')
     path.write_text(json.dumps({"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
     outcome = call(capsys, "resume", run)
     assert outcome.code == 2
     assert "another version" in outcome.err
-    assert len(checkpoints(run / "checkpoints")) == 2
+    assert len(list_checkpoints(run / "checkpoints")) == 2
 
 
 def test_all_checkpoints_damaged(stopped, capsys):
     run = stopped
-    for path in checkpoints(run / "checkpoints"):
+    for path in list_checkpoints(run / "checkpoints"):
         flip(path / "server.safetensors")
     before = sorted(str(p) for p in run.rglob("*"))
     outcome = call(capsys, "resume", run)
@@ -578,7 +578,7 @@ def test_a_lock_removed_by_the_one_before_is_no_lock(tmp_path, monkeypatch):
         return real(handle, how)
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         assert (tmp_path / ".lock").exists()
 
 

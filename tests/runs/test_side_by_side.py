@@ -16,11 +16,11 @@ from support.sweeps import small_table
 import unskew
 from unskew.config.loader import experiment
 from unskew.data.federation import ArrayClients
-from unskew.engines.cpu import cores
-from unskew.engines.mmap_pickle import lay_out, taken_up
+from unskew.engines.cpu import num_cores
+from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.errors import ConfigError, EngineError
-from unskew.runs.parallel import SMALL, places, read_parallel, side_by_side
-from unskew.runs.process_pool import Work
+from unskew.runs.parallel import SMALL, num_parallel_runs, read_parallel, run_jobs
+from unskew.runs.process_pool import Job
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -43,15 +43,15 @@ TINY = (
 def test_what_lies_in_a_file_is_what_was_laid_there(tmp_path):
     images = torch.rand(3, 4, 4, 2).permute(0, 3, 1, 2)
     model, federation = torch.nn.Linear(2, 3), blobs([5, 4])
-    lay_out({"images": images, "model": model, "federation": federation, "none": torch.empty(0)}, tmp_path / "file")
-    found = taken_up(tmp_path / "file")
+    dump_mmap({"images": images, "model": model, "federation": federation, "none": torch.empty(0)}, tmp_path / "file")
+    found = load_mmap(tmp_path / "file")
     assert torch.equal(found["images"], images)
     assert found["images"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(found["model"].weight, model.weight)
     assert torch.equal(found["federation"].clients[1].x, federation.clients[1].x)
     with torch.no_grad():
         found["model"].weight.zero_()  # a copy of this process's own: the file stays
-    assert torch.equal(taken_up(tmp_path / "file")["model"].weight, model.weight)
+    assert torch.equal(load_mmap(tmp_path / "file")["model"].weight, model.weight)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000, "8@local", "0@auto", "2@somewhere"])
@@ -62,10 +62,10 @@ def test_no_number_of_runs(text):
 
 def test_how_many_runs_are_made_at_a_time(monkeypatch):
     monkeypatch.setattr("unskew.engines.cpu._share", 4)
-    assert cores() == 4
+    assert num_cores() == 4
 
     def at_once(parallel, runs=8, size=100, **options):
-        return places(parallel, [experiment({"device": "cpu", **options})] * runs, size)
+        return num_parallel_runs(parallel, [experiment({"device": "cpu", **options})] * runs, size)
 
     assert [at_once("auto"), at_once("auto", 3), at_once("auto", 1), at_once("auto", size=SMALL + 1)] == [4, 3, 1, 1]
     assert [at_once("auto", workers=2), at_once("auto", engine="ray"), at_once(6), at_once(6, 2)] == [1, 1, 6, 2]
@@ -101,17 +101,17 @@ class Listener:
 @pytest.mark.slow
 def test_a_work_is_told_of_here_and_its_error_is_raised_here():
     federation, listener = blobs([5, 4]), Listener()
-    works = [Work(n, echo, (n,), lambda: [listener], (n - 1,) if n > 1 else ()) for n in (1, 2, 3, 4)]
+    works = [Job(n, echo, (n,), lambda: [listener], (n - 1,) if n > 1 else ()) for n in (1, 2, 3, 4)]
     found = []
     with pytest.raises(ConfigError, match="client 3 has bad data"):
-        found.extend(side_by_side(works, 1, federation))
-    assert found == [(1, (1, cores(), True)), (2, (2, cores(), True))]
+        found.extend(run_jobs(works, 1, federation))
+    assert found == [(1, (1, num_cores(), True)), (2, (2, num_cores(), True))]
     assert listener.told == [f"{n} of {federation!r}" for n in (1, 2, 3)]
 
 
 def test_what_has_no_name_elsewhere_cannot_be_sent():
     with pytest.raises(ConfigError, match=r"cannot be sent there: .*lambda.* Define classes and functions at the top"):
-        list(side_by_side([], 1, lambda: None))
+        list(run_jobs([], 1, lambda: None))
 
 
 def die(given, callbacks):
@@ -121,7 +121,7 @@ def die(given, callbacks):
 @pytest.mark.slow
 def test_a_process_that_dies_is_told():
     with pytest.raises(EngineError, match=r"died \(exit code -9, one\)"):
-        list(side_by_side([Work("one", die), Work("two", die, after=("one",))], 2))
+        list(run_jobs([Job("one", die), Job("two", die, after=("one",))], 2))
 
 
 @pytest.mark.slow

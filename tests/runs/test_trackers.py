@@ -11,9 +11,9 @@ from support.running import Process, metrics
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.filesystem import waiting_for
+from unskew.filesystem import file_lock
 from unskew.records import mlflow_store, trackers
-from unskew.records.mlflow_store import put_aside, whole
+from unskew.records.mlflow_store import is_complete_database, move_aside
 
 QUICK = {"data": "digits", "clients": 3, "model": "logistic", "local_steps": 1, "engine": "inline", "rounds": 2}
 
@@ -72,21 +72,21 @@ def test_the_runs_of_a_comparison_share_a_store(tmp_path, fake):
 
 def test_what_is_a_whole_database(tmp_path):
     path = tmp_path / "mlflow.db"
-    assert not whole(path)
+    assert not is_complete_database(path)
     path.touch()
-    assert not whole(path), "empty"
+    assert not is_complete_database(path), "empty"
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE experiments (name TEXT)")
-    assert not whole(path), "tables, but not yet an experiment"
+    assert not is_complete_database(path), "tables, but not yet an experiment"
     with sqlite3.connect(path) as database:
         database.execute("INSERT INTO experiments VALUES ('Default')")
         database.execute("CREATE TABLE more (name TEXT)")
-    assert whole(path)
+    assert is_complete_database(path)
     for size in (path.stat().st_size - 4096, 5000, 50):
         os.truncate(path, size)
-        assert not whole(path), f"cut to {size}"
+        assert not is_complete_database(path), f"cut to {size}"
     (tmp_path / "mlflow.db-journal").write_bytes(b"of the cut one")
-    put_aside(path)
+    move_aside(path)
     assert {found.name for found in tmp_path.iterdir()} == {"mlflow-damaged.db", "mlflow-damaged.db-journal"}
 
 
@@ -94,7 +94,7 @@ def test_threads_wait_for_a_lock_file(tmp_path):
     order = []
 
     def hold(name):
-        with waiting_for(tmp_path / "lock", 10):
+        with file_lock(tmp_path / "lock", 10):
             order.append(f"{name} in")
             time.sleep(0.02)
             order.append(f"{name} out")
@@ -106,15 +106,15 @@ def test_threads_wait_for_a_lock_file(tmp_path):
         one.join()
     assert len(order) == 6
     assert [(x[0], y[0]) for x, y in zip(order[::2], order[1::2], strict=True)] == [(x[0], x[0]) for x in order[::2]]
-    with waiting_for(tmp_path / "lock", 0), pytest.raises(ConfigError, match="Another process"):  # noqa: SIM117
-        with waiting_for(tmp_path / "lock", 0):
+    with file_lock(tmp_path / "lock", 0), pytest.raises(ConfigError, match="Another process"):  # noqa: SIM117
+        with file_lock(tmp_path / "lock", 0):
             pass
     assert not list(tmp_path.iterdir())
 
 
 def test_a_path_that_mlflow_cannot_write_to_is_said_at_once(tmp_path):
     with pytest.raises(ConfigError, match="cannot keep a database"):
-        mlflow_store.opened(tmp_path / "100%")
+        mlflow_store.open_client(tmp_path / "100%")
 
 
 def mlflow_runs(path):

@@ -14,9 +14,9 @@ from support.slow import slow_but
 import unskew
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.registry import MODELS
-from unskew.serving.load import opened
-from unskew.serving.model_card import card
-from unskew.serving.portable_model import TOLERANCE, examples
+from unskew.serving.load import open_run
+from unskew.serving.model_card import model_card_text
+from unskew.serving.portable_model import TOLERANCE, example_inputs
 
 pytest.importorskip("onnxruntime")
 Image = pytest.importorskip("PIL.Image")
@@ -117,7 +117,7 @@ def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind
 def test_the_card_says_what_the_runs_say(tmp_path):
     both = unskew.compare(methods=["fedprox:mu=0.1"], seeds=2, model="logistic", out=tmp_path / "both", **TINY)
     folder = tmp_path / "both" / "fedprox-mu=0.1" / "seed-0"
-    text = card(opened(folder), "onnx", None)
+    text = model_card_text(open_run(folder), "onnx", None)
     front = yaml.safe_load(text.split("---")[1])
     row = both.rows()[0]
     (result,) = front["model-index"][0]["results"]
@@ -261,7 +261,7 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
             own = net(input_ids=ids).logits.softmax(-1).numpy()
         assert np.allclose(own, loaded.predict_proba(ids), atol=TOLERANCE)
         exported = unskew.export(tmp_path / "run", "torchscript")
-        x = examples(opened(tmp_path / "run"), 3)
+        x = example_inputs(open_run(tmp_path / "run"), 3)
         assert np.allclose(ask("torchscript", exported.file, x), loaded.predict_proba(x), atol=TOLERANCE, rtol=0)
     else:
         with pytest.raises(ConfigError, match="unskew export"):

@@ -10,9 +10,9 @@ import torch
 from support.running import call
 
 import unskew
-from unskew.cli.predict import as_text
+from unskew.cli.predict import format_value
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.progress import told
+from unskew.progress import report_progress_to
 
 TINY = {"rounds": 2, "local_steps": 5, "engine": "inline"}
 Image = pytest.importorskip("PIL.Image")
@@ -64,7 +64,7 @@ def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digi
     for number, image in enumerate(x):
         Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
     said = []
-    with told(lambda *what: said.append(what), after=0):
+    with report_progress_to(lambda *what: said.append(what), after=0):
         loaded.predict_file(tmp_path)
     assert said == [("images read", 0, 3), ("predicted", 0, 3)]
     found = call(capsys, "predict", str(digits.folder), str(tmp_path), "--json").json()
@@ -349,5 +349,5 @@ def test_names_of_classes_are_neither_commands_of_a_terminal_nor_formulas(patien
     with (tmp_path / "p.csv").open(newline="") as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert "'=cmd|'/C calc'!A1" in cells
-    assert as_text([{"label": "-1", "row": "@x"}], ".csv") == "label,row\n-1,'@x\n"
+    assert format_value([{"label": "-1", "row": "@x"}], ".csv") == "label,row\n-1,'@x\n"
     assert not any(cell.startswith(("=", "@", "+")) for cell in cells)

@@ -23,7 +23,7 @@ from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
-from unskew.simulation.update_buffer import Intake, empty
+from unskew.simulation.update_buffer import UpdateBuffer, empty_updates
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -295,9 +295,9 @@ def test_fedbuff_moves_when_its_buffer_is_full():
     """Deltas 1, 2, 3 ... one after the other, against a loop over them."""
     method = unskew.method("fedbuff:buffer_size=3,eta=0.5")
     rule, state = method.server, {"v": torch.zeros(2, dtype=torch.float64)}
-    expected, buffer, number, waiting = np.zeros(2), [], 0, empty(method, method.server)
+    expected, buffer, number, waiting = np.zeros(2), [], 0, empty_updates(method, method.server)
     for arrivals in (2, 5, 1, 4, 0, 7):
-        intake = Intake(method, rule, nullcontext, waiting)
+        intake = UpdateBuffer(method, rule, nullcontext, waiting)
         for _ in range(arrivals):
             number += 1
             delta = np.array([number, number**2], float)

@@ -16,7 +16,7 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, UnskewError
-from unskew.simulation.checkpoint import checkpoints, read_manifest
+from unskew.simulation.checkpoint import list_checkpoints, read_manifest
 
 SIZES = [9, 12, 7, 8]
 OPTIONS = {"model": "logistic", "local_steps": 1, "engine": "inline", "seed": 1}
@@ -38,7 +38,7 @@ def run(finished, tmp_path):
 
 
 def last(run):
-    return checkpoints(run / "checkpoints")[0]
+    return list_checkpoints(run / "checkpoints")[0]
 
 
 def sign(run, manifest):
@@ -288,12 +288,12 @@ def test_a_figure_that_cannot_be_written_is_said_before_anything_is_measured(tmp
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_what_was_measured_is_shown_even_if_the_figure_fails(tmp_path, capsys, monkeypatch, more):
-    from unskew.diagnosis.report import Report
+    from unskew.diagnosis.report import DiagnosisReport
 
     def full(*_):
         raise CheckpointError("The disk is full.")
 
-    monkeypatch.setattr(Report, "plot", full)
+    monkeypatch.setattr(DiagnosisReport, "plot", full)
     outcome = call(capsys, *ARGS, *more, "--out", tmp_path / "new" / "a.png")
     assert outcome.code == 2
     assert "The disk is full" in outcome.err

@@ -16,12 +16,12 @@ import unskew
 from unskew.cli.comparison_tables import clients_table, comparison_table
 from unskew.cli.tables import summary_table
 from unskew.comparison.compare import Comparison
-from unskew.engines.batches import Plan
-from unskew.errors import MethodConflict
+from unskew.engines.batches import BatchPlan
+from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 from unskew.protocol.training_config import Training
 from unskew.simulation import personal_models
-from unskew.tasks.primary_metric import metric
+from unskew.tasks.primary_metric import metric_info
 
 LR, STEPS, MOMENTUM, DECAY = 0.05, 5, 0.9, 0.1
 COG = "fedcog:start_round=1,n=6,g_steps=2"
@@ -71,7 +71,7 @@ def test_the_last_training_equals_a_loop_in_numpy(chosen, engine):
     x = run.rounds(3)[-1]
     state = {k: dict(run.server.store.get(k)) for k in range(4)}
     clients = [3, 0, 2, 1]
-    found = list(personal_models.tuned(run.server, run.engine, 3, 3, clients))
+    found = list(personal_models.fine_tuned_models(run.server, run.engine, 3, 3, clients))
     for k, (v, _) in zip(clients, found, strict=True):
         y, m = x.copy(), np.zeros(3)
         correction = np.zeros(3)
@@ -102,7 +102,7 @@ def test_personal_accuracy_equals_a_plain_torch_loop(buffers):
         if buffers == "reset":
             module.norm.reset_running_stats()
         optimizer = torch.optim.SGD(module.train().parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
-        for index in Plan(training, client.examples, 4, 3, k).batches:
+        for index in BatchPlan(training, client.examples, 4, 3, k).batches:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(module(client.x[index].double()), client.y[index]).backward()
             optimizer.step()
@@ -148,13 +148,13 @@ def test_every_engine_gives_the_same_personal_figures(chosen, engine):
 
 def test_only_clients_that_are_evaluated_train(monkeypatch):
     seen = []
-    tuned = personal_models.tuned
+    tuned = personal_models.fine_tuned_models
 
     def watched(*args):
         seen.append(args[-1])
         return tuned(*args)
 
-    monkeypatch.setattr(personal_models, "tuned", watched)
+    monkeypatch.setattr(personal_models, "fine_tuned_models", watched)
     train("fedavg+ft", eval_clients=5)
     some = train("fedavg+ft", eval_clients=2)
     none = train("fedavg+ft", eval_clients=0)
@@ -170,7 +170,7 @@ def test_a_client_whose_last_training_fails_is_served_by_the_global_model():
     run = Quadratics(A, b, "ft")
     x = run.rounds(1)[-1]
     run.engine.trainer.setup.federation.clients.x[3:10] = torch.nan
-    found = [v.numpy() for v, _ in personal_models.tuned(run.server, run.engine, 1, 4, range(4))]
+    found = [v.numpy() for v, _ in personal_models.fine_tuned_models(run.server, run.engine, 1, 4, range(4))]
     assert np.array_equal(found[1], x)
     assert all(np.isfinite(v).all() and not np.array_equal(v, x) for k, v in enumerate(found) if k != 1)
 
@@ -192,7 +192,7 @@ def test_an_interrupted_run_has_the_same_personal_figures(tmp_path):
 
 
 def test_a_client_has_one_personal_model():
-    with pytest.raises(MethodConflict, match="ditto keeps a personal model"):
+    with pytest.raises(MethodConflictError, match="ditto keeps a personal model"):
         method("ditto+ft")
     assert [rule.name for rule in method("fedrep+ft").client] == ["fedrep", "ft"]
 
@@ -218,7 +218,7 @@ def test_without_held_out_data_a_personal_model_is_weighed_by_its_clients_classe
         assert found == near((q * correct).sum() / (q * total).sum())
     assert len(set(scores.accuracies)) == 3
     assert scores.measured_on == "the test set, weighted by the clients' classes"
-    std = scores.figures("personal", metric("accuracy"))["personal_accuracy_std"]
+    std = scores.figures("personal", metric_info("accuracy"))["personal_accuracy_std"]
     assert std == pytest.approx(np.sqrt(np.mean((scores.accuracies - np.mean(scores.accuracies)) ** 2)))
 
 
@@ -226,8 +226,8 @@ def test_with_held_out_data_only_these_count():
     judge, v, b = evaluator(held_out(([0, 1, 2, 2], [0, 1, 2, 0]), ([2, 1], [2, 2])))
     scores = judge.clients(v, b, 1000, 0, lambda ids: ((v, b) for _ in ids))
     assert scores.accuracies.tolist() == [0.75, 0.5]
-    assert scores.figures("personal", metric("accuracy"))["personal_accuracy_std"] == pytest.approx(0.125)
-    assert judge.clients(v, b, 0, 0).figures("client", metric("accuracy"))["client_accuracy_std"] is None
+    assert scores.figures("personal", metric_info("accuracy"))["personal_accuracy_std"] == pytest.approx(0.125)
+    assert judge.clients(v, b, 0, 0).figures("client", metric_info("accuracy"))["client_accuracy_std"] is None
 
 
 # ---- how it is shown ---------------------------------------------------------------------------------------------------

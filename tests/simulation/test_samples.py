@@ -10,12 +10,12 @@ from support.tolerance import MAGNIFIED, assert_close
 
 import unskew
 from unskew.data.federation import Federation
-from unskew.data.normalization import Normalisation
-from unskew.data.pixel_scaling import Pixels
-from unskew.engines.batches import Normaliser
+from unskew.data.normalization import Normalization
+from unskew.data.pixel_scaling import PixelScaling
+from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError
-from unskew.plots.image_grid import grid_by_class
-from unskew.simulation.generated_samples import MadeInputs
+from unskew.plots.image_grid import make_image_grid
+from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 
 COG = "fedcog:start_round=1,n=6,g_steps=2,lambda_kd=1"
 
@@ -65,7 +65,7 @@ class Toy:
 def test_only_the_first_clients_of_the_last_round_are_asked():
     fed = blobs([4])
     rule = unskew.method("fedcog").client
-    samples = MadeInputs(Toy(), rule, fed, round=5, most=3)
+    samples = GeneratedSamplesRecorder(Toy(), rule, fed, round=5, most=3)
     for t in (4, 5):
         casts = [broadcast(t, k) for k in (9, 2, 7, 4)]
         assert [update.client for update in samples.train(casts)] == [9, 2, 7, 4]
@@ -105,15 +105,15 @@ def test_what_makes_nothing_is_said(tmp_path):
 
 def test_pixels_undo_the_normalisation_of_the_data():
     raw = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
-    given = Normalisation((0.3, 0.5, 0.6), (0.2, 0.1, 0.4), 1 / 255)
+    given = Normalization((0.3, 0.5, 0.6), (0.2, 0.1, 0.4), 1 / 255)
     for known in (given, None):
         fed = unskew.Federation(clients=[], test=(raw, torch.zeros(5)), normalisation=known)
-        inputs = Normaliser(known, (3, 4, 4), torch.float64, torch.device("cpu"))(raw)
-        pixels = Pixels.of(fed)
+        inputs = InputNormalizer(known, (3, 4, 4), torch.float64, torch.device("cpu"))(raw)
+        pixels = PixelScaling.of(fed)
         torch.testing.assert_close(pixels.intensities(inputs), raw.double() / 255)
         torch.testing.assert_close(pixels.inputs(raw.double() / 255), inputs)
     floats = unskew.Federation(clients=[], test=(raw.float() / 255, torch.zeros(5)))
-    assert torch.equal(Pixels.of(floats).inputs(raw / 255), raw / 255)
+    assert torch.equal(PixelScaling.of(floats).inputs(raw / 255), raw / 255)
 
 
 def test_the_command_line_draws(tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_the_command_line_draws(tmp_path, capsys):
 def test_an_image_with_several_labels_is_in_the_row_of_each():
     images = np.stack([np.full((1, 2, 2), shade) for shade in (0.25, 0.5, 0.75)])
     labels = np.array([[1, 0, 1], [0, 0, 1], [1, 0, 0]])
-    grid = grid_by_class(images, labels, classes=3, columns=3)
+    grid = make_image_grid(images, labels, classes=3, columns=3)
     assert grid.shape == (9, 9, 3)
     shades = grid[::3, ::3, 0]  # the first pixel of each place
     np.testing.assert_array_equal(shades, [[0.25, 0.75, 1], [1, 1, 1], [0.25, 0.5, 1]])

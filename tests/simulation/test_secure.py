@@ -6,8 +6,8 @@ from support.federations import Spy, blobs
 from support.tolerance import near
 
 import unskew
-from unskew.errors import ConfigError, MethodConflict
-from unskew.methods.registry import describe
+from unskew.errors import ConfigError, MethodConflictError
+from unskew.methods.registry import describe_all
 from unskew.protocol.rules import ClientRule, ServerRule
 
 SIZES = [12, 20, 16]
@@ -51,7 +51,7 @@ def test_methods_that_need_sums_give_the_same_numbers():
 @pytest.mark.parametrize("part", [Curious(), CuriousClient()], ids=["server", "client"])
 def test_methods_that_read_single_updates_are_refused_with_the_reason(part):
     train(part)
-    with pytest.raises(MethodConflict, match=rf"{part.name} reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match=rf"{part.name} reads the update of each single client"):
         train(part, secure_aggregation="required")
 
 
@@ -66,7 +66,7 @@ def test_a_diagnosis_of_single_models_is_refused():
 
 
 def test_the_catalogue_says_what_each_method_needs():
-    needs = {row["name"]: row["needs"] for row in describe()}
+    needs = {row["name"]: row["needs"] for row in describe_all()}
     assert set(needs.values()) <= {"sum", "individual"}
     assert all(needs[name] == "sum" for name in ("fedavg", "fedcog", "scaffold", "moon", "fedexp", "feddyn", "ditto"))
 

@@ -15,9 +15,9 @@ from support.slow import slow_but
 import unskew
 from unskew.errors import CheckpointError
 from unskew.filesystem import write_atomic
-from unskew.protocol.messages import ClientState, bytes_of
+from unskew.protocol.messages import ClientState, num_bytes
 from unskew.runs import session
-from unskew.simulation.client_store import ClientStore, encode
+from unskew.simulation.client_store import ClientStore, encode_tensors
 
 
 def state(value, size=100):
@@ -54,7 +54,7 @@ def test_a_clients_state_and_its_tensors_say_the_same_whatever_rules_are_called(
 
 
 def test_spills_beyond_its_limit_and_gives_back_the_same(tmp_path):
-    limit = 3 * bytes_of(state(0).values())
+    limit = 3 * num_bytes(state(0).values())
     store = ClientStore(tmp_path / "clients", limit)
     for k in range(10):
         store.put(k, state(k))
@@ -127,7 +127,7 @@ def test_tensors_that_share_memory_are_written(tmp_path):
     store.put(1, state(1))
     assert [k for k, _ in store.on_disk()] == [0]
     same(store.get(0), given)
-    assert encode({}) is not None
+    assert encode_tensors({}) is not None
 
 
 def test_full_disk_is_a_sentence(tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class HeadOnly(unskew.Sync):
+class HeadOnly(unskew.SyncRule):
     """All of the model travels for a client that was not there in the round before, else its head only."""
 
     name, summary, paper = "headonly", "", ""

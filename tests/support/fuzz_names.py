@@ -8,9 +8,9 @@ from support.fuzzing import NUMBERS, TEXTS, near, nested, numbers, plain, texts
 from unskew.config.experiment import DIAGNOSES, Experiment
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS
-from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.methods.registry import METHODS, rule_class
 from unskew.models.registry import MODELS
-from unskew.option_parsing import options_of
+from unskew.option_parsing import option_defaults
 from unskew.simulation.delays import KINDS
 
 FIELDS = [
@@ -33,9 +33,9 @@ def methods(draw):
     """A sum of methods with options."""
 
     def one():
-        name = draw(near(*CATALOGUE))
+        name = draw(near(*METHODS))
         try:
-            known = list(options_of(rule_class(name)))
+            known = list(option_defaults(rule_class(name)))
         except Exception:
             known = []
         if not draw(st.booleans()):

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from unskew.protocol.context import Context
-from unskew.protocol.data_preparation import NOWHERE, Prepared
-from unskew.protocol.federation_info import FederationFacts, Holdings
+from unskew.protocol.data_preparation import NOWHERE, PreparedData
+from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.messages import Broadcast, ClientState, Update
 from unskew.protocol.training_config import Training
 from unskew.protocol.updates import Aggregate, Updates
@@ -16,7 +16,7 @@ NOTHING = torch.zeros(0, dtype=torch.float64)
 def facts(clients, dtype=torch.float32):
     """What a server knows of so many clients with one sample each."""
     ones = np.ones(clients, int)
-    return FederationFacts(clients, (1,), 2, "classification", dtype, None, lambda k: 1, lambda: None, lambda: ones)
+    return FederationInfo(clients, (1,), 2, "classification", dtype, None, lambda k: 1, lambda: None, lambda: ones)
 
 
 def broadcast(round, client, **fields):
@@ -54,12 +54,12 @@ def context(spec, **fields):
 
 def holdings(fed, client, dtype=torch.float64, seed=0):
     """What a rule may look at of one client, whose inputs are taken as they are."""
-    return Holdings.of(fed, client, lambda x: x.to(dtype), torch.empty(0, dtype=dtype), seed)
+    return ClientDataView.of(fed, client, lambda x: x.to(dtype), torch.empty(0, dtype=dtype), seed)
 
 
 def prepared(rule, fed, seed=0, epochs=4, workspace=NOWHERE):
     """What a data rule makes of a federation."""
-    return rule.prepare(Prepared(fed, Training(local_epochs=epochs)), seed, workspace)
+    return rule.prepare(PreparedData(fed, Training(local_epochs=epochs)), seed, workspace)
 
 
 def state_at(server, client):

@@ -4,16 +4,16 @@ import numpy as np
 import torch
 
 from unskew.data.federation import ArrayClients, Federation
-from unskew.engines.base import Setup
+from unskew.engines.base import EngineConfig
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.fedavg import FedAvg
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
-from unskew.simulation.round_loop import train
+from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 
@@ -82,16 +82,16 @@ class Quadratics:
         self.spec = ModelSpec(module, (x.shape[1],), 1, dtype=torch.float64)
         self.method = chosen if not isinstance(chosen, str) else method(chosen)
         training = training or Training(local_steps=STEPS, batch_size=100, lr=LR, precision="fp64")
-        setup = Setup(self.spec, fed, self.method.client, HalfSquares(), training, seed, torch.device("cpu"))
+        setup = EngineConfig(self.spec, fed, self.method.client, HalfSquares(), training, seed, torch.device("cpu"))
         self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
         weights = weights or self.method.weights or "samples"
-        self.server = Server(self.method, self.method.server or FedAvg(), self.spec, FederationFacts.of(fed), weights)
+        self.server = Server(self.method, self.method.server or FedAvg(), self.spec, FederationInfo.of(fed), weights)
         self.sampler, self.network = Sampler(len(A), participation, seed), Network(0.0, seed)
         self.done = 0
 
     def rounds(self, n):
         vectors = []
-        train(
+        run_rounds(
             range(self.done, self.done + n), self.sampler, self.server, self.engine, self.network,
             lambda t, figures: vectors.append(self.server.v.numpy().copy()),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from unskew.config.loader import experiment
 from unskew.deployment.secagg.roster import read_roster
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
-from unskew.deployment.site.process import Site
+from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.wire.frames import Frame, decode, encode_header
 
 TINY = {
@@ -39,7 +39,7 @@ def crossed(frame: Frame) -> Frame:
 class LoopLink:
     """Answers at once; ``spoil(client, frame, answer)`` may give another answer, or None for none at all."""
 
-    def __init__(self, sites: list[Site]):
+    def __init__(self, sites: list[SiteProcess]):
         self.sites, self.answers, self.away = sites, {}, set()
         self.sent: list[tuple[int, Frame]] = []
         self.received: list[tuple[int, Frame]] = []
@@ -89,7 +89,7 @@ class LoopPlace:
                 site = {"roster": str(folder / "roster.txt"), **site}
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
-            one = Site(place / "site.yaml")
+            one = SiteProcess(place / "site.yaml")
             one.log = lambda line: None
             self.sites.append(one)
         self.link = LoopLink(self.sites)

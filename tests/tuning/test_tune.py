@@ -15,15 +15,15 @@ from support.running import Process, call, metrics
 import unskew
 from unskew.config.loader import experiment, load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.methods.registry import CATALOGUE, rule_class
-from unskew.option_parsing import options_of
-from unskew.protocol.search_space import Choice, Range, log, one_of, read_space
-from unskew.reporting.run_description import again
-from unskew.reporting.run_groups import parts_of
+from unskew.methods.registry import METHODS, rule_class
+from unskew.option_parsing import option_defaults
+from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space
+from unskew.reporting.run_description import repeat_commands
+from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
-from unskew.tuning.spaces import SHARED, applied, as_configured, given_spaces, own_spaces, spaces_for
+from unskew.tuning.spaces import SHARED, apply_parameters, configured_values, method_spaces, spaces_for, user_spaces
 from unskew.tuning.study import Study, database, make_storage
-from unskew.tuning.trial_runner import Plan
+from unskew.tuning.trial_runner import TuningPlan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 pytest.importorskip("optuna")
@@ -32,26 +32,26 @@ NOTHING_TO_TUNE = {"fedavg", "hfcl", "fednova", "fedpvr", "fedbn", "ft", "fedssy
 
 
 def ends(space):
-    return (space.low, space.high) if isinstance(space, Range) else space.values
+    return (space.low, space.high) if isinstance(space, RangeSpace) else space.values
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_methods_spaces_are_of_its_options_and_every_end_can_be_taken(name):
-    found = own_spaces(name)
+    found = method_spaces(name)
     assert bool(found) == (name not in NOTHING_TO_TUNE)
     for key, space in found.items():
-        assert key.rpartition(".")[2] in options_of(rule_class(name))
+        assert key.rpartition(".")[2] in option_defaults(rule_class(name))
         for value in ends(space):
-            experiment({"method": applied(name, {key: value})[0]})
+            experiment({"method": apply_parameters(name, {key: value})[0]})
 
 
 def test_the_page_on_tuning_lists_what_there_is():
     text = (DOCS / "tuning.md").read_text()
     listed = {row[0].strip("`"): row[1] for row in table(text.split("<!-- spaces -->")[1])}
-    declared = {name: own_spaces(name) for name in CATALOGUE}
+    declared = {name: method_spaces(name) for name in METHODS}
 
     def cell(key, space):
-        if isinstance(space, Choice):
+        if isinstance(space, CategoricalSpace):
             return f"`{key}` {' or '.join(map(str, space.values))}"
         return f"`{key}` {space.low:g} to {space.high:g}{' (log)' if space.log else ''}"
 
@@ -68,21 +68,21 @@ def test_the_page_on_tuning_lists_what_there_is():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0.001:0.3:log", Range(0.001, 0.3, log=True)),
-        ("1:2", Range(1, 2)),
-        ({"low": 0.1, "high": 1}, Range(0.1, 1)),
+        ("0.001:0.3:log", RangeSpace(0.001, 0.3, log=True)),
+        ("1:2", RangeSpace(1, 2)),
+        ({"low": 0.1, "high": 1}, RangeSpace(0.1, 1)),
         ("0.1|1", one_of(0.1, 1)),
         ([0.5, 0.25], one_of(0.5, 0.25)),
         (0.3, one_of(0.3)),
     ],
 )
 def test_spaces_are_read(text, expected):
-    assert given_spaces({"lr": text}, ["fedavg"], {}) == {"lr": expected}
+    assert user_spaces({"lr": text}, ["fedavg"], {}) == {"lr": expected}
     assert read_space(str(expected), "lr", lambda value: None) == expected
 
 
 def test_whole_numbers_are_known_by_what_the_option_takes():
-    found = given_spaces({"local_steps": "1:8", "lr": "1:8", "fedbuff.buffer_size": "2:4"}, ["fedbuff"], {})
+    found = user_spaces({"local_steps": "1:8", "lr": "1:8", "fedbuff.buffer_size": "2:4"}, ["fedbuff"], {})
     assert [space.whole for space in found.values()] == [True, False, True]
 
 
@@ -103,21 +103,21 @@ def test_whole_numbers_are_known_by_what_the_option_takes():
 )
 def test_spaces_that_make_no_sense_are_sentences(space, words):
     with pytest.raises(ConfigError, match=words):
-        given_spaces(space, ["fedavg"], {})
+        user_spaces(space, ["fedavg"], {})
 
 
 def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written():
     config = experiment({"local_steps": 4, "lr": 0.1})
     found = spaces_for("fedcog:lambda_kd=0.5+scaffold", config, {"fedcog.n": one_of(8), "local_epochs": one_of(1, 2)})
     assert list(found) == ["lr", "batch_size", "fedcog.lambda_dis", "scaffold.eta_g", "fedcog.n", "local_epochs"]
-    assert applied("fedcog:lambda_kd=0.5+scaffold", {"fedcog.lambda_kd": 1.0, "lr": 0.2}) == (
+    assert apply_parameters("fedcog:lambda_kd=0.5+scaffold", {"fedcog.lambda_kd": 1.0, "lr": 0.2}) == (
         "fedcog:lambda_kd=1.0+scaffold",
         {"lr": 0.2},
     )
-    assert as_configured("fedprox", config, {"lr": log(0.2, 1.0), "fedprox.mu": log(0.001, 1.0)}) == {
+    assert configured_values("fedprox", config, {"lr": log_range(0.2, 1.0), "fedprox.mu": log_range(0.001, 1.0)}) == {
         "fedprox.mu": 0.01
     }
-    assert "feddf.epochs" not in own_spaces("feddf:steps=3")
+    assert "feddf.epochs" not in method_spaces("feddf:steps=3")
 
 
 def digits(noise):
@@ -223,9 +223,11 @@ def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data
     found = unskew.compare(**options, each={"fedprox": {"lr": 1e-6}}, out=tmp_path / "c")
     rows = {row["method"]: row for row in found.rows()}
     assert rows["fedprox"]["loss"] > rows["fedavg"]["loss"]
-    (part,) = parts_of(read_runs([tmp_path / "c"])[0])[0]
+    (part,) = group_runs(read_runs([tmp_path / "c"])[0])[0]
     files = [tmp_path / "c" / name / "seed-0" / "config.yaml" for name in options["methods"]]
-    assert again(part)[0].startswith(f"unskew compare {files[0]} {files[1]} --seeds 0 --no-references --target")
+    assert repeat_commands(part)[0].startswith(
+        f"unskew compare {files[0]} {files[1]} --seeds 0 --no-references --target"
+    )
     for each, words in (
         ({"fedprox": {"clients": 4}}, "same data, but clients is 3"),
         ({"moon": {"lr": 1}}, "'moon'"),
@@ -309,17 +311,17 @@ def test_a_language_model_is_tuned_by_its_loss(tmp_path):
 
 
 def test_a_plan_prunes_no_method_with_personal_models():
-    plan = Plan(["fedavg", "fedrep"], {"data": "digits", "clients": 2, **TINY, "model": "mlp"}, {}, 2)
+    plan = TuningPlan(["fedavg", "fedrep"], {"data": "digits", "clients": 2, **TINY, "model": "mlp"}, {}, 2)
     plan.check()
     names = {name: type(study.study.pruner).__name__ for name, study in plan.studies().items()}
     assert names == {"fedavg": "MedianPruner", "fedrep": "NopPruner"}
-    assert isinstance(plan.spaces("fedavg")["batch_size"], Choice)
+    assert isinstance(plan.spaces("fedavg")["batch_size"], CategoricalSpace)
 
 
 @pytest.mark.parametrize(("key", "value"), [("fedprox.mu", "1+mine.Rule"), ("fedssyn.generator", "mine:net")])
 def test_a_database_of_somebody_else_names_no_code(key, value):
     """Its values must lie in the spaces that were asked for."""
-    spaces = {"fedprox.mu": log(0.1, 1.0), "fedssyn.generator": one_of("vae", "gan")}
+    spaces = {"fedprox.mu": log_range(0.1, 1.0), "fedssyn.generator": one_of("vae", "gan")}
     study = Study("fedprox", spaces, make_storage(None), None, 1, 0, True, None, {})
     good = {"fedprox.mu": 0.5, "fedssyn.generator": "gan"}
 

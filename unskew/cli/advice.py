@@ -15,7 +15,7 @@ from unskew.cli.progress import ProgressLine, make_progress
 if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
     from unskew.diagnosis.advice import Advice
-    from unskew.diagnosis.successive_halving import Trial
+    from unskew.diagnosis.successive_halving import AdviceTrial
     from unskew.records.recorder import Callback
 
 EVIDENCE = {
@@ -25,7 +25,7 @@ EVIDENCE = {
 }
 
 
-class Rung(ProgressLine):
+class HalvingRound(ProgressLine):
     """A line that does not say that a run goes on: every run of a trial does."""
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
@@ -78,10 +78,12 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
 def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[Callback]]]:
     """Within, a live display, and what gives each run its line in it."""
     with make_progress(console) as progress:
-        yield lambda name, config: [Rung(progress, f"{name} to round {config.rounds}", transient=True, warnings=False)]
+        yield lambda name, config: [
+            HalvingRound(progress, f"{name} to round {config.rounds}", transient=True, warnings=False)
+        ]
 
 
-def print_trial(console: Console, trial: Trial) -> None:
+def print_trial(console: Console, trial: AdviceTrial) -> None:
     """A line per advised method, and how many pieces of advice held."""
     from unskew.diagnosis.successive_halving import VERDICTS
 

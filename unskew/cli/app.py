@@ -25,18 +25,18 @@ from unskew.cli.common import (
     Rounds,
     Sets,
     TrustCode,
-    check_place,
+    config_values,
+    confirm_resume_target,
     console_for,
-    free_name,
-    is_config,
-    name_default_model,
-    overridden_by,
+    exit_on_signal,
+    given_on_command_line,
+    is_config_file,
+    parse_seeds,
     print_json,
-    resuming,
-    short_name,
-    stoppable,
-    values_of,
-    which_seeds,
+    resume_command,
+    set_default_model,
+    shorten_name,
+    unused_path,
 )
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
@@ -45,12 +45,12 @@ from unskew.cli.export import export
 from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
 from unskew.cli.init import init
 from unskew.cli.predict import predict
-from unskew.cli.report import report, report_at_the_end
+from unskew.cli.report import report, report_after_runs
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
-from unskew.cli.verbosity import LOUDNESS, in_front, print_notices
-from unskew.errors import ConfigError, UnskewError, shown
-from unskew.filesystem import check_run, place
+from unskew.cli.verbosity import LOUDNESS, normalize_global_flags, print_notices
+from unskew.errors import ConfigError, UnskewError, short_repr
+from unskew.filesystem import check_run, parse_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,17 +64,19 @@ app.callback(invoke_without_command=True)(cli_info.version)
 
 
 @app.command(cls=Sections)
-@overridden_by(*DATA, *SERVER, "method", *TRAINING, "seed", *MACHINE, *EVALUATION, "save_samples", "synthetic")
+@given_on_command_line(*DATA, *SERVER, "method", *TRAINING, "seed", *MACHINE, *EVALUATION, "save_samples", "synthetic")
 def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", parser=place, metavar="PATH", help="Configuration file.")
+        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file.")
     ] = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Output folder (default: runs/DATA-METHOD-seedN)."),
+        typer.Option(
+            "--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/DATA-METHOD-seedN)."
+        ),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     trust_code: TrustCode = False,
@@ -83,27 +85,27 @@ def run(
     """Train one model across clients with one method."""
     from unskew.config.loader import experiment
 
-    values = values_of(config, context)
+    values = config_values(config, context)
     checked = experiment(values)  # a mistake is told before PyTorch is loaded
-    name_default_model(checked, values)
+    set_default_model(checked, values)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
     from unskew.runs.run import check_unfinished, run_experiment
 
-    check_place(again, out)
+    confirm_resume_target(again, out)
     if again and out is not None:
         check_unfinished(out, checked.rounds)
-    name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}")
-    folder = out or free_name(Path("runs") / name)
+    name = folder_name(f"{shorten_name(checked)}-{checked.method}-seed{checked.seed}")
+    folder = out or unused_path(Path("runs") / name)
     console = console_for(as_json)
-    with stoppable(folder, resuming(folder, checked)), make_progress(console) as progress:
+    with exit_on_signal(folder, resume_command(folder, checked)), make_progress(console) as progress:
         follower = ProgressLine(progress, checked.method, columns=True)
         result = run_experiment(checked, out=folder, resume=again, callbacks=[follower])
     show(result, folder, console, as_json)
 
 
 @app.command(cls=Sections)
-@overridden_by(*DATA, *SERVER, *TRAINING, *MACHINE, *EVALUATION, "synthetic")
+@given_on_command_line(*DATA, *SERVER, *TRAINING, *MACHINE, *EVALUATION, "synthetic")
 def compare(
     context: typer.Context,
     methods: Annotated[
@@ -117,7 +119,7 @@ def compare(
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Output folder (default: runs/compare-DATA)."),
+        typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/compare-DATA)."),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
     parallel: Parallel = "1",
@@ -137,23 +139,23 @@ def compare(
 ) -> None:
     """Compare methods on the same data, partition, cohorts and initial model per seed."""
     from unskew.config.loader import experiment
-    from unskew.methods.registry import check_names
+    from unskew.methods.registry import check_expression
 
-    files = [Path(name) for name in methods if is_config(name)]  # each a method with its configuration
+    files = [Path(name) for name in methods if is_config_file(name)]  # each a method with its configuration
     each = {}
     for file in files:
-        own = {name: value for name, value in values_of(file, context).items() if name not in ("seed", "target")}
+        own = {name: value for name, value in config_values(file, context).items() if name not in ("seed", "target")}
         name = own.pop("method", "fedavg")
         if not isinstance(name, str):
             raise ConfigError(
-                f"{file}: method={shown(name)} is not a method expression; write one such as fedprox+scaffold."
+                f"{file}: method={short_repr(name)} is not a method expression; write one such as fedprox+scaffold."
             )
         each[name] = own
     if len(each) < len(files):
         raise ConfigError(f"{' and '.join(methods)} name one method twice; each file is one with its configuration.")
     methods = list(each) or methods
     for name in methods:  # a mistake is told before PyTorch is loaded
-        check_names(name)
+        check_expression(name)
     from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
@@ -161,26 +163,26 @@ def compare(
     from unskew.runs.parallel import read_parallel
 
     at_once = read_parallel(parallel)
-    check_place(again, out)
+    confirm_resume_target(again, out)
     for name in (assignment.partition("=")[0].strip() for assignment in sets or []):
         if name in ("method", "seed"):
             raise ConfigError(
                 f"--set {name} has no effect on a comparison: its methods are listed, as in unskew compare fedavg moon, "
                 "and --seeds 0..4 takes the seeds 0 to 4."
             )
-    which = which_seeds(seeds)
-    values = values_of(config, context)
+    which = parse_seeds(seeds)
+    values = config_values(config, context)
     # A file made for one run may be used: what is compared, and for which seeds, is said here.
     for name in ("method", "seed"):
         values.pop(name, None)
     checked = experiment({**next(iter(each.values()), {}), **values})
-    name_default_model(checked, {**next(iter(each.values()), {}), **values})
+    set_default_model(checked, {**next(iter(each.values()), {}), **values})
     target = values.pop("target", None)
-    folder = out or free_name(Path("runs") / f"compare-{short_name(checked)}")
+    folder = out or unused_path(Path("runs") / f"compare-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with stoppable(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+    with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
         result = compare_methods(
             methods=methods,
             seeds=which,
@@ -203,7 +205,7 @@ def compare(
         found = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(one) for one in found]
         print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
-        report_at_the_end(console, [folder])
+        report_after_runs(console, [folder])
         return
     costs = None
     if target is not None:
@@ -217,11 +219,11 @@ def compare(
     if not LOUDNESS.quiet:
         text = f"{folder}/convergence.png and clients.png show the curves and what each client holds."
         console.print(text, markup=False)
-    report_at_the_end(console, [folder])
+    report_after_runs(console, [folder])
     if not LOUDNESS.quiet:
-        from unskew.cli.tables import several
+        from unskew.cli.tables import format_count
 
-        console.print(f"{several(len(rows) * len(which), 'run')} in {time.perf_counter() - started:.0f} s.")
+        console.print(f"{format_count(len(rows) * len(which), 'run')} in {time.perf_counter() - started:.0f} s.")
 
 
 @app.command()
@@ -249,7 +251,7 @@ def resume(
         set_field(changes, assignment)
     console = console_for(as_json)
     again = shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if trust_code else [])])
-    with stoppable(folder, again), make_progress(console) as progress:
+    with exit_on_signal(folder, again), make_progress(console) as progress:
         go_on = resume_deployed if is_deployed(folder) else resume_run
         result = go_on(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
     show(result, folder, console, as_json)
@@ -305,7 +307,7 @@ def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     print_notices()
     try:
-        commands()(prog_name="unskew", args=in_front(sys.argv[1:]))
+        commands()(prog_name="unskew", args=normalize_global_flags(sys.argv[1:]))
     except (UnskewError, OSError) as error:
         if LOUDNESS.verbose:
             traceback.print_exc()

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.flags import FLAGS, flag
+from unskew.cli.flags import FLAGS, add_flag
 from unskew.errors import ConfigError
-from unskew.filesystem import place
+from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 SEEDS = "which, as 0,1,2 or 0..4; a single number from 1 is how many."
 """What ``--seeds`` takes, in every help."""
-DataPath = Annotated[str | None, flag("data_path")]
-Rounds = Annotated[int | None, flag("rounds")]
-EngineName = Annotated[str | None, flag("engine")]
-Device = Annotated[str | None, flag("device")]
+DataPath = Annotated[str | None, add_flag("data_path")]
+Rounds = Annotated[int | None, add_flag("rounds")]
+EngineName = Annotated[str | None, add_flag("engine")]
+Device = Annotated[str | None, add_flag("device")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", parser=place, metavar="PATH", help="Configuration file; flags override it."),
+    typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file; flags override it."),
 ]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
 Client = Annotated[
@@ -52,7 +52,7 @@ Parallel = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
-def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these flags, after its ``config``, which they override; ``values_of`` reads them from its context."""
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,12 +61,12 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         for parameter in own.values():
             parameters.append(parameter)
             if parameter.name == "config":
-                kinds = {name: Annotated[FLAGS[name][0] | None, flag(name)] for name in names}
+                kinds = {name: Annotated[FLAGS[name][0] | None, add_flag(name)] for name in names}
                 parameters += [parameter.replace(name=name, annotation=kind) for name, kind in kinds.items()]
 
         @functools.wraps(command)
         def call(**arguments: Any) -> None:
-            arguments = with_config(arguments)
+            arguments = load_config(arguments)
             command(**{name: arguments[name] for name in own})
 
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def overridden_by(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     return with_flags
 
 
-def with_config(arguments: dict[str, Any]) -> dict[str, Any]:
+def load_config(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a command with the configuration file as ``config``, wherever it was named.
 
     It may stand after ``--config``, or among what a command takes without a flag, where it is known by its ending. Several
@@ -85,13 +85,13 @@ def with_config(arguments: dict[str, Any]) -> dict[str, Any]:
     files = [arguments["config"], arguments.get("file")]
     for name in ("source", "run", "methods"):
         value = arguments.get(name)
-        each = isinstance(value, list) and len(value) > 1 and all(map(is_config, value))
+        each = isinstance(value, list) and len(value) > 1 and all(map(is_config_file, value))
         if each and "trials" not in arguments:  # a tuning makes its methods' configurations itself
             continue
         if isinstance(value, list):
-            files += [Path(one) for one in value if is_config(one)]
-            arguments[name] = [one for one in value if not is_config(one)]
-        elif value is not None and is_config(str(value)):
+            files += [Path(one) for one in value if is_config_file(one)]
+            arguments[name] = [one for one in value if not is_config_file(one)]
+        elif value is not None and is_config_file(str(value)):
             files.append(Path(value))
             arguments[name] = None
     files = [file for file in files if file is not None]
@@ -100,12 +100,12 @@ def with_config(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "file": None, "config": files[0] if files else None}
 
 
-def is_config(word: str) -> bool:
+def is_config_file(word: str) -> bool:
     """Whether a word names a configuration file."""
     return word.lower().endswith((".yaml", ".yml"))
 
 
-def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
+def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]:
     """The configuration file, overridden by the command's flags, overridden by its ``--set``."""
     from unskew.config.loader import load_yaml, set_field
     from unskew.provenance import TRUST
@@ -116,7 +116,7 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
             values[section] = {field: values[section]}
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
     if flags.get("class_weights", "balanced") != "balanced":
-        flags["class_weights"] = numbers_in(flags["class_weights"])
+        flags["class_weights"] = parse_numbers(flags["class_weights"])
     if "network" in flags:
         flags["network"] = {"delay": flags["network"]}
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
@@ -134,7 +134,7 @@ def values_of(config: Path | None, context: typer.Context) -> dict[str, Any]:
     return values
 
 
-def numbers_in(text: str) -> list[float]:
+def parse_numbers(text: str) -> list[float]:
     """The weights of ``--class-weights``.
 
     Raises:
@@ -146,31 +146,31 @@ def numbers_in(text: str) -> list[float]:
         raise ConfigError(f"--class-weights {text!r} is neither balanced nor numbers such as 1,5.") from None
 
 
-def name_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
+def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
     """Print which model is used where none is named and it is not the usual one."""
     if "model" not in values and config.model in ("table-mlp", "text-mlp"):
         kind = "texts" if config.model == "text-mlp" else "tables"
         print(f"unskew: model: {config.model}, the default for {kind}; --model names another", file=sys.stderr)
 
 
-def which_seeds(text: str, first: int = 0) -> list[int]:
+def parse_seeds(text: str, first: int = 0) -> list[int]:
     """Read the seeds of ``--seeds``: a list names them; a single number from 1 is how many, and then they are printed.
 
     Args:
         text: As it was written.
         first: The first of so many.
     """
-    from unskew.option_parsing import seeds_in
+    from unskew.option_parsing import parse_seed_list
 
-    which = seeds_in(text)
+    which = parse_seed_list(text)
     if text.strip().isdigit() and which[0] > 0:
         named = f"{first}..{first + which[0] - 1}"
-        which = seeds_in(named)
+        which = parse_seed_list(named)
         print(f"{len(which)} seed{'s' if len(which) > 1 else ''}: {', '.join(map(str, which))}", file=sys.stderr)
     return which
 
 
-def check_place(again: bool, out: Path | None) -> None:
+def confirm_resume_target(again: bool, out: Path | None) -> None:
     """Refuse to go on nowhere.
 
     Raises:
@@ -194,7 +194,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def free_name(base: Path) -> Path:
+def unused_path(base: Path) -> Path:
     """``base``, or ``base-2``, ``base-3`` ... if something is already there."""
     number, path = 1, base
     while path.exists():
@@ -203,14 +203,14 @@ def free_name(base: Path) -> Path:
     return path
 
 
-def resuming(folder: Path, config: Experiment) -> str:
+def resume_command(folder: Path, config: Experiment) -> str:
     """The command that goes on with a run."""
     own = ":" in config.model and not config.model.startswith("hf:")
     own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
     return shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if own else [])])
 
 
-def short_name(config: Experiment) -> str:
+def shorten_name(config: Experiment) -> str:
     """What a default folder calls the data: the same, however their path was written."""
     from unskew.config.paths import PREFIXES
 
@@ -221,7 +221,7 @@ def short_name(config: Experiment) -> str:
 
 
 @contextmanager
-def stoppable(folder: Path, again: str) -> Iterator[None]:
+def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
     """Context manager in which a signal ends the program with 128 and its number; it says how to resume: with ``again``."""
     ended: list[int] = []
 
@@ -237,12 +237,12 @@ def stoppable(folder: Path, again: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        from unskew.simulation.round_loop import Interrupted
+        from unskew.simulation.round_loop import RunInterrupted
 
-        number = stop.number if isinstance(stop, Interrupted) else ended[0] if ended else signal.SIGINT
+        number = stop.number if isinstance(stop, RunInterrupted) else ended[0] if ended else signal.SIGINT
         if not any(found.is_file() for found in folder.rglob("*")):  # as where a run has not begun
             text = "Stopped; nothing was written."
-        elif isinstance(stop, Interrupted):
+        elif isinstance(stop, RunInterrupted):
             text = f"Stopped; the run is saved. Go on with: {again}"
         else:
             text = f"Stopped at once. Go on from the last checkpoint with: {again}"

@@ -11,10 +11,26 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import as_text, below
+from unskew.cli.fit_table import as_text, stacked_below
 from unskew.comparison.cost_to_target import TargetCost
-from unskew.tasks.formatting import F1, megabytes, method_title, metrics_in, number, percent, unit, value_text
-from unskew.tasks.primary_metric import SCORES, Metric, client_metric, metric, objective_of, score_of
+from unskew.tasks.formatting import (
+    F1,
+    format_megabytes,
+    format_number,
+    format_percent,
+    method_title,
+    secondary_metrics,
+    unit_text,
+    value_text,
+)
+from unskew.tasks.primary_metric import (
+    SCORES,
+    MetricInfo,
+    client_metric_name,
+    metric_info,
+    objective_metric,
+    primary_metric_name,
+)
 
 REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
 WORDS = ("model", "over")
@@ -22,7 +38,7 @@ WORDS = ("model", "over")
 COST = ("MB up", "MB down", "seconds")
 
 
-def pieces(spelling: str) -> list[str]:
+def split_expression(spelling: str) -> list[str]:
     """Where a method's spelling may be folded: behind ``+``, ``,`` and ``:``.
 
     >>> pieces("fedprox:mu=0.1+scaffold")
@@ -31,7 +47,7 @@ def pieces(spelling: str) -> list[str]:
     return re.findall(r"[^+,:]*[+,:]|[^+,:]+", spelling)
 
 
-class Spelling:
+class MethodExpressionCell:
     """A method as it was written, in as few lines as there is room for; no word of it is broken."""
 
     def __init__(self, text: str):
@@ -39,20 +55,23 @@ class Spelling:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [""]
-        for piece in pieces(self.text):
+        for piece in split_expression(self.text):
             if lines[-1] and len(lines[-1] + piece) > options.max_width:
                 lines.append("")
             lines[-1] += piece
         yield Text("\n".join(lines), no_wrap=True)
 
 
-class ByMethod(Table):
+class MethodRows(Table):
     """A line per method: the figures come first to the room that there is, and spellings are folded into the rest."""
 
     def __init__(self, title: str, methods: Iterable[str], *columns: str):
         super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         names = ["method", *methods]
-        self.most, self.least = max(map(len, names)), max(len(piece) for name in names for piece in pieces(name))
+        self.most, self.least = (
+            max(map(len, names)),
+            max(len(piece) for name in names for piece in split_expression(name)),
+        )
         self.add_column("method")
         for name in columns:
             self.add_column(name, justify="left" if name in WORDS else "right")
@@ -70,55 +89,60 @@ class ByMethod(Table):
             figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))
         if figures + self.least > options.max_width:
-            yield from below(self, console)
+            yield from stacked_below(self, console)
         else:
             yield from super().__rich_console__(console, options)
 
 
-def over_seeds(row: dict[str, Any]) -> str:
+def mean_std_text(row: dict[str, Any]) -> str:
     """What the figures of a comparison are."""
     return f"mean ± std over {row['seeds']} seeds" if row["seeds"] > 1 else "1 seed"
 
 
-def spread(row: dict[str, Any], name: str) -> float | None:
+def std_text(row: dict[str, Any], name: str) -> float | None:
     """The standard deviation of a figure; of a single seed there is none."""
     return row.get(f"{name}_std") if row["seeds"] > 1 else None
 
 
 def megabytes_cell(value: float | None) -> str:
     """Traffic; references have none."""
-    return "-" if value is None else megabytes(value)
+    return "-" if value is None else format_megabytes(value)
 
 
 def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of ``unskew compare`` for language models: losses, lower is better."""
-    title = f"Test loss in nats per token (lower is better), {over_seeds(rows[0])}"
+    title = f"Test loss in nats per token (lower is better), {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds_title(rows[0]))
-    table = ByMethod(title, map(method_title, rows), *figures, *COST)
+    table = MethodRows(title, map(method_title, rows), *figures, *COST)
     for row in rows:
-        losses = [number(row.get(name), spread(row, name)) for name in ("loss", "best_loss", "perplexity")]
-        shares = [percent(row[name], spread(row, name)) for name in ("accuracy", "client_accuracy_mean")]
+        losses = [format_number(row.get(name), std_text(row, name)) for name in ("loss", "best_loss", "perplexity")]
+        shares = [format_percent(row[name], std_text(row, name)) for name in ("accuracy", "client_accuracy_mean")]
         traffic = [megabytes_cell(row[name]) for name in ("bytes_up", "bytes_down")]
         table.add_row(
-            Spelling(method_title(row)), *losses, *shares, rounds_cell(row), *traffic, f"{row['seconds']:.1f}"
+            MethodExpressionCell(method_title(row)),
+            *losses,
+            *shares,
+            rounds_cell(row),
+            *traffic,
+            f"{row['seconds']:.1f}",
         )
     return table
 
 
 def rounds_title(row: dict[str, Any]) -> str:
     """Return the title of the column of rounds to the target."""
-    return f"rounds to {value_text(objective_of(row), row['target'])}"
+    return f"rounds to {value_text(objective_metric(row), row['target'])}"
 
 
-def value_cell(row: dict[str, Any], one: Metric, name: str) -> str:
+def value_cell(row: dict[str, Any], one: MetricInfo, name: str) -> str:
     """Return a value of a metric with its spread over seeds."""
-    return value_text(one, row.get(name), spread(row, name), sign="")
+    return value_text(one, row.get(name), std_text(row, name), sign="")
 
 
 def rounds_cell(row: dict[str, Any]) -> str:
     """Rounds to the target, or how many seeds reached it; without a global model nothing."""
-    if row.get(objective_of(row).name) is None:
+    if row.get(objective_metric(row).name) is None:
         return "-"
     reached = row["rounds_to_target"]
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
@@ -126,26 +150,26 @@ def rounds_cell(row: dict[str, Any]) -> str:
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table that ``unskew compare`` prints: one line per method, means over seeds."""
-    judge = objective_of(rows[0])
+    judge = objective_metric(rows[0])
     if "perplexity" in rows[0] and judge.name in (*SCORES, "loss", "perplexity"):
         return language_table(rows)
     several = F1 if rows[0].get("o_f1") is not None else {}
     errors = [name for name in ("mae", "rmse") if name in rows[0]]
-    own = client_metric(judge.name, score_of(rows[0]))
+    own = client_metric_name(judge.name, primary_metric_name(rows[0]))
     columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
     columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
     columns |= {"clients, mean": f"client_{own}_mean", "worst client": f"client_{own}_worst"}
     better = " (lower is better)" if judge.lower_is_better else ""
-    title = f"Test {judge.title}{unit(judge)}{better}, {over_seeds(rows[0])}"
+    title = f"Test {judge.title}{unit_text(judge)}{better}, {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
-    table = ByMethod(title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *COST)
+    table = MethodRows(title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *COST)
     for row in rows:
         table.add_row(
-            Spelling(method_title(row)),
+            MethodExpressionCell(method_title(row)),
             *(value_cell(row, judge, name) for name in columns.values()),
             rounds_cell(row),
-            *(number(row.get(name), spread(row, name)) for name in errors),
-            *(percent(row[name], spread(row, name)) for name in several.values()),
+            *(format_number(row.get(name), std_text(row, name)) for name in errors),
+            *(format_percent(row[name], std_text(row, name)) for name in several.values()),
             megabytes_cell(row["bytes_up"]),
             megabytes_cell(row["bytes_down"]),
             f"{row['seconds']:.1f}",
@@ -153,21 +177,21 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def reaching_table(rows: Sequence[TargetCost], target: float, objective: Metric | None = None) -> Table:
+def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricInfo | None = None) -> Table:
     """What a target costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
-    judge = objective or metric("accuracy")
+    judge = objective or metric_info("accuracy")
     title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"
     figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")
-    table = ByMethod(title, (row.method for row in rows), *figures)
+    table = MethodRows(title, (row.method for row in rows), *figures)
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
         saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
         table.add_row(
-            Spelling(row.method),
+            MethodExpressionCell(row.method),
             f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}",
             faster,
             row.against or "",
-            "-" if row.bytes is None else megabytes(row.bytes),
+            "-" if row.bytes is None else format_megabytes(row.bytes),
             saving,
         )
     return table
@@ -175,28 +199,30 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: Metric 
 
 def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """The table of ``unskew compare`` for the ``metrics`` that were asked for; None without any."""
-    asked = metrics_in(rows[0])
+    asked = secondary_metrics(rows[0])
     if not asked:
         return None
-    title = f"Test set{' in %' if all(one.percent for one in asked) else ''}, last round, {over_seeds(rows[0])}"
-    table = ByMethod(title, map(method_title, rows), *(one.title for one in asked))
+    title = f"Test set{' in %' if all(one.percent for one in asked) else ''}, last round, {mean_std_text(rows[0])}"
+    table = MethodRows(title, map(method_title, rows), *(one.title for one in asked))
     for row in rows:
-        table.add_row(Spelling(method_title(row)), *(value_cell(row, one, one.name) for one in asked))
+        table.add_row(MethodExpressionCell(method_title(row)), *(value_cell(row, one, one.name) for one in asked))
     return table
 
 
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """The second table of ``unskew compare``: what clients get, if some method has personal models; else None."""
-    scored = client_metric(objective_of(rows[0]).name, score_of(rows[0]))
-    judge = metric(scored, rows[0].get("own_metrics"))
+    scored = client_metric_name(objective_metric(rows[0]).name, primary_metric_name(rows[0]))
+    judge = metric_info(scored, rows[0].get("own_metrics"))
     if all(row[f"personal_{scored}_mean"] is None for row in rows):
         return None
-    title = f"{judge.title[0].upper()}{judge.title[1:]}{unit(judge)} on the clients' own data, last round"
+    title = f"{judge.title[0].upper()}{judge.title[1:]}{unit_text(judge)} on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
-    table = ByMethod(title, map(method_title, rows), *figures)
+    table = MethodRows(title, map(method_title, rows), *figures)
     for row in rows:
         for label, whose in (("global", "client"), ("personal", "personal")):
             keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row[keys[0]] is not None:
-                table.add_row(Spelling(method_title(row)), label, *(value_cell(row, judge, key) for key in keys))
+                table.add_row(
+                    MethodExpressionCell(method_title(row)), label, *(value_cell(row, judge, key) for key in keys)
+                )
     return table

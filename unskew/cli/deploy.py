@@ -15,16 +15,16 @@ from unskew.cli.common import (
     Rounds,
     Sets,
     TrustCode,
+    config_values,
     console_for,
-    free_name,
-    overridden_by,
+    exit_on_signal,
+    given_on_command_line,
     print_json,
-    short_name,
-    stoppable,
-    values_of,
+    shorten_name,
+    unused_path,
 )
 from unskew.errors import ConfigError
-from unskew.filesystem import place
+from unskew.filesystem import parse_path
 
 deploy = typer.Typer(
     help="Train across real sites over Flower: the same method, the same run folder.",
@@ -38,22 +38,22 @@ for command in (operate.status, operate.sites, operate.log, operate.stop, operat
 
 
 @deploy.command()
-@overridden_by("method", "seed")
+@given_on_command_line("method", "seed")
 def init(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder to write.", parser=place, metavar="FOLDER")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.", parser=parse_path, metavar="FOLDER")],
     config: ConfigFile = None,
     sets: Sets = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Write all that a deployment needs: the app, a site's configuration, scripts for keys, units, compose."""
     from unskew.config.loader import experiment
-    from unskew.deployment.flower.project_files import init as write_folder
+    from unskew.deployment.flower.project_files import init_project as write_folder
     from unskew.deployment.server.session import check_deployable
 
     if config is None:
         raise ConfigError("Name the experiment that was simulated: --config experiment.yaml.")
-    checked = experiment(values_of(config, context))
+    checked = experiment(config_values(config, context))
     check_deployable(checked)
     files = write_folder(folder, checked)
     console = console_for()
@@ -65,7 +65,7 @@ def init(
 @deploy.command()
 def check(
     file: Annotated[
-        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")
+        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=parse_path, metavar="SITE.yaml")
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +75,7 @@ def check(
     from rich.table import Table
     from rich.text import Text
 
-    from unskew.deployment.site.check import check as findings_of
+    from unskew.deployment.site.check import check_site as findings_of
 
     findings = list(findings_of(file))
     if as_json:
@@ -93,22 +93,22 @@ def check(
 @deploy.command()
 def site(
     file: Annotated[
-        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=place, metavar="SITE.yaml")
+        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=parse_path, metavar="SITE.yaml")
     ],
 ) -> None:
     """Run a site's own process, which holds the data and trains; its SuperNode hands messages to it."""
-    from unskew.deployment.site.process import serve
+    from unskew.deployment.site.process import serve_site
 
-    serve(file)
+    serve_site(file)
 
 
 @deploy.command()
-@overridden_by("method", "seed")
+@given_on_command_line("method", "seed")
 def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="The experiment that was simulated; flags override it.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", parser=place, metavar="PATH", help="The same, with a flag.")
+        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="The same, with a flag.")
     ] = None,
     rounds: Rounds = None,
     sets: Sets = None,
@@ -118,7 +118,7 @@ def run(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--folder", parser=place, metavar="PATH", help="The deployment's folder, from unskew deploy init."
+            "--folder", parser=parse_path, metavar="PATH", help="The deployment's folder, from unskew deploy init."
         ),
     ] = None,
     superlink: Annotated[str | None, typer.Option("--superlink", help="Host and port of its SuperLink.")] = None,
@@ -147,7 +147,7 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", parser=place, metavar="PATH", help="Run folder; runs/DATA-METHOD-seedN-sites by default."
+            "--out", parser=parse_path, metavar="PATH", help="Run folder; runs/DATA-METHOD-seedN-sites by default."
         ),
     ] = None,
     trust_code: TrustCode = False,
@@ -156,7 +156,7 @@ def run(
     """Carry out an experiment across sites; writes the run folder that unskew run would."""
     from unskew.config.loader import experiment
 
-    values = values_of(config, context)
+    values = config_values(config, context)
     if rounds is not None:
         values["rounds"] = rounds
     checked = experiment(values)
@@ -165,7 +165,7 @@ def run(
     from unskew.comparison.compare import folder_name
     from unskew.deployment.server.config import Deployment
     from unskew.deployment.server.run import run as run_deployed
-    from unskew.deployment.server.sites import Patience
+    from unskew.deployment.server.sites import RoundPolicy
 
     if (local is None) == (folder is None and superlink is None):
         raise ConfigError("Say where the sites are, one of: --local N, or --folder FOLDER --superlink HOST:PORT.")
@@ -175,22 +175,22 @@ def run(
         address=superlink,
         own_data=own_data,
         gathering=gathering,
-        patience=Patience(deadline, least, short, faults),  # type: ignore[arg-type]
+        patience=RoundPolicy(deadline, least, short, faults),  # type: ignore[arg-type]
         asynchronous=asynchronous,
         quorum=quorum,
         megabytes=megabytes,
         norm=norm,
         exact=exact,
     )
-    name = folder_name(f"{short_name(checked)}-{checked.method}-seed{checked.seed}-sites")
-    where = out or free_name(Path("runs") / name)
+    name = folder_name(f"{shorten_name(checked)}-{checked.method}-seed{checked.seed}-sites")
+    where = out or unused_path(Path("runs") / name)
     console = console_for(as_json)
     again = shlex.join(["unskew", "resume", str(where)])
 
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
-    with stoppable(where, again), make_progress(console) as progress:
+    with exit_on_signal(where, again), make_progress(console) as progress:
         follower: Any = ProgressLine(progress, checked.method, columns=True)
         result = run_deployed(checked, deployment, where, [follower], tell)
     show(result, where, console, as_json)

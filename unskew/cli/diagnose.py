@@ -12,20 +12,20 @@ from unskew.cli.common import (
     ConfigFile,
     Sets,
     TrustCode,
+    config_values,
     console_for,
-    overridden_by,
+    given_on_command_line,
     print_json,
-    values_of,
 )
 from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
 from unskew.errors import ConfigError
-from unskew.filesystem import place
+from unskew.filesystem import parse_path
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
 
 
-@overridden_by(*DATA, "model", "rounds", "participation", *BUDGET, "lr", *OBJECTIVE, "seed", "device")
+@given_on_command_line(*DATA, "model", "rounds", "participation", *BUDGET, "lr", *OBJECTIVE, "seed", "device")
 def diagnose(
     context: typer.Context,
     run: Annotated[
@@ -36,7 +36,7 @@ def diagnose(
         Path | None,
         typer.Option(
             "--synthetic",
-            parser=place,
+            parser=parse_path,
             metavar="PATH",
             help="Synthetic images: a parquet file, a folder of them, or a run that made some.",
         ),
@@ -74,7 +74,7 @@ def diagnose(
         Path | None,
         typer.Option(
             "--out",
-            parser=place,
+            parser=parse_path,
             metavar="PATH",
             help="Image file for the plot; diagnosis.png by default, none with --json.",
         ),
@@ -87,16 +87,18 @@ def diagnose(
     from unskew.cli.tables import heterogeneity_tables
     from unskew.config.loader import load_yaml
     from unskew.diagnosis.diagnose import diagnose as measure
-    from unskew.diagnosis.features import Limits
-    from unskew.diagnosis.successive_halving import check_minutes, try_out
+    from unskew.diagnosis.features import AdviceLimits
+    from unskew.diagnosis.successive_halving import check_minutes, validate_advice
     from unskew.plots.figure import check_place
-    from unskew.progress import told
+    from unskew.progress import report_progress_to
     from unskew.provenance import TRUST
 
-    Limits.read(traffic, secure_aggregation, server_data, privacy)  # a mistake is told before anything is measured
+    AdviceLimits.read(
+        traffic, secure_aggregation, server_data, privacy
+    )  # a mistake is told before anything is measured
     if minutes is not None:
         check_minutes(minutes)
-    options: dict[str, Any] = values_of(config, context)
+    options: dict[str, Any] = config_values(config, context)
     file_values = None if config is None else load_yaml(config, None if trust_code else TRUST)
     try:
         shares = [float(piece) for piece in p.split(",")]
@@ -107,7 +109,10 @@ def diagnose(
         check_place(plot)
     model_name, stored = options.pop("model", None), options.pop("synthetic", None)
     console = console_for(as_json)
-    with make_progress(console, transient=True) as progress, told(tell := ProgressLine(progress, "diagnose").prepare):
+    with (
+        make_progress(console, transient=True) as progress,
+        report_progress_to(tell := ProgressLine(progress, "diagnose").prepare),
+    ):
         report = measure(
             run=run,
             model=model_name,
@@ -132,7 +137,7 @@ def diagnose(
         found = {"summary": report.summary(), **report.as_json(), "advice": {**advice.as_json(), "command": command}}
         if minutes is not None:
             with follower(console) as follow:
-                found["trial"] = try_out(advice, minutes, follow).as_json()
+                found["trial"] = validate_advice(advice, minutes, follow).as_json()
         print_json(found)
         if plot is not None:
             report.plot(plot)
@@ -158,5 +163,5 @@ def diagnose(
     print_advice(console, advice, command)
     if minutes is not None:
         with follower(console) as follow:
-            trial = try_out(advice, minutes, follow)
+            trial = validate_advice(advice, minutes, follow)
         print_trial(console, trial)

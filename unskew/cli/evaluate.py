@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
-from unskew.cli.predict import check_out, printable, write_rows
-from unskew.filesystem import check_run, place
+from unskew.cli.predict import check_output, escape_controls, write_rows
+from unskew.filesystem import check_run, parse_path
 
 
 def evaluate(
@@ -20,7 +20,7 @@ def evaluate(
         typer.Argument(
             metavar="DATA",
             help="A .csv, .jsonl or .parquet file with labels, or a folder with one folder of images per class.",
-            parser=place,
+            parser=parse_path,
         ),
     ],
     by: Annotated[
@@ -28,7 +28,7 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Write the metrics to this .csv or .jsonl file."),
+        typer.Option("--out", parser=parse_path, metavar="PATH", help="Write the metrics to this .csv or .jsonl file."),
     ] = None,
     client: Client = None,
     trust_code: TrustCode = False,
@@ -36,14 +36,14 @@ def evaluate(
 ) -> None:
     """Evaluate a trained model on other labeled data, overall and per site."""
     check_run(run)
-    check_out(out, run, rows)
-    from unskew.cli.fit_table import Fitting
-    from unskew.cli.progress import waiting
+    check_output(out, run, rows)
+    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.progress import progress_while_waiting
     from unskew.serving.evaluation import evaluate_rows
     from unskew.serving.input_files import read_rows
     from unskew.serving.load import load
 
-    with waiting("evaluate"):
+    with progress_while_waiting("evaluate"):
         predictor = load(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         found = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
@@ -55,12 +55,12 @@ def evaluate(
         return
     from rich.text import Text
 
-    table = Fitting()
+    table = ReflowTable()
     for name in found[0]:
         table.add_column(
             Text(by or "rows of" if name == "group" else name), justify="left" if name == "group" else "right"
         )
     for row in found:
         cells = ("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console_for().print(table)

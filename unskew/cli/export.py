@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
-from unskew.filesystem import check_run, place
+from unskew.filesystem import check_run, parse_path
 
 
 def export(
@@ -16,7 +16,9 @@ def export(
     kind: Annotated[str, typer.Option("--format", help="torch, onnx, torchscript or transformers.")] = "onnx",
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="The folder to write; RUN/export-FORMAT by default."),
+        typer.Option(
+            "--out", parser=parse_path, metavar="PATH", help="The folder to write; RUN/export-FORMAT by default."
+        ),
     ] = None,
     client: Client = None,
     trust_code: TrustCode = False,

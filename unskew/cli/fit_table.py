@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-class Fitting(Table):
+class ReflowTable(Table):
     """A table where there is room for every word of it, else its rows one below the other."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -21,10 +21,10 @@ class Fitting(Table):
                 column.min_width = max((len(word) for cell in cells for word in cell.split()), default=0)
             yield from super().__rich_console__(console, options)
         else:
-            yield from below(self, console)
+            yield from stacked_below(self, console)
 
 
-def below(table: Table, console: Console) -> Iterator[RenderableType]:
+def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
     """The rows of a table one below the other: the first cell as a heading, then a line with the others."""
     if table.title:
         yield console.render_str(table.title, style="italic") if isinstance(table.title, str) else table.title

@@ -79,7 +79,7 @@ PANELS = {
 """Under which head the help of a command lists them; its own options stand before."""
 
 
-def flag(name: str) -> Any:
+def add_flag(name: str) -> Any:
     """The option of a field."""
     panel = next(panel for panel, names in PANELS.items() if name in names)
     return typer.Option(f"--{name.replace('_', '-')}", help=FLAGS[name][1], rich_help_panel=panel)
@@ -129,7 +129,7 @@ EXAMPLES = {
 """A command line of each command, shown at the end of its help."""
 
 
-def meant_by(flag: str) -> str | None:
+def suggest_flag(flag: str) -> str | None:
     """The flag that another library's flag stands for; None if it is not known."""
     name, equals, value = OF_OTHERS.get(flag.lstrip("-").replace("-", "_"), "").partition("=")
     if name not in FLAGS:
@@ -145,7 +145,7 @@ class Sections(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # of the click that Typer uses, which may be its own copy
-            ours = meant_by(str(getattr(error, "option_name", "")))
+            ours = suggest_flag(str(getattr(error, "option_name", "")))
             if ours is not None and hasattr(error, "possibilities"):
                 error.possibilities = [ours]
             raise

@@ -10,30 +10,30 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, ConfigFile, Sets, console_for, overridden_by, print_json, values_of
+from unskew.cli.common import AsJson, ConfigFile, Sets, config_values, console_for, given_on_command_line, print_json
 from unskew.cli.flags import DATA
 from unskew.cli.verbosity import LOUDNESS
 from unskew.errors import ConfigError, UnskewError
-from unskew.filesystem import place, user_cache, write_atomic
+from unskew.filesystem import parse_path, user_cache, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
     """List every method with the slot it fills, its options and its paper; and what other packages offer."""
-    from unskew.cli.plugin_listing import offered_methods, offered_rest
+    from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
     from unskew.cli.tables import methods_table
 
-    rows = [*described(), *offered_methods()]
+    rows = [*described(), *plugin_methods()]
     if as_json:
         print_json(rows)
         return
     console = console_for()
     console.print(methods_table(rows))
-    for line in offered_rest():
+    for line in plugin_data_and_partitions():
         console.print(line, markup=False, highlight=False)
 
 
 def described() -> list[dict[str, Any]]:
-    """``unskew.methods.registry.describe()``, kept in the user's cache as long as its sources are the same.
+    """``unskew.methods.registry.describe_all()``, kept in the user's cache as long as its sources are the same.
 
     To ask the classes is to load PyTorch, which takes ten times as long as all else.
     """
@@ -47,9 +47,9 @@ def described() -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(kept.read_bytes())
         return rows
     except (OSError, ValueError):
-        from unskew.methods.registry import describe
+        from unskew.methods.registry import describe_all
 
-        rows = json.loads(json.dumps(describe()))
+        rows = json.loads(json.dumps(describe_all()))
     with contextlib.suppress(OSError, UnskewError):
         cache.mkdir(parents=True, exist_ok=True)
         for former in cache.glob("methods-*.json"):
@@ -76,8 +76,8 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
-    from unskew.cli.model_summary import layers_of, spec_of, trained_together
-    from unskew.cli.plugin_listing import offered_models
+    from unskew.cli.model_summary import grouping_note, layer_rows, model_spec
+    from unskew.cli.plugin_listing import plugin_models
     from unskew.cli.tables import layers_table, models_table
     from unskew.models.registry import MODELS
 
@@ -91,15 +91,15 @@ def models(
             }
             for m in MODELS.values()
         ]
-        rows += offered_models()
+        rows += plugin_models()
         print_json(rows) if as_json else console_for().print(models_table(rows))
         return
-    spec = spec_of(model, shape, classes, sets or [])
-    layers = layers_of(spec, split)
-    print_json(layers) if as_json else console_for().print(layers_table(model, layers), trained_together(spec))
+    spec = model_spec(model, shape, classes, sets or [])
+    layers = layer_rows(spec, split)
+    print_json(layers) if as_json else console_for().print(layers_table(model, layers), grouping_note(spec))
 
 
-@overridden_by(*DATA, "seed")
+@given_on_command_line(*DATA, "seed")
 def partition(
     context: typer.Context,
     source: Annotated[
@@ -111,7 +111,7 @@ def partition(
         Path | None,
         typer.Option(
             "--out",
-            parser=place,
+            parser=parse_path,
             metavar="PATH",
             help="Image file for a plot; none by default.",
         ),
@@ -122,19 +122,19 @@ def partition(
     """Show what each client would hold: a table, a plot, and the partition's hash."""
     from unskew.config.loader import experiment
 
-    values = {**values_of(config, context), "holdout": 0.0}
+    values = {**config_values(config, context), "holdout": 0.0}
     values.pop("method", None)
     if source is not None:
         if context.params.get("data") is not None:
             raise ConfigError(f"Name the data once, not {source} and --data {context.params['data']}.")
         values["data"] = source
     checked = experiment(values)
-    from unskew.cli.progress import waiting
+    from unskew.cli.progress import progress_while_waiting
     from unskew.cli.tables import columns_table, partition_table, targets_table
     from unskew.data.load import federation_of
-    from unskew.plots.curves import clients_by_class
+    from unskew.plots.curves import plot_clients_by_class
 
-    with waiting("partition"):
+    with progress_while_waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
     counts, names = fed.holdings()
     # If each client has one kind of text, a table of clients by kinds is a diagonal: its sizes say the same.
@@ -143,7 +143,7 @@ def partition(
     shown_names = ("samples",) if diagonal else names
     if out is not None:
         title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
-        clients_by_class(shown_counts, shown_names, out, title, client_names=fed.client_names)
+        plot_clients_by_class(shown_counts, shown_names, out, title, client_names=fed.client_names)
     targets, between = targets_table(fed, clients_shown) if fed.task == "regression" else (None, {})
     if as_json:
         sizes = fed.sizes

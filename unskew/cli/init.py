@@ -11,7 +11,7 @@ import typer
 
 from unskew.cli.common import console_for
 from unskew.errors import ConfigError
-from unskew.filesystem import place, write_atomic
+from unskew.filesystem import parse_path, write_atomic
 
 
 def init(
@@ -25,7 +25,7 @@ def init(
         str | None, typer.Option("--label", help="Label column of a table, where it is not guessed.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", parser=place, metavar="PATH", help="The file that is written; it must be new.")
+        Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="The file that is written; it must be new.")
     ] = Path("experiment.yaml"),
 ) -> None:
     """Write a commented experiment.yaml for your own data, after looking at them, and say what to do next."""
@@ -36,11 +36,11 @@ def init(
         raise ConfigError(f"{out} is already there; choose another name with --out, or remove it.")
     if not out.parent.is_dir():
         raise ConfigError(f"There is no folder {out.parent} to write {out.name} into.")
-    from unskew.cli.progress import waiting
-    from unskew.config.infer import draft
+    from unskew.cli.progress import progress_while_waiting
+    from unskew.config.infer import infer_config
 
-    with waiting("init"):
-        made = draft(data, label)
+    with progress_while_waiting("init"):
+        made = infer_config(data, label)
     write_atomic(out, made.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in made.seen:

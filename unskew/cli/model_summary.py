@@ -9,8 +9,8 @@ import torch
 
 from unskew.config.loader import experiment, set_field
 from unskew.errors import ConfigError
-from unskew.models.grouped.context import stacked_form
-from unskew.models.layer_groups import layer_groups, split_at
+from unskew.models.grouped.context import grouped_form_or_reason
+from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.names import HUB
 from unskew.models.registry import MODELS, resolve_model
 from unskew.models.spec import ModelSpec
@@ -19,13 +19,13 @@ LARGEST = 1 << 24
 """Side of an input and number of classes, from which on no model fits into memory."""
 
 
-def trained_together(spec: ModelSpec) -> str:
+def grouping_note(spec: ModelSpec) -> str:
     """Whether several clients of a model are trained as one network on a CPU, as a sentence."""
-    form, why = stacked_form(spec)
+    form, why = grouped_form_or_reason(spec)
     return "Several clients are trained as one network." if form else f"Clients are trained one after another: {why}."
 
 
-def spec_of(model: str, shape: str | None, classes: int | None, sets: Sequence[str]) -> ModelSpec:
+def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequence[str]) -> ModelSpec:
     """The layout of the model that ``unskew models MODEL`` shows.
 
     Args:
@@ -59,7 +59,7 @@ def spec_of(model: str, shape: str | None, classes: int | None, sets: Sequence[s
     return ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=task == "language")
 
 
-def layers_of(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
+def layer_rows(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
     """What ``unskew models MODEL`` shows: a row per layer, in order of depth. Embeddings, which are not counted, are layer 0.
 
     Args:
@@ -67,7 +67,7 @@ def layers_of(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
         split: Layers in the body; by default all before the head.
     """
     groups = layer_groups(spec)
-    body, _ = split_at(groups, -1 if split is None else split)
+    body, _ = split_at_depth(groups, -1 if split is None else split)
     first = 1 - sum(group.leading for group in groups)
     return [
         {

@@ -10,21 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, console_for, print_json
-from unskew.filesystem import place
+from unskew.filesystem import parse_path
 
-RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", parser=place, metavar="RUN")]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", parser=parse_path, metavar="RUN")]
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    from unskew.deployment.server.control import ask
+    from unskew.deployment.server.control import send_command
 
-    return dict(json.loads(ask(folder, "status")["json"]))
+    return dict(json.loads(send_command(folder, "status")["json"]))
 
 
 def _line(text: str) -> None:
-    from unskew.deployment.wire.tensor_codec import plainly
+    from unskew.deployment.wire.tensor_codec import printable
 
-    console_for().print(plainly(text), markup=False, highlight=False, soft_wrap=True)
+    console_for().print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _age(seconds: float | None) -> str:
@@ -98,30 +98,30 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Give up the current round, too.")] = False,
 ) -> None:
     """End a running deployed run after its current round, with a checkpoint; unskew resume continues it."""
-    from unskew.deployment.server.control import ask
+    from unskew.deployment.server.control import send_command
 
-    ask(folder, "stop", now=now)
+    send_command(folder, "stop", now=now)
     _line(f"The run ends {'now' if now else 'after this round'}. Continue it with: unskew resume {folder}")
 
 
 def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or client number of the site.")]) -> None:
     """Leave a site out of a running deployed run: the current round no longer waits for it, later ones do not ask it."""
-    from unskew.deployment.server.control import ask
+    from unskew.deployment.server.control import send_command
 
-    _line(f"{ask(folder, 'exclude', site=site)['name']} is excluded.")
+    _line(f"{send_command(folder, 'exclude', site=site)['name']} is excluded.")
 
 
 def register(
     keys: Annotated[list[Path], typer.Argument(help="Public keys of all sites.", metavar="KEY.pub...", exists=True)],
     superlink: Annotated[str, typer.Option("--superlink", help="Host and port of the SuperLink.")],
     folder: Annotated[
-        Path, typer.Option("--folder", parser=place, metavar="PATH", help="The deployment's folder.")
+        Path, typer.Option("--folder", parser=parse_path, metavar="PATH", help="The deployment's folder.")
     ] = Path(),
 ) -> None:
     """Wait until the SuperLink listens, then register all sites with it, in one call of Flower."""
-    from unskew.deployment.flower.superlinks import STARTING, Given
+    from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink
 
-    there = Given(folder.absolute(), superlink).superlink
+    there = RemoteSuperLink(folder.absolute(), superlink).superlink
     there.configure()
     there.wait(STARTING)
     there.control(*(there.registering(key.absolute()) for key in keys))

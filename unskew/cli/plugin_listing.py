@@ -9,26 +9,26 @@ from unskew import plugins
 from unskew.errors import ConfigError
 
 
-def offered_methods() -> list[dict[str, Any]]:
-    """The methods of other packages, as ``unskew.methods.registry.describe`` has them, with their ``package``."""
+def plugin_methods() -> list[dict[str, Any]]:
+    """The methods of other packages, as ``unskew.methods.registry.describe_all`` has them, with their ``package``."""
     rows: list[dict[str, Any]] = []
-    for name, plugin in sorted(plugins.plugins(plugins.METHODS).items()):
-        from unskew.methods.registry import CATALOGUE, described
+    for name, plugin in sorted(plugins.list_plugins(plugins.METHODS).items()):
+        from unskew.methods.registry import METHODS, describe_method
 
-        if name in CATALOGUE:
+        if name in METHODS:
             _warn(f"The package {plugin.package} offers a method {name!r}; unskew's own of that name is taken.")
             continue
         try:
-            rows.append({**described(name), "package": plugin.package})
+            rows.append({**describe_method(name), "package": plugin.package})
         except ConfigError as error:
             _warn(str(error))
     return rows
 
 
-def offered_models() -> list[dict[str, Any]]:
+def plugin_models() -> list[dict[str, Any]]:
     """The models of other packages as rows of ``unskew models``."""
     rows = []
-    for name, plugin in sorted(plugins.plugins(plugins.MODELS).items()):
+    for name, plugin in sorted(plugins.list_plugins(plugins.MODELS).items()):
         try:
             text = (getattr(plugin.load_callable(), "__doc__", None) or "").strip().partition("\n")[0]
         except ConfigError as error:
@@ -38,11 +38,11 @@ def offered_models() -> list[dict[str, Any]]:
     return rows
 
 
-def offered_rest() -> list[str]:
+def plugin_data_and_partitions() -> list[str]:
     """What else there is: models, data and partitions of other packages, a line each kind."""
     lines = []
     for group, what in ((plugins.MODELS, "models"), (plugins.DATA, "data"), (plugins.PARTITIONS, "partitions")):
-        names = [f"{name} [{plugin.package}]" for name, plugin in sorted(plugins.plugins(group).items())]
+        names = [f"{name} [{plugin.package}]" for name, plugin in sorted(plugins.list_plugins(group).items())]
         if names:
             lines.append(f"Other packages' {what}: {', '.join(names)}")
     return lines

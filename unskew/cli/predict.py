@@ -12,7 +12,7 @@ import typer
 
 from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
 from unskew.errors import ConfigError
-from unskew.filesystem import check_run, place, write_atomic
+from unskew.filesystem import check_run, parse_path, write_atomic
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -23,12 +23,14 @@ def predict(
     rows: Annotated[
         Path,
         typer.Argument(
-            metavar="INPUT", help="A .csv, .jsonl or .parquet file, an image, or a folder of images.", parser=place
+            metavar="INPUT", help="A .csv, .jsonl or .parquet file, an image, or a folder of images.", parser=parse_path
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."),
+        typer.Option(
+            "--out", parser=parse_path, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."
+        ),
     ] = None,
     keep: Annotated[
         str | None, typer.Option("--keep", help="Columns of INPUT to repeat next to the predictions: patient_id,ward.")
@@ -43,16 +45,16 @@ def predict(
 ) -> None:
     """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
     check_run(run)
-    check_out(out, run, rows)
-    from unskew.cli.progress import waiting
-    from unskew.data.spec import names_in
-    from unskew.serving.input_files import columns_of, read_rows
+    check_output(out, run, rows)
+    from unskew.cli.progress import progress_while_waiting
+    from unskew.data.spec import parse_names
+    from unskew.serving.input_files import file_columns, read_rows
     from unskew.serving.load import load
 
-    with waiting("predict"):
+    with progress_while_waiting("predict"):
         predictor = load(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
-        kept = columns_of(read, names_in(keep or ""), rows)
+        kept = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)
     for one in read.unknown:
         print(f"unskew: {one}", file=sys.stderr)
@@ -86,20 +88,20 @@ def predict(
     last = titles if numbers else titles[1:] if binary else [] if several else ["probability"]
     table = Table(header_style="bold")
     for title in ("row", *kept, *([] if numbers else ["label"]), *last):
-        table.add_column(Text(printable(title)))
+        table.add_column(Text(escape_controls(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
         cells = [str(line[name]) for name in ("row", *kept)]
         if not numbers:
             cells.append((", ".join(line["label"]) if several else str(line["label"])) or "-")
         shown = [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[title]:.4g}" for title in last]
-        table.add_row(*(Text(printable(cell)) for cell in [*cells, *shown]))
+        table.add_row(*(Text(escape_controls(cell)) for cell in [*cells, *shown]))
     console.print(table)
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All are in {out}." if out is not None else "--out FILE writes all of them, with every probability."
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
 
 
-def check_out(out: Path | None, run: Path, rows: Path) -> None:
+def check_output(out: Path | None, run: Path, rows: Path) -> None:
     """Check the file that a command writes about the rows of another one.
 
     Raises:
@@ -118,10 +120,10 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
     """Write rows to a .csv or .jsonl file, if one is named."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, as_text(lines, out.suffix.lower()).encode())
+        write_atomic(out, format_value(lines, out.suffix.lower()).encode())
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""Return a text for the terminal, with its control characters written out.
 
     >>> printable("red" + chr(27) + "[0m")
@@ -130,7 +132,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def inert(value: object) -> object:
+def escape_formula(value: object) -> object:
     """Return a cell for a CSV file that a spreadsheet takes as text or as a number, and not as a formula.
 
     >>> inert("=1+1"), inert("red"), inert("-0.5")
@@ -150,7 +152,7 @@ def probability_names(label: str | None, names: list[str]) -> list[str]:
     return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
 
 
-def as_text(lines: list[dict[str, Any]], kind: str) -> str:
+def format_value(lines: list[dict[str, Any]], kind: str) -> str:
     """The predictions as JSON lines or CSV; in CSV several labels or columns are divided by |.
 
     In CSV a text that begins like a formula (``=``, ``+``, ``-``, ``@``) gets an apostrophe before it.
@@ -162,7 +164,7 @@ def as_text(lines: list[dict[str, Any]], kind: str) -> str:
 
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writerow({name: inert(name) for name in lines[0]})
+    writer.writerow({name: escape_formula(name) for name in lines[0]})
     for line in lines:
-        writer.writerow({k: inert("|".join(v) if isinstance(v, list) else v) for k, v in line.items()})
+        writer.writerow({k: escape_formula("|".join(v) if isinstance(v, list) else v) for k, v in line.items()})
     return text.getvalue()

@@ -21,12 +21,12 @@ from rich.progress import (
 from unskew.cli.tables import columns_table
 from unskew.cli.verbosity import LOUDNESS
 from unskew.comparison.references import is_local
-from unskew.config.metrics import AUTO, name_of
+from unskew.config.metrics import AUTO, metric_name
 from unskew.data.federation import Federation
-from unskew.progress import PATIENCE, told
+from unskew.progress import PATIENCE, report_progress_to
 from unskew.records.recorder import Callback, Row
 from unskew.tasks.formatting import value_text
-from unskew.tasks.primary_metric import SCORES, held_out_name, metric, score_of
+from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name, validation_metric_name
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def make_progress(console: Console, transient: bool = False) -> Iterator[Progres
 
 
 @contextmanager
-def waiting(title: str) -> Iterator[None]:
+def progress_while_waiting(title: str) -> Iterator[None]:
     """Within, what takes longer than two seconds is shown with the time left, on standard error; in a pipe nothing is."""
     console = Console(stderr=True)
     progress = Progress(
@@ -81,7 +81,7 @@ def waiting(title: str) -> Iterator[None]:
 
     timer.start()
     try:
-        with told(follow, after=0):
+        with report_progress_to(follow, after=0):
             yield
     finally:
         timer.cancel()
@@ -125,7 +125,7 @@ class ProgressLine(Callback):
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Show the line."""
-        self.objective = name_of(config.get("objective", AUTO))
+        self.objective = metric_name(config.get("objective", AUTO))
         self.global_model = not is_local(str(config.get("method", "")))
         self.progress.start()
         if self.making is not None:
@@ -144,10 +144,10 @@ class ProgressLine(Callback):
 
     def round(self, row: Row) -> None:
         """Advance it."""
-        judge = metric(score_of(row) if self.objective == AUTO else self.objective)
+        judge = metric_info(primary_metric_name(row) if self.objective == AUTO else self.objective)
         if "perplexity" in row and judge.name in SCORES and not self.held_out:
-            judge = metric("loss")
-        name, where = (held_out_name(judge.name), "held-out") if self.held_out else (judge.name, "test")
+            judge = metric_info("loss")
+        name, where = (validation_metric_name(judge.name), "held-out") if self.held_out else (judge.name, "test")
         if row.get(name) is not None and self.global_model:
             text = f"{where} {judge.title} {value_text(judge, row[name])}"
             self.progress.update(self.line, accuracy=text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unskew.cli.common import console_for
-from unskew.filesystem import place
+from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ def report(
         Path | None,
         typer.Option(
             "--out",
-            parser=place,
+            parser=parse_path,
             metavar="PATH",
             help="The file; report.html in the folder, or here for several folders.",
         ),
@@ -37,13 +37,13 @@ def report(
     title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Title of the page.")] = None,
 ) -> None:
     """Write a report on finished runs: one HTML file that needs no network."""
-    from unskew.cli.progress import waiting
+    from unskew.cli.progress import progress_while_waiting
     from unskew.reporting.report import report as write
 
     console = console_for()
-    with broken_sections(console), waiting("report"):
+    with broken_sections(console), progress_while_waiting("report"):
         file = write(runs, out, images=images, title=title)
-    say(console, file)
+    print_report_path(console, file)
 
 
 @contextmanager
@@ -56,18 +56,18 @@ def broken_sections(console: Console) -> Iterator[None]:
         console.print(f"Warning: {one.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def say(console: Console, file: Path) -> None:
+def print_report_path(console: Console, file: Path) -> None:
     """Tell where the report is, and what not everybody should see."""
-    from unskew.reporting.report import shows_real
+    from unskew.reporting.report import shows_real_images
 
     real = " It holds real images of a client's data; unskew report --no-images leaves them out."
-    text = f"The report is {file}: open it in a browser; it needs no network.{real if shows_real(file) else ''}"
+    text = f"The report is {file}: open it in a browser; it needs no network.{real if shows_real_images(file) else ''}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
+def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
     """What a command does when its runs are finished; without plotly, a hint. A report that fails spoils no result."""
-    from unskew.cli.progress import waiting
+    from unskew.cli.progress import progress_while_waiting
     from unskew.errors import UnskewError
     from unskew.reporting.page import MISSING
     from unskew.reporting.report import report as write
@@ -76,8 +76,8 @@ def report_at_the_end(console: Console, runs: Sequence[Path], out: Path | None =
         if find_spec("plotly") is None:
             console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
         else:
-            with broken_sections(console), waiting("report"):
+            with broken_sections(console), progress_while_waiting("report"):
                 file = write(list(runs), out)
-            say(console, file)
+            print_report_path(console, file)
     except (UnskewError, OSError) as error:
         console.print(f"There is no report: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, DataPath, Device, EngineName, Parallel, console_for, print_json, stoppable
-from unskew.cli.report import report_at_the_end
-from unskew.errors import ConfigError, unknown
-from unskew.filesystem import place
+from unskew.cli.common import AsJson, DataPath, Device, EngineName, Parallel, console_for, exit_on_signal, print_json
+from unskew.cli.report import report_after_runs
+from unskew.errors import ConfigError, unknown_name
+from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,26 +34,28 @@ def reproduce(
     engine: EngineName = None,
     device: Device = None,
     runs: Annotated[
-        Path, typer.Option("--runs", parser=place, metavar="PATH", help="Where run folders are made.")
+        Path, typer.Option("--runs", parser=parse_path, metavar="PATH", help="Where run folders are made.")
     ] = Path("runs/reproduce"),
     results: Annotated[
-        Path, typer.Option("--results", parser=place, metavar="PATH", help="Where outcomes are kept and looked for.")
+        Path,
+        typer.Option("--results", parser=parse_path, metavar="PATH", help="Where outcomes are kept and looked for."),
     ] = Path("results/runs"),
     parallel: Parallel = "1",
     show: Annotated[bool, typer.Option("--show", help="Show the table of what is there; run nothing.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", parser=place, metavar="PATH", help="Draw the table into this image file.")
+        Path | None,
+        typer.Option("--plot", parser=parse_path, metavar="PATH", help="Draw the table into this image file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
-    from unskew.cli.fit_table import Fitting
+    from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.option_parsing import seeds_in
+    from unskew.option_parsing import parse_seed_list
     from unskew.reproduction import tables as report
     from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.legacy_outcomes import notes
-    from unskew.reproduction.preset import SCALES, load_preset, names, seeds_of
+    from unskew.reproduction.preset import SCALES, load_preset, num_seeds, preset_names
     from unskew.reproduction.settings import settings_note
     from unskew.reproduction.study import load_study, study_names
     from unskew.reproduction.sweep import Sweep
@@ -61,13 +63,13 @@ def reproduce(
 
     console, at_once = console_for(as_json), read_parallel(parallel)
     if listing or preset is None:
-        presets = [load_preset(name) for name in names()] + [load_study(name) for name in study_names()]
+        presets = [load_preset(name) for name in preset_names()] + [load_study(name) for name in study_names()]
         if as_json:
             print_json(
                 [{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in presets]
             )
             return
-        overview = Fitting("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
+        overview = ReflowTable("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
         for p in presets:
             overview.add_row(p.name, p.title, p.where)
         console.print(overview)
@@ -75,21 +77,21 @@ def reproduce(
     if preset in study_names():
         if columns or engine is not None or device is not None:
             raise ConfigError(f"{preset} is a program of its own, without columns, engines and devices; it has --row.")
-        which = seeds_in(seeds) if seeds else None
+        which = parse_seed_list(seeds) if seeds else None
         _study(preset, scale, which, rows, data_path, results, show, plot, as_json, at_once)
         return
-    if preset not in names():
-        raise ConfigError(unknown("preset", preset, [*names(), *study_names()]))
+    if preset not in preset_names():
+        raise ConfigError(unknown_name("preset", preset, [*preset_names(), *study_names()]))
     table = load_preset(preset)
     extra: dict[str, Any] = {"data_path": data_path, "engine": engine, "device": device}
     extra = {name: value for name, value in extra.items() if value is not None}
-    which = seeds_in(seeds) if seeds else list(range(seeds_of(table, scale)))
+    which = parse_seed_list(seeds) if seeds else list(range(num_seeds(table, scale)))
     for kind, wanted, there in (("row", rows, table.rows), ("column", columns, table.columns)):
         for name in wanted or ():
             if name not in there:
                 raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {'; '.join(there)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
-    with stoppable(runs, again), make_progress(console) as progress:
+    with exit_on_signal(runs, again), make_progress(console) as progress:
         sweep = Sweep(
             table,
             scale,
@@ -108,18 +110,18 @@ def reproduce(
                 other = sweep.cells(0)[0].config.data
                 console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
             outcomes = list(sweep.carry_out(which, at_once))
-    entries = report.entries(table, outcomes)
+    entries = report.table_entries(table, outcomes)
     settings = settings_note(table, scale, (cell for cell, _ in outcomes))
     folders = list(dict.fromkeys(folder for folder in map(sweep.folder, (cell for cell, _ in outcomes)) if folder))
     if folders and not show:
         name = f"{preset.replace('/', '-')}-{scale}.html"
-        report_at_the_end(console, folders, runs / name)
+        report_after_runs(console, folders, runs / name)
     if plot is not None and outcomes:
         (draw_curves(table, outcomes, plot) if table.curves else draw_points(table, entries, plot))
     if as_json:
         print_json({"preset": preset, "scale": scale, "settings": settings, "entries": report.as_json(entries)})
         return
-    _print(console, table, scale, settings, report.lines(table, entries), bool(outcomes))
+    _print(console, table, scale, settings, report.table_lines(table, entries), bool(outcomes))
     for note in notes(cell for cell, _ in outcomes):
         console.print(note, soft_wrap=True, markup=False)
 
@@ -151,7 +153,7 @@ def _study(
                 f"{missing} This scale goes on with {runs.settings['data']} instead.", style="yellow", soft_wrap=True
             )
         again = shlex.join(["unskew", *sys.argv[1:]])
-        with stoppable(results, again), make_progress(console) as progress:
+        with exit_on_signal(results, again), make_progress(console) as progress:
             progress.start()
             task = progress.add_task(name, total=len(which) * len(runs.parts()), accuracy="")
             for _ in runs.carry_out(which, parallel):
@@ -177,7 +179,7 @@ def _print(
     done: bool,
 ) -> None:
     """What is reproduced, and its tables."""
-    from unskew.cli.fit_table import Fitting
+    from unskew.cli.fit_table import ReflowTable
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
     if preset.text:
@@ -185,7 +187,7 @@ def _print(
     if settings:
         console.print(settings, style="yellow", soft_wrap=True, highlight=False)
     for title, header, lines in tables:
-        table = Fitting(*header, title=title, title_justify="left")
+        table = ReflowTable(*header, title=title, title_justify="left")
         for line in lines:
             table.add_row(*line)
         console.print(table)

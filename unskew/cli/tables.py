@@ -9,19 +9,19 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from unskew.cli.fit_table import Fitting
-from unskew.data.readers.column_roles import described
-from unskew.tasks.formatting import F1, megabytes, metrics_in, number, percent, value_text
-from unskew.tasks.primary_metric import client_metric, metric, objective_of, score_of
+from unskew.cli.fit_table import ReflowTable
+from unskew.data.readers.column_roles import describe_roles
+from unskew.tasks.formatting import F1, format_megabytes, format_number, format_percent, secondary_metrics, value_text
+from unskew.tasks.primary_metric import client_metric_name, metric_info, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
     from unskew.data.federation import Federation
 
 
-def over_clients(summary: dict[str, Any], whose: str) -> str:
+def clients_text(summary: dict[str, Any], whose: str) -> str:
     """The figures over clients as one line."""
-    scored = client_metric(objective_of(summary).name, score_of(summary))
-    judge = metric(scored, summary.get("own_metrics"))
+    scored = client_metric_name(objective_metric(summary).name, primary_metric_name(summary))
+    judge = metric_info(scored, summary.get("own_metrics"))
     mean, std, decile, worst = (
         value_text(judge, summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
@@ -30,7 +30,7 @@ def over_clients(summary: dict[str, Any], whose: str) -> str:
     return f"mean {mean}, std {std}, worst decile {decile}, worst client {worst}{named}"
 
 
-def several(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """A number of things.
 
     >>> several(1, "round"), several(2, "round")
@@ -46,9 +46,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column()
     together = f", {summary['together']} clients together" if summary.get("together", 1) > 1 else ""
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
-    judge, scored = objective_of(summary), score_of(summary)
+    judge, scored = objective_metric(summary), primary_metric_name(summary)
     kept = summary.get(f"kept_{judge.name}")
-    errors = "".join(f", {name.upper()} {number(summary[name])}" for name in ("mae", "rmse") if name in summary)
+    errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     lines = [
         (f"test {judge.title}, last round", f"{value_text(judge, summary[judge.name])}  (loss {loss}{errors})"),
         (
@@ -61,32 +61,38 @@ def summary_table(summary: dict[str, Any]) -> Table:
             else []
         ),
         *(
-            (f"{label}, on {summary['clients_evaluated_on']}", over_clients(summary, whose))
+            (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))
             for label, whose in (("per client", "client"), ("personal models", "personal"))
             if f"{whose}_{scored}_mean" in summary
         ),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
         ("partition hash", str(summary["partition_hash"])),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, statistics: {summary['buffers']}"),
-        ("traffic", f"{megabytes(summary['bytes_up'])} MB up, {megabytes(summary['bytes_down'])} MB down"),
+        (
+            "traffic",
+            f"{format_megabytes(summary['bytes_up'])} MB up, {format_megabytes(summary['bytes_down'])} MB down",
+        ),
         (
             "time",
-            f"{summary['seconds']:.1f} s for {several(summary['rounds'], 'round')}, engine {summary['engine']}{together}",
+            f"{summary['seconds']:.1f} s for {format_count(summary['rounds'], 'round')}, engine {summary['engine']}{together}",
         ),
     ]
     if "perplexity" in summary:
-        best = (number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
-        share = f"next token right {percent(summary['accuracy'])}%"
+        best = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
+        share = f"next token right {format_percent(summary['accuracy'])}%"
         lines[:2] = [
-            ("test loss, last round", f"{loss} nats per token  (perplexity {number(summary['perplexity'])}, {share})"),
+            (
+                "test loss, last round",
+                f"{loss} nats per token  (perplexity {format_number(summary['perplexity'])}, {share})",
+            ),
             ("test loss, best of all", "{}  (perplexity {})".format(*best)),
         ]
     if summary.get("o_f1") is not None:
         lines[2:2] = [
-            (when, ", ".join(f"{title} {percent(summary[best + name])}%" for title, name in F1.items()))
+            (when, ", ".join(f"{title} {format_percent(summary[best + name])}%" for title, name in F1.items()))
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
         ]
-    if asked := metrics_in(summary):
+    if asked := secondary_metrics(summary):
         figures = ", ".join(f"{one.title} {value_text(one, summary[one.name])}" for one in asked)
         lines.insert(2, ("test set, last round", figures))
     if summary.get("target") is not None:
@@ -119,7 +125,7 @@ def targets_table(fed: Federation, most: int) -> tuple[Table, dict[str, float]]:
     """Return a table of the clients' targets of regression, and the share of each target's variance between clients."""
     values = [fed.objective.restored(client.y.double()).numpy() for client in fed.clients]  # type: ignore[attr-defined]
     sizes, means = np.array([len(y) for y in values]), np.stack([y.mean(0) for y in values])
-    table = Fitting(title="Training samples and targets per client", title_justify="left")
+    table = ReflowTable(title="Training samples and targets per client", title_justify="left")
     for name in (
         "client",
         *(["name"] if fed.client_names else []),
@@ -147,7 +153,7 @@ def partition_table(
     """What each client holds: counts ``[K, C]`` and (without several labels a sample, their sums) samples ``[K]``."""
     sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
-    table = Fitting(title="Training samples per client and class", title_justify="left")
+    table = ReflowTable(title="Training samples per client and class", title_justify="left")
     table.add_column("client", justify="right")
     if client_names:
         table.add_column("name")
@@ -170,14 +176,14 @@ def columns_table(columns: Mapping[str, str]) -> Table:
     table = Table(title="Columns of the table", title_justify="left")
     for name in ("column", "what is done to it"):
         table.add_column(name, overflow="fold")
-    for row in described(columns):
+    for row in describe_roles(columns):
         table.add_row(*row)
     return table
 
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew methods`` prints."""
-    table = Fitting()
+    table = ReflowTable()
     for name in ("method", "slot", "server needs", "what it does", "options", "paper"):
         table.add_column(name)
     for row in methods:
@@ -190,7 +196,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
 
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """What ``unskew models`` prints."""
-    table = Fitting()
+    table = ReflowTable()
     for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:
@@ -240,7 +246,7 @@ LABELS = {
 }
 
 
-def short(value: float | None) -> str:
+def shorten(value: float | None) -> str:
     """Four significant digits.
 
     >>> short(12345.678), short(0.00012345), short(None)
@@ -258,18 +264,18 @@ def heterogeneity_tables(report: dict[str, Any]) -> list[Table]:
     style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD, "pad_edge": False}
     labels = Table("", "", title="Labels and sizes", show_header=False, **style)
     for name, label in LABELS.items():
-        labels.add_row(label, short(report[name]))
+        labels.add_row(label, shorten(report[name]))
     quantities = Table("", *(m["model"] for m in report["models"]), title="At the model", **style)
     for name, label in QUANTITIES.items():
         values = [m.get(name) for m in report["models"]]
         if any(value is not None for value in values):
-            quantities.add_row(label, *map(short, values))
+            quantities.add_row(label, *map(shorten, values))
     tables = [labels, quantities]
     for m in report["models"]:
         title = f"A share p of synthetic data, {m['model']}: measured, and Lemma 1's bound; synthetic: {report['synthetic']}"
         table = Table("p", "ζ̂²", "≤", "σ̂²", "≤", "L", "≤", "rounds", "by the bounds", title=title, **style)
         for row in m["shares"]:
-            pairs = [short(row[name + end]) for name in ("zeta2", "sigma2", "L", "rounds") for end in ("", "_bound")]
+            pairs = [shorten(row[name + end]) for name in ("zeta2", "sigma2", "L", "rounds") for end in ("", "_bound")]
             table.add_row(f"{row['p']:g}", *pairs)
         if m["shares"]:
             tables.append(table)

@@ -16,27 +16,27 @@ from unskew.cli.common import (
     ConfigFile,
     Sets,
     TrustCode,
-    check_place,
+    config_values,
+    confirm_resume_target,
     console_for,
-    free_name,
-    is_config,
-    overridden_by,
+    exit_on_signal,
+    given_on_command_line,
+    is_config_file,
+    parse_seeds,
     print_json,
-    short_name,
-    stoppable,
-    values_of,
-    which_seeds,
+    shorten_name,
+    unused_path,
 )
 from unskew.cli.flags import DATA, SERVER, TRAINING
-from unskew.cli.report import report_at_the_end
+from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError
-from unskew.filesystem import place
+from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from unskew.records.recorder import Callback
-    from unskew.tuning.results import Tuning
+    from unskew.tuning.results import TuningResult
 
 FIELDS = (
     *DATA,
@@ -53,7 +53,7 @@ FIELDS = (
 )
 
 
-@overridden_by(*FIELDS)
+@given_on_command_line(*FIELDS)
 def tune(
     context: typer.Context,
     methods: Annotated[
@@ -80,7 +80,7 @@ def tune(
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", parser=place, metavar="PATH", help="Output folder (default: runs/tune-DATA)."),
+        typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/tune-DATA)."),
     ] = None,
     again: Annotated[bool, typer.Option("--resume", help="Go on in --out, also beside another process.")] = False,
     trust_code: TrustCode = False,
@@ -88,24 +88,24 @@ def tune(
 ) -> None:
     """Tune methods alike on what clients hold out, then compare them on fresh seeds."""
     from unskew.config.loader import experiment
-    from unskew.methods.registry import check_names
+    from unskew.methods.registry import check_expression
 
     for name in methods:  # a mistake is told before PyTorch is loaded
-        check_names(name)
-    check_place(again, out)
-    values = values_of(config, context)
+        check_expression(name)
+    confirm_resume_target(again, out)
+    values = config_values(config, context)
     values.pop("method", None)  # a file made for one run may be used
     checked = experiment(values)
-    spaces, fresh = spaces_in(space or [], trust_code), 3 if seeds is None else which_seeds(seeds, checked.seed + 1)
+    spaces, fresh = parse_spaces(space or [], trust_code), 3 if seeds is None else parse_seeds(seeds, checked.seed + 1)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.tuning.tune import tune as tune_methods
 
-    folder = out or free_name(Path("runs") / f"tune-{short_name(checked)}")
+    folder = out or unused_path(Path("runs") / f"tune-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
     with (
-        stoppable(folder, shlex.join(["unskew", *go_on])),
+        exit_on_signal(folder, shlex.join(["unskew", *go_on])),
         make_progress(console) as progress,
     ):
 
@@ -141,7 +141,7 @@ def tune(
         from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table
 
         compared = (comparison_table(rows), metrics_table(rows), clients_table(rows))
-        tables = (found_table(result), importance_table(result), *compared)
+        tables = (tuned_table(result), importance_table(result), *compared)
         for note in result.comparison.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):
@@ -152,10 +152,10 @@ def tune(
         seconds = time.perf_counter() - started
         text = f"The tuned configurations are in {folder}/tuned, all trials in {folder}/trials.csv. {seconds:.0f} s."
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    report_at_the_end(console, [folder / "compare"])
+    report_after_runs(console, [folder / "compare"])
 
 
-def spaces_in(texts: list[str], trust_code: bool) -> dict[str, Any]:
+def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
     """Read the spaces of ``--space``: pieces ``NAME=SPACE``, and files of such.
 
     Args:
@@ -172,7 +172,7 @@ def spaces_in(texts: list[str], trust_code: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in texts:
         key, equals, value = (piece.strip() for piece in text.partition("="))
-        if not equals and not is_config(text):
+        if not equals and not is_config_file(text):
             raise ConfigError(
                 f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
@@ -183,13 +183,13 @@ def spaces_in(texts: list[str], trust_code: bool) -> dict[str, Any]:
     return found
 
 
-def found_table(result: Tuning) -> Table:
+def tuned_table(result: TuningResult) -> Table:
     """What was found for each method."""
-    from unskew.cli.comparison_tables import ByMethod
+    from unskew.cli.comparison_tables import MethodRows
 
     figures = {one.judged_by for one in result.tuned.values()}
     title = f"Tuned on {', '.join(sorted(figures))}"
-    table = ByMethod(
+    table = MethodRows(
         title, list(result.tuned), "as configured", "tuned", "finished", "ended early", "failed", "options"
     )
     table.columns[-1].justify = "left"
@@ -200,14 +200,14 @@ def found_table(result: Tuning) -> Table:
     return table
 
 
-def importance_table(result: Tuning) -> Table | None:
+def importance_table(result: TuningResult) -> Table | None:
     """How much each option matters, for the methods where that is known."""
-    from unskew.cli.comparison_tables import ByMethod
+    from unskew.cli.comparison_tables import MethodRows
 
     known = {name: one.importance for name, one in result.tuned.items() if isinstance(one.importance, dict)}
     if not known:
         return None
-    table = ByMethod("Hyperparameter importance (%)", list(known), "option", "importance")
+    table = MethodRows("Hyperparameter importance (%)", list(known), "option", "importance")
     table.columns[1].justify = "left"
     for name, shares in known.items():
         for key, share in shares.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Loudness:
+class Verbosity:
     """What was asked for.
 
     Attributes:
@@ -20,7 +20,7 @@ class Loudness:
     verbose: bool = False
 
 
-LOUDNESS = Loudness()
+LOUDNESS = Verbosity()
 """Of the command that runs."""
 FLAGS = ("--quiet", "--verbose")
 
@@ -42,7 +42,7 @@ def print_notices() -> None:
         logger.setLevel(logging.INFO)
 
 
-def in_front(words: list[str]) -> list[str]:
+def normalize_global_flags(words: list[str]) -> list[str]:
     """The words of a command with ``--quiet`` and ``--verbose`` before it, wherever they were written.
 
     >>> in_front(["run", "--rounds", "2", "--quiet"])

@@ -12,29 +12,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.comparison import references as reference_rows
-from unskew.comparison.overrides import check_same_data, check_same_objective, fields_of
-from unskew.comparison.references import fitting, is_local, is_reference, reference_config, served_alone
-from unskew.comparison.single_run import Given, last, one_run
+from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
+from unskew.comparison.references import (
+    applicable_references,
+    is_local,
+    is_reference,
+    reference_config,
+    without_global_model,
+)
+from unskew.comparison.single_run import Given, last, run_or_resume
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError, items, shown
-from unskew.filesystem import new_folder, place, write_atomic
+from unskew.errors import ConfigError, list_items, short_repr
+from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.methods.registry import MethodLike, method
-from unskew.option_parsing import MOST_SEEDS, seeds_in
-from unskew.plots.curves import clients_by_class, convergence
-from unskew.records.notebook import data_frame, html_table, with_std
-from unskew.records.recorder import Callback, reaching
-from unskew.runs.api_arguments import spelling_of, unnamed, values_of
+from unskew.option_parsing import MOST_SEEDS, parse_seed_list
+from unskew.plots.curves import plot_clients_by_class, plot_convergence
+from unskew.records.notebook import format_mean_std, html_table, to_data_frame
+from unskew.records.recorder import Callback, first_reaching
+from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
-from unskew.runs.parallel import beside, check_parallel, places, side_by_side
+from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
 from unskew.runs.preparation import SYNTHETIC, check_given_set
-from unskew.runs.process_pool import Work
+from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
 from unskew.tasks.metrics import METRICS
-from unskew.tasks.primary_metric import RECALL, WORST, Metric, client_metric, objective_of, score_of
+from unskew.tasks.primary_metric import (
+    RECALL,
+    WORST,
+    MetricInfo,
+    client_metric_name,
+    objective_metric,
+    primary_metric_name,
+)
 from unskew.tasks.registry import TASKS
 
 if TYPE_CHECKING:
@@ -46,7 +59,7 @@ FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task
 }
 
 
-def is_figure(name: str) -> bool:
+def is_metric(name: str) -> bool:
     """Whether a name in a summary is that of a figure of the task, or of one that was asked for."""
     return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
 
@@ -54,10 +67,10 @@ def is_figure(name: str) -> bool:
 OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
 
 
-def averaged(summary: Mapping[str, Any]) -> tuple[str, ...]:
+def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     """Figures of a summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
-    scored, objective = score_of(summary), objective_of(summary).name
-    judging = dict.fromkeys([scored, client_metric(objective, scored)])
+    scored, objective = primary_metric_name(summary), objective_metric(summary).name
+    judging = dict.fromkeys([scored, client_metric_name(objective, scored)])
     over_clients = (
         f"{whose}_{name}_{what}" for name in judging for whose in ("client", "personal") for what in OVER_CLIENTS
     )
@@ -75,7 +88,7 @@ def mean_std(values: Sequence[float]) -> Spread:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def counted_unalike(weights: Mapping[str, str | None]) -> str | None:
+def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
     """Explain that methods weight clients of different sizes differently; None if all use one weighting."""
     by_samples, alike = ([name for name, one in weights.items() if one == which] for which in ("samples", "uniform"))
     if not (by_samples and alike):
@@ -115,9 +128,9 @@ class Comparison:
         return {name: group for name, group in self.summaries.items() if not is_reference(name)}
 
     @property
-    def objective(self) -> Metric:
+    def objective(self) -> MetricInfo:
         """The metric that judges the runs."""
-        return objective_of(next(iter(self.summaries.values()))[0])
+        return objective_metric(next(iter(self.summaries.values()))[0])
 
     def notes(self) -> list[str]:
         """What must be known to read the table: where its methods train differently long, or do not count clients alike."""
@@ -126,7 +139,7 @@ class Comparison:
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             told.append(f"The methods were trained for different numbers of rounds: {each}.")
-        uneven = counted_unalike({name: summaries[0].get("weights") for name, summaries in self.ranked.items()})
+        uneven = weighting_mismatch_note({name: summaries[0].get("weights") for name, summaries in self.ranked.items()})
         if self.unequal and uneven:
             told.append(uneven)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
@@ -145,14 +158,14 @@ class Comparison:
         table = []
         for name, summaries in self.summaries.items():
             histories = self.histories[name]
-            reached = (reaching(history, self.target, self.objective) for history in histories)
+            reached = (first_reaching(history, self.target, self.objective) for history in histories)
             rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
             row["reference"] = is_reference(name)
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics") if key in summaries[0]}
-            figures = [key for key in summaries[0] if is_figure(key)]
-            for key in (*averaged(summaries[0]), *figures):
+            figures = [key for key in summaries[0] if is_metric(key)]
+            for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             row |= {
@@ -168,17 +181,17 @@ class Comparison:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return ``rows`` as a data frame (needs pandas)."""
-        return data_frame(self.rows())
+        return to_data_frame(self.rows())
 
     def _shown(self) -> list[dict[str, str]]:
         """Return what notebooks show of each method."""
         table = []
         for row in self.rows():
-            judged = objective_of(row).name
+            judged = objective_metric(row).name
             shown = dict.fromkeys([judged, f"best_{judged}", "loss"])
-            means = {name: with_std(row[name], row[f"{name}_std"]) for name in shown}
-            sent = {f"MB {way}": with_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
-            reached = {f"rounds to {self.target:g}": with_std(row["rounds_to_target"])}
+            means = {name: format_mean_std(row[name], row[f"{name}_std"]) for name in shown}
+            sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
+            reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
             table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
         return table
 
@@ -195,7 +208,7 @@ class Comparison:
     def plot(self, path: str | Path) -> Path:
         """Draw the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
-        return convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
+        return plot_convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
 
 
 def folder_name(spelling: str) -> str:
@@ -253,11 +266,11 @@ def compare(
     if isinstance(methods, str):
         methods = [methods]
     if not isinstance(methods, Sequence):
-        raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {shown(methods)}.")
+        raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
     if follow is not None and not callable(follow):
-        raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {shown(follow)}.")
+        raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {short_repr(follow)}.")
     check_parallel(parallel)
-    names = [spelling_of(m) for m in methods]
+    names = [method_expression(m) for m in methods]
     if all(map(is_reference, names)):
         raise ConfigError("Name at least one method; pooled and local are references to compare it with.")
     twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
@@ -266,15 +279,15 @@ def compare(
     by_name = dict(zip(names, map(method, methods), strict=True))
     names.sort(key=is_reference)  # stable: references come last
     which = seed_list(seeds)
-    folder = None if out is None else place(out).absolute()
+    folder = None if out is None else parse_path(out).absolute()
     if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
     experiment({**options, "target": target})  # checks them, also the target
-    values, own_model = values_of(options, federation, model), unnamed(model)
+    values, own_model = config_from_arguments(options, federation, model), model_object(model)
     # Synthetic images that are given are for the methods that would make some.
     makers = {name for name, m in by_name.items() if any(rule.makes for rule in m.data)}
     others = {name: {"synthetic": None} for name in names if makers and name not in makers}
-    own = fields_of(each, names)
+    own = overrides_by_method(each, names)
 
     def config_of(name: str, seed: int) -> Experiment:
         fields = {**values, **others.get(name, {}), **own[name], "seed": seed, "method": name}
@@ -301,7 +314,7 @@ def compare(
     def followers(name: str, seed: int) -> Sequence[Callback]:
         return list(follow(name, seed, configs[name, seed])) if follow else []
 
-    with new_folder(folder, resume, begun):
+    with output_folder(folder, resume, begun):
         size, data = 0, data_of(which[0])
         for name, m in by_name.items():  # all of them before the first is trained
             spec, _ = check_method(configs[name, which[0]], data, own_model, m)
@@ -309,7 +322,7 @@ def compare(
             size = max(size, spec.size)
         if reference_rows.BY_DEFAULT if references is None else references:
             base = "fedavg" if "fedavg" in names else names[0]
-            more, left_out = fitting(configs[base, which[0]], data, own_model, names)
+            more, left_out = applicable_references(configs[base, which[0]], data, own_model, names)
             by_name |= more
             own |= dict.fromkeys(more, own[base])
             names += more
@@ -317,8 +330,8 @@ def compare(
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
             (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {which[0]}"
-            clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
-        at_once = places(parallel, list(configs.values()), size)
+            plot_clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
+        at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {one for one in configs if is_finished(arguments(*one)[2], configs[one])}
             left = {name: [seed for seed in which if (name, seed) not in finished_ones] for name in names}
@@ -330,17 +343,20 @@ def compare(
                 check_within(known, budget_minutes)
             if on_estimate is not None and known is not None:
                 on_estimate(str(known))
-        works = [Work(one, one_run, arguments(*one), partial(followers, *one)) for one in configs]
-        finished = dict(side_by_side(works, at_once, given)) if beside(at_once) else {}
+        works = [Job(one, run_or_resume, arguments(*one), partial(followers, *one)) for one in configs]
+        finished = dict(run_jobs(works, at_once, given)) if run_in_pool(at_once) else {}
         for seed in which:
             for name in names:
                 run = finished.get((name, seed))
                 if run is None:
-                    run = one_run(given, *arguments(name, seed), followers(name, seed))
+                    run = run_or_resume(given, *arguments(name, seed), followers(name, seed))
                 history, summary = run
                 if is_local(name):
                     asked = summary.get("own_metrics", ())
-                    history, summary = [served_alone(row, asked) for row in history], served_alone(summary, asked)
+                    history, summary = (
+                        [without_global_model(row, asked) for row in history],
+                        without_global_model(summary, asked),
+                    )
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)
             if len({group[0]["weights"] for group in result.ranked.values()}) > 1:
@@ -366,7 +382,7 @@ def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
         groups: Summaries of each method, over its seeds.
     """
     groups = list(groups)
-    objective = objective_of(groups[0][0])
+    objective = objective_metric(groups[0][0])
     values = [
         [s[key] for s in group if s.get(key) is not None] for group in groups for key in [f"best_{objective.name}"]
     ]
@@ -381,14 +397,14 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
         ConfigError: There is none, one is there twice, or there are absurdly many.
     """
     if isinstance(seeds, str):
-        return seeds_in(seeds)
+        return parse_seed_list(seeds)
     if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
-        raise ConfigError(f"seeds={shown(seeds)} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
-    wrong = ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {shown(seeds)}.")
-    which = list(range(seeds)) if isinstance(seeds, int) else items(seeds, wrong)
+        raise ConfigError(f"seeds={short_repr(seeds)} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
+    wrong = ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {short_repr(seeds)}.")
+    which = list(range(seeds)) if isinstance(seeds, int) else list_items(seeds, wrong)
     for seed in which:
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-            raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {shown(seed)}.")
+            raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {short_repr(seed)}.")
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")
     return which

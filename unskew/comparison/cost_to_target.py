@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.methods.registry import rule_class, slots_of
-from unskew.records.recorder import reaching
-from unskew.tasks.primary_metric import Metric
+from unskew.methods.registry import rule_class, rule_slots
+from unskew.records.recorder import first_reaching
+from unskew.tasks.primary_metric import MetricInfo
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TargetCost:
 
 
 def target_costs(
-    histories: dict[str, list[list[dict[str, Any]]]], target: float, objective: Metric | None = None
+    histories: dict[str, list[list[dict[str, Any]]]], target: float, objective: MetricInfo | None = None
 ) -> list[TargetCost]:
     """The costs of a target for the methods of a comparison.
 
@@ -53,7 +53,7 @@ def target_costs(
     for name, runs in histories.items():
         rounds, sent, limit = *needs[name], len(runs[0])
         cost = TargetCost(name, rounds, sent, limit)
-        partner = without_data(name)
+        partner = without_data_rules(name)
         if partner != name and partner in histories:
             needed = needs[partner][0]
             cost = replace(cost, against=partner)
@@ -61,12 +61,12 @@ def target_costs(
                 cost = replace(cost, speed_up=(needed or limit) / rounds, speed_up_at_least=needed is None)
         if "fedavg" in histories and name != "fedavg" and sent is not None:
             needed, spent = needs["fedavg"][1], _sent([history[-1] for history in histories["fedavg"]])
-            cost = replace(cost, saving=saving(sent, needed, spent), saving_at_least=needed is None)
+            cost = replace(cost, saving=traffic_saving(sent, needed, spent), saving_at_least=needed is None)
         costs.append(cost)
     return costs
 
 
-def saving(mine: float, needed: float | None, spent: float) -> float:
+def traffic_saving(mine: float, needed: float | None, spent: float) -> float:
     """``1 - mine / needed``; where another did not reach the target, what it ``spent`` in vain gives a lower bound.
 
     >>> saving(3, 6, 12), saving(3, None, 12)
@@ -76,10 +76,10 @@ def saving(mine: float, needed: float | None, spent: float) -> float:
 
 
 def _needs(
-    runs: list[list[dict[str, Any]]], target: float, objective: Metric | None
+    runs: list[list[dict[str, Any]]], target: float, objective: MetricInfo | None
 ) -> tuple[float | None, float | None]:
     """Mean rounds and bytes until every seed has reached the target."""
-    rows = [row for history in runs if (row := reaching(history, target, objective)) is not None]
+    rows = [row for history in runs if (row := first_reaching(history, target, objective)) is not None]
     if len(rows) < len(runs):
         return None, None
     return sum(row["round"] for row in rows) / len(rows), _sent(rows)
@@ -89,7 +89,7 @@ def _sent(rows: Sequence[dict[str, Any]]) -> float:
     return float(sum(row["bytes_up"] + row["bytes_down"] for row in rows) / len(rows))
 
 
-def without_data(spelling: str) -> str:
+def without_data_rules(spelling: str) -> str:
     """A sum without the parts that only change the data; fedavg if nothing else is in it.
 
     >>> without_data("fedssyn:n_syn=50+scaffold"), without_data("fedssyn"), without_data("scaffold")
@@ -101,6 +101,6 @@ def without_data(spelling: str) -> str:
 
 def _only_data(name: str) -> bool:
     try:
-        return slots_of(rule_class(name)) == ["data"]
+        return rule_slots(rule_class(name)) == ["data"]
     except ConfigError:  # a part that only Python knows, or the rest of a number such as 1e+3
         return False

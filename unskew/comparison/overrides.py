@@ -7,23 +7,23 @@ from dataclasses import asdict
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.metrics import path_of
-from unskew.config.paths import anchored
-from unskew.errors import ConfigError, shown, unknown
+from unskew.config.metrics import metric_reference
+from unskew.config.paths import with_absolute_paths
+from unskew.errors import ConfigError, short_repr, unknown_name
 
 
-def fields_of(each: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The fields that differ for each of the methods.
 
     Raises:
         ConfigError: There are some of a method that is not compared, or of what a comparison decides.
     """
     if not isinstance(each, Mapping | None) or not all(isinstance(one, Mapping) for one in (each or {}).values()):
-        raise ConfigError(f"each is a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {shown(each)}.")
+        raise ConfigError(f"each is a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {short_repr(each)}.")
     found = {name: dict(fields) for name, fields in (each or {}).items()}
     for name, fields in found.items():
         if name not in names:
-            raise ConfigError(unknown("method in this comparison", str(name), names))
+            raise ConfigError(unknown_name("method in this comparison", str(name), names))
         wrong = next((key for key in ("method", "seed", "target") if key in fields), None)
         if wrong is not None:
             raise ConfigError(f"each[{name!r}] holds {wrong}, which is the comparison's own; leave it out.")
@@ -36,13 +36,13 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
     Raises:
         ConfigError: They would not.
     """
-    specs = [asdict(anchored(config).data_spec) for config in configs]
+    specs = [asdict(with_absolute_paths(config).data_spec) for config in configs]
     for spec in specs[1:]:
         for name, value in spec.items():
             if value != specs[0][name]:
                 raise ConfigError(
-                    f"Methods are compared on the same data, but {name} is {shown(specs[0][name])} for one of them and "
-                    f"{shown(value)} for another."
+                    f"Methods are compared on the same data, but {name} is {short_repr(specs[0][name])} for one of them and "
+                    f"{short_repr(value)} for another."
                 )
 
 
@@ -52,7 +52,7 @@ def check_same_objective(configs: Iterable[Experiment]) -> None:
     Raises:
         ConfigError: If their objectives differ.
     """
-    texts = list(dict.fromkeys(path_of(config.objective) for config in configs))
+    texts = list(dict.fromkeys(metric_reference(config.objective) for config in configs))
     if len(texts) > 1:
         raise ConfigError(
             f"The methods of a comparison have one objective, not {' and '.join(texts)}; use the same one."

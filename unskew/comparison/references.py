@@ -12,7 +12,7 @@ from unskew.methods.registry import REFERENCES, method
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import ModelLike
 from unskew.runs.validation import check_method
-from unskew.tasks.primary_metric import score_of
+from unskew.tasks.primary_metric import primary_metric_name
 
 BY_DEFAULT = True
 """Whether a comparison has reference rows where nothing else is asked for."""
@@ -45,7 +45,7 @@ def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]
     return {**fields, "participation": 1.0}
 
 
-def fitting(
+def applicable_references(
     config: Experiment, federation: Federation, model: ModelLike | None, names: Sequence[str]
 ) -> tuple[dict[str, Method], list[str]]:
     """Choose the references of a comparison.
@@ -77,7 +77,7 @@ def fitting(
     return found, notes
 
 
-def served_alone(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dict[str, Any]:
+def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dict[str, Any]:
     """Return a row, a summary or a client's line of ``local`` without the global model, which is never trained.
 
     Figures of the clients' own models take the names of those of the global one on the clients' data.
@@ -89,14 +89,14 @@ def served_alone(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dic
     Returns:
         A copy, in which figures of the global model are None.
     """
-    from unskew.comparison.compare import is_figure
+    from unskew.comparison.compare import is_metric
 
     own = {key.removeprefix(OF_CLIENTS): value for key, value in row.items() if key.startswith(OF_CLIENTS)}
     whose = "" if "client" in row else "client_"
     found = {key: value for key, value in row.items() if not key.startswith(OF_CLIENTS)}
-    scored = score_of(row)
+    scored = primary_metric_name(row)
     bare = ("loss", "best_round", "best_of_last_five", scored, *own_metrics)
     for key in found:
-        if is_figure(key.removeprefix("best_")) or key.removeprefix("best_") in bare or key in bare:
+        if is_metric(key.removeprefix("best_")) or key.removeprefix("best_") in bare or key in bare:
             found[key] = None
     return {**found, **{whose + key: value for key, value in own.items()}}

@@ -9,7 +9,7 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
-from unskew.config.paths import anchored
+from unskew.config.paths import with_absolute_paths
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec
@@ -27,7 +27,7 @@ Given = tuple[Federation | None, ModelLike | None, dict[str, Method]]
 """What a comparison was given in Python: data and a model if they were, and the methods by name."""
 
 
-class LastFederation:
+class FederationCache:
     """The data of runs; the last are kept, as neighbours often share them."""
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class LastFederation:
         return self._data[1]
 
 
-last = LastFederation()
+last = FederationCache()
 """Of this process."""
 
 
-def one_run(
+def run_or_resume(
     given: Given,
     name: str,
     config: Experiment,
@@ -70,9 +70,9 @@ def one_run(
     method = methods[name]
     begun = folder is not None and (folder / "config.yaml").is_file()
     if folder is not None and begun:
-        before = anchored(experiment(load_yaml(folder / "config.yaml"), method))
+        before = with_absolute_paths(experiment(load_yaml(folder / "config.yaml"), method))
         try:
-            check_same(before.model_dump(mode="json"), anchored(config))
+            check_same(before.model_dump(mode="json"), with_absolute_paths(config))
         except CheckpointError as error:
             raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
         if finished_rounds(folder) == config.rounds:

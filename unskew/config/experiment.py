@@ -15,16 +15,16 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
-from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_own, name_of, path_of
+from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
-from unskew.data.spec import DataSpec, TextSpec, as_texts, is_table, names_in, parse_split
-from unskew.errors import ConfigError, unknown
-from unskew.methods.registry import method, own_diagnoses
-from unskew.models.names import HUB, named_model
-from unskew.option_parsing import LARGEST, finite
+from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split
+from unskew.errors import ConfigError, unknown_name
+from unskew.methods.registry import method, own_diagnostics
+from unskew.models.names import HUB, parse_model
+from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.training_config import Training
-from unskew.provenance import Named, derived
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric
+from unskew.provenance import Named, with_provenance
+from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -95,7 +95,7 @@ class Experiment(Section):
 
     model: Named = "cnn"
     """Name of a registered model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
-    model_options: Annotated[dict[str, Any], AfterValidator(finite)] = Field(default_factory=dict)
+    model_options: Annotated[dict[str, Any], AfterValidator(all_finite)] = Field(default_factory=dict)
     """Options of the model."""
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
@@ -193,12 +193,12 @@ class Experiment(Section):
     @classmethod
     def _names(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return [derived(name, value) for name in names_in(value)]
+            return [with_provenance(name, value) for name in parse_names(value)]
         return (value,) if callable(value) else value
 
     @pydantic.field_serializer("metrics", "objective")
     def _paths(self, value: Any) -> Any:
-        return [path_of(one) for one in value] if isinstance(value, tuple) else path_of(value)
+        return [metric_reference(one) for one in value] if isinstance(value, tuple) else metric_reference(value)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -208,7 +208,7 @@ class Experiment(Section):
             return values
         values = dict(values)
         if isinstance(values.get("model"), Mapping):
-            values["model"], options = named_model(values["model"])
+            values["model"], options = parse_model(values["model"])
             values["model_options"] = {**options, **(values.get("model_options") or {})}
         if values.get("optimizer", "sgd") != "sgd":
             values.setdefault("lr", 0.001)
@@ -252,22 +252,22 @@ class Experiment(Section):
             method(self.method)
         self._check_metrics()
         for name in self.diagnose:
-            if name not in DIAGNOSES and name not in own_diagnoses():
-                raise ValueError(unknown("diagnosis", name, [*DIAGNOSES, *own_diagnoses()]).rstrip("."))
+            if name not in DIAGNOSES and name not in own_diagnostics():
+                raise ValueError(unknown_name("diagnosis", name, [*DIAGNOSES, *own_diagnostics()]).rstrip("."))
         return self
 
     def _check_metrics(self) -> None:
         """Validate the names of metrics, and the target in the unit of the objective."""
-        own = [name_of(one) for one in self.metrics if is_own(one)]
+        own = [metric_name(one) for one in self.metrics if is_custom_metric(one)]
         if len(set(own)) < len(own):
             raise ValueError(f"two metrics are called {max(own, key=own.count)!r}; rename one of them")
-        name = name_of(self.objective)
+        name = metric_name(self.objective)
         known = (AUTO, *KNOWN_METRICS, *own)
-        if not is_own(self.objective) and name not in known and not name.startswith(RECALL):
-            raise ValueError(unknown("objective", name, known).rstrip("."))
-        if self.target is None or is_own(self.objective) or name in own:
+        if not is_custom_metric(self.objective) and name not in known and not name.startswith(RECALL):
+            raise ValueError(unknown_name("objective", name, known).rstrip("."))
+        if self.target is None or is_custom_metric(self.objective) or name in own:
             return
-        share = name == AUTO or metric(name).percent
+        share = name == AUTO or metric_info(name).percent
         if self.target <= 0 or (share and self.target > 1):
             unit = "above 0 and at most 1, such as 0.9 for 90 %" if share else "above 0, in the unit of the objective"
             raise ValueError(f"target={self.target:g} is not valid: it must be {unit}")
@@ -328,7 +328,7 @@ def _fill_for_texts_and_tables(values: dict[str, Any]) -> None:
     if not isinstance(data, str):
         return
     columns = text.get("columns") if isinstance(text, Mapping) else getattr(text, "columns", ())
-    data = values["data"] = as_texts(data, columns or ())
+    data = values["data"] = as_text_source(data, columns or ())
     if values.get("model") is None and values.get("label") is not None:
         if data.partition(":")[0] in ("text", "sentences", "multi_nli"):
             values["model"] = "text-mlp"

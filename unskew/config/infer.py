@@ -17,13 +17,13 @@ from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.readers.column_roles import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
-from unskew.data.readers.encoders import where_not
-from unskew.data.readers.files import class_folders, joined, table_files
-from unskew.data.readers.images import encoded, is_image
-from unskew.data.readers.labels import class_names_of, is_list
+from unskew.data.readers.encoders import first_mismatch
+from unskew.data.readers.files import class_folders, concatenate_tables, table_files
+from unskew.data.readers.images import image_bytes, is_image
+from unskew.data.readers.labels import is_list_type, metadata_class_names
 from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
-from unskew.errors import ConfigError, DataError, unknown
+from unskew.errors import ConfigError, DataError, unknown_name
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
 GROUPS = r"(.*[_ .-])?(id|key|code|patient|subject)|[a-z]+Id|[a-z]+ID"
@@ -44,7 +44,7 @@ correlation on."""
 
 
 @dataclass
-class Draft:
+class InferredConfig:
     """What is written, and what was seen.
 
     Attributes:
@@ -80,7 +80,7 @@ class Draft:
         return "\n".join(lines) + "\n"
 
 
-def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
+def infer_config(data: str | None, label: str | None = None, seed: int = 0) -> InferredConfig:
     """A configuration that runs as it is.
 
     Args:
@@ -93,7 +93,7 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
         ConfigError: There is no such data, or its label cannot be guessed.
         DataError: The data cannot be used.
     """
-    made = Draft()
+    made = InferredConfig()
     data = data if data is None else data.removeprefix("table:")
     path = Path(data).expanduser() if data else Path("digits")
     if data is not None and path.exists():
@@ -102,7 +102,9 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
         made.set("data", data or "digits", "a data source that unskew knows")
         _images(made)
     else:
-        raise ConfigError(f"There is no file or folder {data}, and as a name: {unknown('data set', data, SOURCES)}")
+        raise ConfigError(
+            f"There is no file or folder {data}, and as a name: {unknown_name('data set', data, SOURCES)}"
+        )
     if label is not None and "label" not in made.values:
         raise ConfigError(f"--label names a column of a table, but {data or 'digits'} is none.")
     _budget(made)
@@ -118,7 +120,7 @@ def draft(data: str | None, label: str | None = None, seed: int = 0) -> Draft:
     return made
 
 
-def _imbalance(made: Draft, fed: Federation) -> None:
+def _imbalance(made: InferredConfig, fed: Federation) -> None:
     """Further figures where a class is so rare that the accuracy says little."""
     counts = np.asarray(fed.holdings()[0]).sum(0)
     least = int(counts.argmin())
@@ -136,7 +138,7 @@ def _imbalance(made: Draft, fed: Federation) -> None:
     )
 
 
-def _look(made: Draft, path: Path, data: str, label: str | None) -> None:
+def _look(made: InferredConfig, path: Path, data: str, label: str | None) -> None:
     """Fields for data that lie somewhere."""
     if path.is_file() and path.suffix.lower() == ".npz":
         made.set("data", f"npz:{data}", "arrays x and y, and x_test and y_test if they are there")
@@ -165,7 +167,7 @@ def _is_table_folder(path: Path) -> bool:
     return True
 
 
-def _images(made: Draft, images: int = 1000) -> None:
+def _images(made: InferredConfig, images: int = 1000) -> None:
     """Who holds what, and the model, where nothing is known of owners."""
     made.set("partition", "dirichlet:0.3,min=2", "label skew; iid, classes:2 or natural:COLUMN are others")
     made.set("clients", max(2, min(10, images // 20)))
@@ -178,11 +180,11 @@ def _images(made: Draft, images: int = 1000) -> None:
     made.set("model", "mlp" if flat else "cnn", "unskew models lists others")
 
 
-def _arrays(made: Draft, path: Path) -> None:
+def _arrays(made: InferredConfig, path: Path) -> None:
     """Fields for a file of arrays."""
-    from unskew.data.sources.npz import arrays
+    from unskew.data.sources.npz import load_arrays
 
-    found = arrays(path)
+    found = load_arrays(path)
     n = len(found["y"])
     made.seen.append(f"x {found['x'].shape}, y {found['y'].shape}")
     owner = next((k for k in found if re.fullmatch(OWNERS + r"(_?id)?", k, re.I) and len(found[k]) == n), None)
@@ -194,16 +196,16 @@ def _arrays(made: Draft, path: Path) -> None:
     made.set("model", "cnn" if found["x"].ndim > 2 else "mlp", "unskew models lists others")
 
 
-def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
+def _table(made: InferredConfig, path: Path, data: str, label: str | None) -> None:
     """Fields for a table, after a look at its columns."""
-    table = joined(table_files(path)[0])
+    table = concatenate_tables(table_files(path)[0])
     n, columns = table.num_rows, list(table.column_names)
     images = [c for c in columns if is_image(table.column(c).type)]
-    nested = [c for c in columns if c in images or is_list(table.column(c).type)]
+    nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
     distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
-    named = [c for c in columns if class_names_of(table, c)]
+    named = [c for c in columns if metadata_class_names(table, c)]
     if label is not None and label not in columns:
-        raise ConfigError(unknown("column", label, columns))
+        raise ConfigError(unknown_name("column", label, columns))
     guessed = (
         None
         if label
@@ -248,7 +250,7 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
         made.set("task", "regression", "a number is predicted, not a class")
     if images:
         made.set("image", images[0], "the inputs are these images")
-        _image_size(made, [io.BytesIO(blob) for blob in encoded(table.column(images[0]), str(path), path.parent)])
+        _image_size(made, [io.BytesIO(blob) for blob in image_bytes(table.column(images[0]), str(path), path.parent)])
         _owner(made, owner, distinct, table, label)
         made.set("model", "cnn", "unskew models lists others")
         return
@@ -291,7 +293,7 @@ def _table(made: Draft, path: Path, data: str, label: str | None) -> None:
     made.set("model", "table-mlp" if categories else "mlp", "unskew models lists others")
 
 
-def _owner(made: Draft, owner: str | None, distinct: dict[str, int], table: Any, label: str) -> None:
+def _owner(made: InferredConfig, owner: str | None, distinct: dict[str, int], table: Any, label: str) -> None:
     """Set the partition: by the column that names clients, or else by label."""
     n = table.num_rows
     if owner is not None:
@@ -308,7 +310,7 @@ def _owner(made: Draft, owner: str | None, distinct: dict[str, int], table: Any,
         )
 
 
-def _suspects(made: Draft, table: Any, label: str, numbers: list[str]) -> None:
+def _suspects(made: InferredConfig, table: Any, label: str, numbers: list[str]) -> None:
     """Report integers that may be codes of categories, and columns that are nearly the label."""
     y, coded = table.column(label), []
     known = y.cast("float64", safe=False).to_numpy() if is_numeric(y.type) else None
@@ -339,7 +341,7 @@ def _words(table: Any, column: str) -> float:
     return sum(len(value.split()) for value in values) / max(1, len(values))
 
 
-def _image_size(made: Draft, images: Sequence[Path | io.BytesIO]) -> None:
+def _image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
     """Set the size of images, unless all have one that small models take."""
     from PIL import Image, UnidentifiedImageError
 
@@ -376,7 +378,7 @@ def _why_text(column: Any) -> str:
 
     if has_decimal_commas(column):
         return "numbers with decimal commas; see csv.decimal"
-    bad, many = where_not(column, pa.float64()), "too many different texts"
+    bad, many = first_mismatch(column, pa.float64()), "too many different texts"
     numbers = sum(_is_number(value) for value in column.drop_null().to_pylist())
     return f"numbers, but {bad}; empty it or mend it" if 2 * numbers > len(column) else many
 
@@ -406,7 +408,7 @@ def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:
     return named[0] if named else rest[-1] if rest else None
 
 
-def _budget(made: Draft) -> None:
+def _budget(made: InferredConfig) -> None:
     """Fields of the training."""
     made.set("method", "fedavg", "unskew methods lists all; sums such as fedprox:mu=0.1+scaffold are methods, too")
     made.set("rounds", 20)

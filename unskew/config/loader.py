@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from unskew.config.experiment import Experiment
 from unskew.config.renamed import OF_OTHERS
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
-from unskew.errors import ConfigError, plain, shown, unknown
+from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
 from unskew.filesystem import read_file
-from unskew.provenance import TRUST, FromFile
+from unskew.provenance import TRUST, UntrustedText
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method
@@ -45,15 +45,15 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
             *CsvConfig.model_fields,
         }
         where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
-        reason = plain(first["msg"])
+        reason = plain_message(first["msg"])
         if where == "device":
-            from unskew.engines.registry import devices
+            from unskew.engines.registry import available_devices
 
-            reason = f"the devices of this machine are {', '.join(devices())}"
+            reason = f"the devices of this machine are {', '.join(available_devices())}"
         elif where == "loss":
             reason = "losses are auto, mse, mae, huber and huber:DELTA"
         raise ConfigError(
-            f"{where}={shown(first['input'])} is not valid: {reason}." if where else f"{reason}."
+            f"{where}={short_repr(first['input'])} is not valid: {reason}." if where else f"{reason}."
         ) from error
 
 
@@ -62,10 +62,10 @@ def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "")
     for key, value in values.items():
         if key not in model.model_fields:
             known = [f"{prefix}{name}" for name in model.model_fields]
-            sentence = unknown(
+            sentence = unknown_name(
                 "option", f"{prefix}{key}", known, meant=OF_OTHERS.get(key) if model is Experiment else None
             )
-            raise ConfigError(f"{key.source}: {sentence}" if isinstance(key, FromFile) else sentence)
+            raise ConfigError(f"{key.source}: {sentence}" if isinstance(key, UntrustedText) else sentence)
         section = model.model_fields[key].annotation
         if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
             check_keys(value, section, f"{prefix}{key}.")
@@ -111,7 +111,7 @@ class Loader(yaml.SafeLoader):
         if kind in ("int", "float") and ":" in node.value:
             raise _wrong(f"{node.value} would be a number to base 60; write it in quotes, or as a plain number", node)
         value = super().construct_scalar(node)
-        return FromFile(value, *self.origin) if kind == "str" and self.origin is not None else value
+        return UntrustedText(value, *self.origin) if kind == "str" and self.origin is not None else value
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """Name the line of a value that cannot be read, such as the date 2020-13-45."""
@@ -121,7 +121,9 @@ class Loader(yaml.SafeLoader):
             raise _wrong(str(error), node) from error
 
 
-yaml.add_representer(FromFile, yaml.SafeDumper.represent_str, Dumper=yaml.SafeDumper)  # what was read can be written
+yaml.add_representer(
+    UntrustedText, yaml.SafeDumper.represent_str, Dumper=yaml.SafeDumper
+)  # what was read can be written
 
 
 def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:

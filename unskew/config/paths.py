@@ -9,13 +9,13 @@ from unskew.config.experiment import Experiment
 from unskew.data.sources.registry import PATHS
 from unskew.data.spec import TABLES
 from unskew.models.names import HUB
-from unskew.provenance import derived
+from unskew.provenance import with_provenance
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 """Of names that go on with a path, as in ``table:PATH``."""
 
 
-def absolute(path: str | None) -> str | None:
+def absolute_if_exists(path: str | None) -> str | None:
     """A path that is there, absolute; another as it is."""
     if path is None:
         return None
@@ -26,33 +26,36 @@ def absolute(path: str | None) -> str | None:
         return path
 
 
-def named(name: Any) -> Any:
+def absolute_source_name(name: Any) -> Any:
     """A name that goes on with a path, as ``table:PATH``, or is one, as ``patients.csv``, with that path absolute."""
     if not isinstance(name, str):
         return name
     prefix, colon, path = name.partition(":")
     if colon and prefix in PREFIXES:
-        return derived(f"{prefix}:{absolute(path)}", name)
-    return derived(str(absolute(name)), name) if name.lower().endswith(TABLES) else name
+        return with_provenance(f"{prefix}:{absolute_if_exists(path)}", name)
+    return with_provenance(str(absolute_if_exists(name)), name) if name.lower().endswith(TABLES) else name
 
 
-def anchored(config: Experiment) -> Experiment:
+def with_absolute_paths(config: Experiment) -> Experiment:
     """The same run, with absolute paths to all that is there."""
-    places = {name: absolute(getattr(config, name)) for name in ("data_path", "server_path", "synthetic", "start_from")}
+    places = {
+        name: absolute_if_exists(getattr(config, name))
+        for name in ("data_path", "server_path", "synthetic", "start_from")
+    }
     names = {
-        name: named(getattr(config, name))
+        name: absolute_source_name(getattr(config, name))
         for name in ("data", "server", "model")
         if config.data_path is None or name != "data"
     }
     tokenizer = config.text.tokenizer
     if tokenizer is not None and Path(tokenizer).expanduser().is_dir():
-        tokenizer = absolute(tokenizer)
+        tokenizer = absolute_if_exists(tokenizer)
     text = config.text.model_copy(update={"tokenizer": tokenizer})
-    network = config.network.model_copy(update={"delay": named(config.network.delay)})
+    network = config.network.model_copy(update={"delay": absolute_source_name(config.network.delay)})
     return config.model_copy(update={**places, **names, "text": text, "network": network})
 
 
-def wherever(values: dict[str, Any]) -> dict[str, Any]:
+def without_data_locations(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration's values without the places of its data, which may be moved between two sittings of a run."""
     prefixes = {name: str(values.get(name)).partition(":")[0] for name in ("data", "server")}
     moved = {name: prefix for name, prefix in prefixes.items() if prefix in PREFIXES}

@@ -39,7 +39,7 @@ class NetworkConfig(Section):
     @pydantic.field_validator("delay", mode="before")
     @classmethod
     def _delay_is_known(cls, value: Any) -> str:
-        from unskew.simulation.delays import parse as parse_delay
+        from unskew.simulation.delays import parse_delay as parse_delay
 
         parse_delay(str(value))  # a bare number is refused as every other text that is no delay
         return str(value)

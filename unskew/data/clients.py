@@ -106,7 +106,7 @@ class DrawnClients(ArrayClients):
 
     def gathered(self, device: torch.device) -> Tensor:
         """All inputs in one new array on a device, filled client by client."""
-        x = empty_inputs(len(self.y), self.like, device)
+        x = allocate_inputs(len(self.y), self.like, device)
         for k, part in enumerate(self.inputs()):
             x[int(self.offsets[k]) : int(self.offsets[k + 1])] = part.to(device)
         return x
@@ -115,7 +115,7 @@ class DrawnClients(ArrayClients):
         client = self._recent.pop(k, None)
         if client is None:
             start, split, stop = self.bounds(k)
-            client = _Drawn(k, self.y[start:split], self.y[split:stop], self.rows)
+            client = _LazyClient(k, self.y[start:split], self.y[split:stop], self.rows)
             self._bytes += self._size(k)
         self._recent[k] = client  # the last one by now
         while self._bytes > RECENT and len(self._recent) > 1:
@@ -138,7 +138,7 @@ class DrawnClients(ArrayClients):
         return ArrayClients(self.gathered(device), self.y.to(device), self.offsets, self.splits)
 
 
-class _Drawn(ClientData):
+class _LazyClient(ClientData):
     """A client whose inputs are brought together when somebody looks at them; those to train on are then kept."""
 
     def __init__(
@@ -172,17 +172,17 @@ def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:
     trained = np.array([client.examples for client in clients])
     offsets = np.concatenate([[0], np.cumsum(trained + [len(client.y_test) for client in clients])])
     xs, ys = [t for c in clients for t in (c.x, c.x_test)], [t for c in clients for t in (c.y, c.y_test)]
-    return ArrayClients(cat_inputs(xs), torch.cat(ys), offsets, offsets[:-1] + trained)
+    return ArrayClients(concatenate_inputs(xs), torch.cat(ys), offsets, offsets[:-1] + trained)
 
 
-def cat_inputs(parts: Sequence[Tensor]) -> Tensor:
+def concatenate_inputs(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate inputs; images keep their channels-last memory."""
     if parts[0].dim() != 4:
         return torch.cat(list(parts))
     return torch.cat([p.permute(0, 2, 3, 1) for p in parts]).permute(0, 3, 1, 2)
 
 
-def empty_inputs(n: int, like: Tensor, device: torch.device | None = None) -> Tensor:
+def allocate_inputs(n: int, like: Tensor, device: torch.device | None = None) -> Tensor:
     """Room for ``n`` inputs like those of ``like``; images over channels-last memory."""
     if like.dim() != 4:
         return torch.empty((n, *like.shape[1:]), dtype=like.dtype, device=device)
@@ -190,7 +190,7 @@ def empty_inputs(n: int, like: Tensor, device: torch.device | None = None) -> Te
     return torch.empty((n, height, width, channels), dtype=like.dtype, device=device).permute(0, 3, 1, 2)
 
 
-def batched(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """Samples of ``parts``, one after another, in batches of ``size``; the last one may be smaller.
 
     >>> [len(batch) for batch in batched([torch.zeros(3, 2), torch.zeros(4, 2)], 5)]
@@ -201,16 +201,16 @@ def batched(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     for part in parts:
         while len(part) >= missing:
             waiting.append(part[:missing])
-            yield waiting[0] if len(waiting) == 1 else cat_inputs(waiting)
+            yield waiting[0] if len(waiting) == 1 else concatenate_inputs(waiting)
             part, waiting, missing = part[missing:], [], size
         if len(part):
             waiting.append(part)
             missing -= len(part)
     if waiting:
-        yield waiting[0] if len(waiting) == 1 else cat_inputs(waiting)
+        yield waiting[0] if len(waiting) == 1 else concatenate_inputs(waiting)
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer."""
     if x.dim() != 4:
         return x.index_select(0, index)

@@ -21,7 +21,7 @@ CONSTANT = 1e-6
 """A column whose deviation is below is not divided by it."""
 
 
-class Moments(NamedTuple):
+class ColumnMoments(NamedTuple):
     """Of each column ``[f]``, over all clients: how many values there are, their mean, and their standard deviation."""
 
     counts: np.ndarray
@@ -29,17 +29,17 @@ class Moments(NamedTuple):
     std: np.ndarray
 
 
-def counted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def counts_and_sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of a client's rows ``[n_k, f]``: how many values each column has, and their sum; NaN is a missing value."""
     return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
 
 
-def squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
+def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """Sums of squared distances from the mean of all clients, ``[f]``."""
     return np.asarray(np.nansum((rows - mean) ** 2, 0, dtype=np.float64))
 
 
-def means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """How many values all clients have in each column, and their mean; see ``moments``."""
     count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
     for counts, sums in first:
@@ -50,11 +50,11 @@ def means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) 
     return count, total / count
 
 
-def moments(
+def global_moments(
     first: Iterable[tuple[np.ndarray, np.ndarray]],
     second: Callable[[np.ndarray], Iterable[np.ndarray]],
     names: Sequence[str],
-) -> Moments:
+) -> ColumnMoments:
     """Means and deviations from the sums of clients.
 
     Args:
@@ -69,15 +69,15 @@ def moments(
     >>> moments(map(counted, rows), lambda mean: (squares(part, mean) for part in rows), ["age"])
     Moments(counts=array([2]), mean=array([2.]), std=array([1.]))
     """
-    count, mean = means(first, names)
+    count, mean = global_means(first, names)
     apart = np.zeros(len(names))
     for distances in second(mean):
         apart += distances
     std = np.sqrt(apart / count)
-    return Moments(count, mean, np.where(std < CONSTANT, 1.0, std))
+    return ColumnMoments(count, mean, np.where(std < CONSTANT, 1.0, std))
 
 
-def bytes_of(values: Sequence[str]) -> int:
+def category_bytes(values: Sequence[str]) -> int:
     """What a list of categories takes as JSON.
 
     >>> bytes_of(["a", "bc"])
@@ -86,7 +86,7 @@ def bytes_of(values: Sequence[str]) -> int:
     return len(json.dumps(list(values), ensure_ascii=False, separators=(",", ":")).encode())
 
 
-def balanced(counts: np.ndarray) -> tuple[float, ...]:
+def balanced_class_weights(counts: np.ndarray) -> tuple[float, ...]:
     """Weights of classes from the samples ``[C]`` of all clients together: ``n / (C n_c)``, as in scikit-learn.
 
     >>> balanced(np.array([30, 10]))

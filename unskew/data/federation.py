@@ -16,27 +16,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import ArrayClients, ClientData, DrawnClients, cat_inputs, joined_clients, take
-from unskew.data.frames import without_frames, without_text_labels
+from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
+from unskew.data.frames import encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
-    check_clients,
-    checked_names,
-    checked_pair,
-    fitting,
-    given_clients,
-    given_pair,
-    whole_number,
+    check_client_list,
+    check_integer,
+    fit_normalization,
+    read_clients,
+    unpack_pair,
+    validate_class_names,
+    validate_pair,
 )
-from unskew.data.normalization import Normalisation
-from unskew.data.readers.column_roles import INPUT, described
+from unskew.data.normalization import Normalization
+from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
-from unskew.data.target_scaling import standardised
-from unskew.data.validation import as_names, check_differ, check_targets
-from unskew.errors import DataError, shown, unknown
+from unskew.data.target_scaling import fit_target_scaling
+from unskew.data.validation import check_differ, check_targets, validate_client_names
+from unskew.errors import DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
 
-__all__ = ["ArrayClients", "ClientData", "Federation", "ServerData", "cat_inputs", "joined_clients", "take"]
+__all__ = [
+    "ArrayClients",
+    "ClientData",
+    "Federation",
+    "ServerData",
+    "concatenate_inputs",
+    "joined_clients",
+    "take_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Federation:
     server: ServerData | None = None
     task: str = "classification"
     classes: int = 10
-    normalisation: Normalisation | None = None
+    normalisation: Normalization | None = None
     class_names: tuple[str, ...] = ()
     name: str = "arrays"
     partition: str = "given"
@@ -93,12 +101,12 @@ class Federation:
     told: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        whole_number(self.classes, "classes", least=1)
-        as_names(self.client_names, len(self.clients))
+        check_integer(self.classes, "classes", least=1)
+        validate_client_names(self.client_names, len(self.clients))
 
     def __str__(self) -> str:
         """A line on who holds what, and of a table a line for each column."""
-        return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in described(self.columns))])
+        return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in describe_roles(self.columns))])
 
     def __repr__(self) -> str:
         """What there is in a line, not the arrays; no client is loaded for it."""
@@ -167,7 +175,7 @@ class Federation:
         *,
         holdout: float = 0.1,
         seed: int = 0,
-        normalise: bool | Normalisation | None = None,
+        normalise: bool | Normalization | None = None,
         server_in_domain: bool = True,
         class_names: Sequence[str] = (),
         client_names: Sequence[str] = (),
@@ -211,28 +219,28 @@ class Federation:
         (2, 2, [3, 3])
         """
         if not isinstance(task, str) or task not in TASKS:
-            raise DataError(unknown("task", task if isinstance(task, str) else shown(task), TASKS))
+            raise DataError(unknown_name("task", task if isinstance(task, str) else short_repr(task), TASKS))
         if not isinstance(name, str):
-            raise DataError(f"name must be text, not {shown(name)}.")
-        check_clients(clients)
-        names = as_names(client_names, len(clients))
-        whole_number(seed, "seed")
+            raise DataError(f"name must be text, not {short_repr(name)}.")
+        check_client_list(clients)
+        names = validate_client_names(client_names, len(clients))
+        check_integer(seed, "seed")
         everyone: list[Any] = [*clients, test, *([] if server is None else [server])]
         columns: tuple[str, ...] = ()
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
-            everyone, columns = without_frames(everyone)
+            everyone, columns = frames_to_arrays(everyone)
             if task == "classification":
                 own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
-                everyone[:own], class_names = without_text_labels(everyone[:own], class_names)
+                everyone[:own], class_names = encode_text_labels(everyone[:own], class_names)
             clients, test, server = (
                 everyone[: len(clients)],
                 everyone[len(clients)],
                 (*everyone, None)[len(clients) + 1],
             )
-        given, ys, splits = given_clients(clients, task, holdout, int(seed))
-        pairs = {"the test set": checked_pair(*given_pair(test, "test"), "the test set", task)}
+        given, ys, splits = read_clients(clients, task, holdout, int(seed))
+        pairs = {"the test set": validate_pair(*unpack_pair(test, "test"), "the test set", task)}
         if server is not None:
-            pairs["the server"] = checked_pair(*given_pair(server, "server"), "the server", task)
+            pairs["the server"] = validate_pair(*unpack_pair(server, "server"), "the server", task)
         firsts = [parts[0] for parts in given.parts]
         shape = tuple(firsts[0].shape[1:])
         named = [(f"client {k}", x) for k, x in enumerate(firsts)]
@@ -247,16 +255,16 @@ class Federation:
             )
             check_differ(in_domain, task)
         else:
-            whole_number(classes, "classes", least=2 if task == "classification" else 1)
+            check_integer(classes, "classes", least=2 if task == "classification" else 1)
         for who, pair in [*((who, given.told(k, ys[k])) for k, (who, _) in enumerate(named)), *pairs.items()]:
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
         y_all, begins = torch.cat(ys), offsets[:-1] + np.array(splits)
-        fingerprint, trained_for, told = fingerprint_of(y_all.numpy(), offsets), None, None
+        fingerprint, trained_for, told = compute_fingerprint(y_all.numpy(), offsets), None, None
         if task == "regression":
             targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
-            trained_for, told = standardised(lambda: (targets[start:stop] for start, stop in spans), class_names)
+            trained_for, told = fit_target_scaling(lambda: (targets[start:stop] for start, stop in spans), class_names)
             y_all, pairs = (
                 trained_for.standardise(y_all),
                 {w: (x, trained_for.standardise(y)) for w, (x, y) in pairs.items()},
@@ -267,8 +275,8 @@ class Federation:
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
             classes=classes,
-            normalisation=fitting(normalise, given.like, given.all()),
-            class_names=checked_names(class_names, 0 if task == "language" else classes),
+            normalisation=fit_normalization(normalise, given.like, given.all()),
+            class_names=validate_class_names(class_names, 0 if task == "language" else classes),
             client_names=names,
             name=name,
             fingerprint=fingerprint,
@@ -278,7 +286,7 @@ class Federation:
         )
 
 
-def fingerprint_of(values: np.ndarray, offsets: np.ndarray) -> str:
+def compute_fingerprint(values: np.ndarray, offsets: np.ndarray) -> str:
     """Sixteen hex digits that change when any sample moves to another client."""
     digest = hashlib.sha256(np.ascontiguousarray(values).tobytes())
     digest.update(np.ascontiguousarray(offsets, dtype=np.int64).tobytes())

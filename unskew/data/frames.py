@@ -18,7 +18,7 @@ def is_frame(x: object) -> bool:
     return hasattr(x, "columns") and hasattr(x, "to_numpy")
 
 
-def without_frames(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
+def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
     """Return arrays in place of data frames, with the columns of the first one in its order, and their names.
 
     Args:
@@ -48,7 +48,7 @@ def without_frames(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
     return [tuple(array_of(one) if k % 2 == 0 else one for k, one in enumerate(pair)) for pair in pairs], tuple(names)
 
 
-def without_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:
+def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:
     """Return class indices in place of labels of text, and the names of the classes: sorted, unless they are given.
 
     Raises:

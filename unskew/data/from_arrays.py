@@ -11,38 +11,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import cat_inputs, take
-from unskew.data.memory_map import map_of
-from unskew.data.normalization import Normalisation
+from unskew.data.clients import concatenate_inputs, take_rows
+from unskew.data.memory_map import mapped_array
+from unskew.data.normalization import Normalization
 from unskew.data.validation import (
     as_targets,
     check_finite,
     check_printable,
-    given_inputs,
-    laid_out,
-    without_padding,
+    mask_padding,
+    normalize_inputs_layout,
+    to_model_layout,
 )
-from unskew.errors import DataError, items, shown
+from unskew.errors import DataError, list_items, short_repr
 
 LARGEST = 2**63
 """No whole number from outside is beyond; arrays hold none."""
 
 
-def whole_number(value: object, name: str, least: int | None = None) -> None:
+def check_integer(value: object, name: str, least: int | None = None) -> None:
     """Refuse what is no whole number, or is too small.
 
     Raises:
         DataError: It is so.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise DataError(f"{name} must be a whole number, not {shown(value)}.")
+        raise DataError(f"{name} must be a whole number, not {short_repr(value)}.")
     if least is not None and value < least:
-        raise DataError(f"{name} must be at least {least}, not {shown(value)}.")
+        raise DataError(f"{name} must be at least {least}, not {short_repr(value)}.")
     if not -LARGEST <= int(value) < LARGEST:
         raise DataError(f"{name} has more than 63 bits; give a smaller number.")
 
 
-def check_clients(clients: object) -> None:
+def check_client_list(clients: object) -> None:
     """Refuse what is no list of clients, or an empty one.
 
     Raises:
@@ -56,20 +56,20 @@ def check_clients(clients: object) -> None:
         raise DataError("A federation needs at least one client; 'clients' is empty.")
 
 
-def given_pair(pair: object, who: str) -> tuple[object, object]:
+def unpack_pair(pair: object, who: str) -> tuple[object, object]:
     """A pair ``(x, y)``, refused if it is none."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
     return pair[0], pair[1]
 
 
-def checked_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Tensor]:
+def validate_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Tensor]:
     """Inputs, laid out as models take them, and as many labels."""
-    inputs, targets = given_tensors(x, y, who, task)
-    return laid_out(without_padding(inputs, task)), targets
+    inputs, targets = read_tensors(x, y, who, task)
+    return to_model_layout(mask_padding(inputs, task)), targets
 
 
-class GivenInputs:
+class InputLocator:
     """The inputs of each client where they were given: finds ranges of them, in the client's own order.
 
     Attributes:
@@ -100,19 +100,19 @@ class GivenInputs:
         """
         x, *test = self.parts[k]
         if not test:
-            pieces = [picked(x, shuffled(len(x), self.seed, k)[start:stop])]
+            pieces = [read_rows(x, holdout_order(len(x), self.seed, k)[start:stop])]
         else:
             cuts = (slice(start, min(stop, len(x))), slice(max(0, start - len(x)), max(0, stop - len(x))))
             pieces = [part[cut] for part, cut in zip((x, *test), cuts, strict=True) if cut.start < cut.stop]
         if self.mapped:
             check_finite(pieces, f"client {k}")
-        found = [laid_out(without_padding(piece, self.task).to(self.dtype)) for piece in pieces or [x[:0]]]
-        return found[0] if len(found) == 1 else cat_inputs(found)
+        found = [to_model_layout(mask_padding(piece, self.task).to(self.dtype)) for piece in pieces or [x[:0]]]
+        return found[0] if len(found) == 1 else concatenate_inputs(found)
 
 
-def given_clients(
+def read_clients(
     clients: Iterable[object], task: str, holdout: float, seed: int
-) -> tuple[GivenInputs, list[Tensor], list[int]]:
+) -> tuple[InputLocator, list[Tensor], list[int]]:
     """Where the inputs of all clients are, the labels of each, and with how many samples, the first ones, it trains.
 
     Raises:
@@ -123,15 +123,15 @@ def given_clients(
     for k, arrays in enumerate(clients):
         if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
             raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-        in_file = any(map_of(x) is not None for x in arrays[::2])
+        in_file = any(mapped_array(x) is not None for x in arrays[::2])
         mapped = mapped or in_file
-        x, y = given_tensors(arrays[0], arrays[1], f"client {k}", task, in_file)
+        x, y = read_tensors(arrays[0], arrays[1], f"client {k}", task, in_file)
         if len(arrays) == 2:
             parts.append((x,))
-            ys.append(y[shuffled(len(y), seed, k)])
-            splits.append(training_size(len(y), holdout))
+            ys.append(y[holdout_order(len(y), seed, k)])
+            splits.append(num_training_samples(len(y), holdout))
             continue
-        xt, yt = given_tensors(arrays[2], arrays[3], f"client {k} (test)", task, in_file)
+        xt, yt = read_tensors(arrays[2], arrays[3], f"client {k} (test)", task, in_file)
         if x.shape[1:] != xt.shape[1:]:
             raise DataError(
                 f"Client {k} has inputs of shape {tuple(x.shape[1:])}, but {tuple(xt.shape[1:])} to test on."
@@ -141,15 +141,15 @@ def given_clients(
         parts.append((x, xt))
         ys.append(torch.cat([y, yt]))
         splits.append(len(x))
-    return GivenInputs(parts, mapped, task, seed), ys, splits
+    return InputLocator(parts, mapped, task, seed), ys, splits
 
 
-def given_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
+def read_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
     """Inputs as they were given and as many labels; inputs in files are not read."""
     shapes: list[tuple[int, ...]] = [getattr(values, "shape", ()) for values in (x, y)]
     if all(shapes):  # before any value is looked at
         check_lengths(shapes[0][0], shapes[1][0], who)
-    inputs, targets = given_inputs(x, who, checked=not mapped), as_targets(y, who, task)
+    inputs, targets = normalize_inputs_layout(x, who, checked=not mapped), as_targets(y, who, task)
     check_lengths(len(inputs), len(targets), who)
     return inputs, targets
 
@@ -164,28 +164,28 @@ def check_lengths(inputs: int, targets: int, who: str) -> None:
         raise DataError(f"{who[0].upper()}{who[1:]} has {inputs} inputs but {targets} labels.")
 
 
-def shuffled(n: int, seed: int, k: int) -> Tensor:
+def holdout_order(n: int, seed: int, k: int) -> Tensor:
     """The order of client ``k``'s ``n`` samples, of which the last ones are held out."""
     own = seed * 1_000_003 + k
     own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # what PyTorch takes
     return torch.randperm(n, generator=torch.Generator().manual_seed(own))
 
 
-def picked(x: Tensor, rows: Tensor) -> Tensor:
+def read_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Some rows, read in the order in which they lie in memory."""
-    return take(x, rows) if x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous() else x.index_select(0, rows)
+    return take_rows(x, rows) if x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous() else x.index_select(0, rows)
 
 
-def training_size(n: int, holdout: object) -> int:
+def num_training_samples(n: int, holdout: object) -> int:
     """How many of a client's ``n`` samples it trains on; at least one is held out when there are two or more."""
     if isinstance(holdout, bool) or not isinstance(holdout, Real) or holdout < 0 or not holdout < 1:
-        raise DataError(f"holdout must be a share from 0 to below 1, not {shown(holdout)}.")
+        raise DataError(f"holdout must be a share from 0 to below 1, not {short_repr(holdout)}.")
     if holdout == 0 or n < 2:
         return n
     return n - min(n - 1, max(1, round(n * float(holdout))))
 
 
-def fitting(normalise: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalisation | None:
+def fit_normalization(normalise: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalization | None:
     """The normalisation that ``normalise`` asks for: of 8-bit inputs their own, unless it is one, or False.
 
     Args:
@@ -196,24 +196,24 @@ def fitting(normalise: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalisa
     Raises:
         DataError: It is neither a truth value nor a normalisation, or one of another number of channels.
     """
-    if isinstance(normalise, Normalisation):
+    if isinstance(normalise, Normalization):
         if len(normalise.mean) != x.shape[1]:
             raise DataError(
                 f"The normalisation has {len(normalise.mean)} means; the inputs have {x.shape[1]} channels or features."
             )
         return normalise
     if normalise is not None and not isinstance(normalise, bool):
-        raise DataError(f"normalise must be True, False, None or a Normalisation, not {shown(normalise)}.")
-    return Normalisation.fit(x[:0], inputs) if normalise is not False and x.dtype == torch.uint8 else None
+        raise DataError(f"normalise must be True, False, None or a Normalisation, not {short_repr(normalise)}.")
+    return Normalization.fit(x[:0], inputs) if normalise is not False and x.dtype == torch.uint8 else None
 
 
-def checked_names(class_names: object, classes: int) -> tuple[str, ...]:
+def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:
     """Class names, if there are any, one for each class at least."""
-    wrong = DataError(f"class_names must be a list with a name for each class, not {shown(class_names)}.")
-    names = tuple(items(class_names, wrong))
+    wrong = DataError(f"class_names must be a list with a name for each class, not {short_repr(class_names)}.")
+    names = tuple(list_items(class_names, wrong))
     odd = next((name for name in names if not isinstance(name, str)), None)
     if odd is not None:
-        raise DataError(f"A class name must be a text, not {shown(odd)}.")
+        raise DataError(f"A class name must be a text, not {short_repr(odd)}.")
     check_printable(names, "class")
     if names and len(names) < classes:
         raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")

@@ -11,19 +11,29 @@ import numpy as np
 import torch
 
 from unskew.data.federation import Federation
-from unskew.data.from_arrays import training_size, whole_number
-from unskew.data.partition.parsing import column_of
+from unskew.data.from_arrays import check_integer, num_training_samples
+from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import make_partition
-from unskew.data.partitioned import Divided
-from unskew.data.readers.column_roles import Choice, shortened
+from unskew.data.partitioned import PartitionedSource
+from unskew.data.readers.column_roles import ColumnSelection, abbreviate
 from unskew.data.readers.tables import Source
 from unskew.data.readers.text import is_text, load_texts
-from unskew.data.remote import at_hand
-from unskew.data.server_data import generator, in_channels, server_data
+from unskew.data.remote import with_local_files
+from unskew.data.server_data import purpose_generator, repeat_channels, server_data
 from unskew.data.sources.registry import load_source
-from unskew.data.spec import DETECTED, CsvSpec, DataSpec, Split, TextSpec, as_texts, csv_spec, names_in, parse_split
-from unskew.data.splits import held_samples
-from unskew.errors import ConfigError, shown, unknown
+from unskew.data.spec import (
+    DETECTED,
+    CsvSpec,
+    DataSpec,
+    Split,
+    TextSpec,
+    as_text_source,
+    csv_spec,
+    parse_names,
+    parse_split,
+)
+from unskew.data.splits import held_out_mask
+from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
@@ -107,25 +117,25 @@ def load_federation(
     ([431, 431, 431], 260)
     """
     if not isinstance(name, str):
-        raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {shown(name)}.")
+        raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {short_repr(name)}.")
     if clients == "auto":
         clients = None if str(partition).startswith("natural") else DataSpec.clients
     counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
     for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
         if value is not None or field in ("seed", "block", "set_aside"):
-            whole_number(value, field)
+            check_integer(value, field)
     if server is not None and not isinstance(server, str):
-        whole_number(server, "server")
+        check_integer(server, "server")
     said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
     said["split_by"] = split_by
     places = {"data_path": data_path, "server_path": server_path}
     for field, text_or_path in (said | places).items():
         if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
-            raise ConfigError(f"{field} must be text, not {shown(text_or_path)}.")
+            raise ConfigError(f"{field} must be text, not {short_repr(text_or_path)}.")
     if label_separator == "":
         raise ConfigError("label_separator must be a text of one character at least, such as '|'.")
     spec = DataSpec(
-        data=as_texts(name, names_in(text)),
+        data=as_text_source(name, parse_names(text)),
         data_path=data_path,
         label=label,
         label_separator=label_separator,
@@ -138,13 +148,13 @@ def load_federation(
         holdout=holdout,
         server=server,
         server_path=server_path,
-        text=TextSpec(names_in(text), tokenizer, block),
+        text=TextSpec(parse_names(text), tokenizer, block),
         set_aside=set_aside,
-        features=names_in(features),
-        exclude=names_in(exclude),
+        features=parse_names(features),
+        exclude=parse_names(exclude),
         task=task,
-        categories=names_in(categories),
-        dates=names_in(dates),
+        categories=parse_names(categories),
+        dates=parse_names(dates),
         missing=missing,
         csv=csv_spec(csv),
         split_by=split_by,
@@ -159,58 +169,62 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         ConfigError: Fields do not fit together.
         DataError: The data cannot be used as asked.
     """
-    whole = divided(spec, seed)
+    whole = load_partitioned(spec, seed)
     return whole.federation(whole.known())
 
 
-def divided(spec: DataSpec, seed: int) -> Divided:
+def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     """See ``federation_of``: the same before anything is known of what all clients hold together."""
-    named, spec = spec, at_hand(spec)
-    source = source_of(spec)
+    named, spec = spec, with_local_files(spec)
+    source = load_source_for(spec)
     at_server, test = server_data(spec, source, source.test, seed)
     if at_server is not None and not at_server.in_domain:
-        source, test = in_channels(source, test, at_server.x.shape[1])
+        source, test = repeat_channels(source, test, at_server.x.shape[1])
     train = source.train
     if spec.keep_samples is not None:
         if not 1 <= spec.keep_samples <= len(train):
             raise ConfigError(
                 f"keep_samples={spec.keep_samples} must be from 1 to the {len(train)} training samples of {spec.data}."
             )
-        train = train.rows(np.sort(generator(seed, "keep_samples").permutation(len(train))[: spec.keep_samples]))
+        train = train.rows(
+            np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.keep_samples])
+        )
     labels = train.y.numpy() if TASKS[source.task].labelled else None
     parts = make_partition(
         spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )
     # Client by client, shuffled inside each client, so that the part held out is a random one.
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
-    rng = generator(seed, "holdout")
+    rng = purpose_generator(seed, "holdout")
     keys = rng.random(len(owner))
     held = np.zeros(len(owner), bool)
-    splits = parts.offsets[:-1] + np.array([training_size(int(n), spec.holdout) for n in parts.sizes])
+    splits = parts.offsets[:-1] + np.array([num_training_samples(int(n), spec.holdout) for n in parts.sizes])
     split = parse_split(spec.split_by) if spec.split_by is not None else Split()
     if split.group is not None or split.time is not None:
         own = [parts.indices(k) for k in range(parts.clients)]
-        held = held_samples(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
+        held = held_out_mask(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
         splits = parts.offsets[1:] - np.bincount(owner, held, parts.clients).astype(np.int64)
     shuffled = parts.order[np.lexsort((keys, held, owner))]
     if labels is not None and labels.ndim == 1:
         absent = np.setdiff1d(test.y.numpy(), labels[parts.order])
         if len(absent):
-            names = shortened([str(source.class_names[c]) for c in absent])
+            names = abbreviate([str(source.class_names[c]) for c in absent])
             LOG.warning("the test set has %d classes of which no client has a sample: %s", len(absent), names)
-    return Divided(spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits)
+    return PartitionedSource(
+        spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits
+    )
 
 
-def source_of(spec: DataSpec) -> Source:
+def load_source_for(spec: DataSpec) -> Source:
     """The samples, before anybody holds them."""
     path, label, text = spec.data_path, spec.label, spec.text
     for field, allowed in (("task", ("auto", "regression")), ("missing", MISSING)):
         if getattr(spec, field) not in allowed:
-            raise ConfigError(unknown(field, shown(getattr(spec, field), str), allowed))
+            raise ConfigError(unknown_name(field, short_repr(getattr(spec, field), str), allowed))
     regression = spec.task == "regression"
-    divides = column_of(spec.partition)
+    divides = partition_column(spec.partition)
     split = None if spec.split_by is None else parse_split(spec.split_by)
-    choice = Choice(
+    choice = ColumnSelection(
         spec.features,
         spec.exclude,
         divides,

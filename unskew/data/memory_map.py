@@ -21,7 +21,7 @@ _known: dict[int, weakref.ref[np.memmap]] = {}
 
 
 @dataclass(frozen=True)
-class Piece:
+class MmapLocation:
     """Where a tensor lies in a file.
 
     Attributes:
@@ -39,7 +39,7 @@ class Piece:
     strides: tuple[int, ...]
 
 
-def map_of(values: object) -> np.memmap | None:
+def mapped_array(values: object) -> np.memmap | None:
     """The mapped file that an array is, or is a part of; it is remembered for ``piece_of``."""
     found: np.memmap | None = None
     while isinstance(values, np.ndarray):
@@ -52,7 +52,7 @@ def map_of(values: object) -> np.memmap | None:
     return found
 
 
-def piece_of(x: Tensor) -> Piece | None:
+def locate_tensor(x: Tensor) -> MmapLocation | None:
     """Where a tensor lies in a file; None if it lies in memory, or the file is no longer there."""
     if not _known or x.device.type != "cpu" or not x.numel():
         return None
@@ -65,11 +65,11 @@ def piece_of(x: Tensor) -> Piece | None:
                 size = os.stat(path).st_size
             except OSError:
                 return None
-            return Piece(path, size, offset, x.dtype, tuple(x.shape), tuple(x.stride()))
+            return MmapLocation(path, size, offset, x.dtype, tuple(x.shape), tuple(x.stride()))
     return None
 
 
-def opened(piece: Piece) -> Tensor:
+def open_tensor(piece: MmapLocation) -> Tensor:
     """The tensor, mapped from its file.
 
     Raises:
@@ -88,7 +88,7 @@ def opened(piece: Piece) -> Tensor:
             f"{piece.path} has {there:,} bytes at {os.uname().nodename}, but {piece.bytes:,} at the server: give all nodes "
             "the same file."
         )
-    map_of(whole)
+    mapped_array(whole)
     count = 1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.strides, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may not be written to, and nobody does

@@ -15,7 +15,7 @@ ROWS = 4096  # so that no copy of many bytes is made at once
 
 
 @dataclass(frozen=True)
-class Normalisation:
+class Normalization:
     """``(x * scale - mean) / std``, per channel (images) or per feature (tables); ``None`` leaves inputs alone."""
 
     mean: tuple[float, ...]
@@ -35,7 +35,7 @@ class Normalisation:
             raise DataError(f"The mean and scale of a normalisation must be finite, not {self.mean} and {self.scale}.")
 
     @staticmethod
-    def fit(x: Tensor, further: Iterable[Tensor] = ()) -> Normalisation:
+    def fit(x: Tensor, further: Iterable[Tensor] = ()) -> Normalization:
         """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``.
 
         Of bytes there may be ``further`` ones, so that all need not lie in one array.
@@ -61,4 +61,4 @@ class Normalisation:
         mean = sums[0] / total
         std = (sums[1] / total - mean.square()).clamp_min(0).sqrt()
         std = torch.where(std * scale < 1e-6, torch.ones_like(std) / scale, std)
-        return Normalisation(tuple((mean * scale).tolist()), tuple((std * scale).tolist()), scale)
+        return Normalization(tuple((mean * scale).tolist()), tuple((std * scale).tolist()), scale)

@@ -10,20 +10,20 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from unskew.data.clients import DrawnClients, take
+from unskew.data.clients import DrawnClients, take_rows
 from unskew.data.federation import Federation, ServerData
-from unskew.data.memory_map import piece_of
-from unskew.data.normalization import Normalisation
-from unskew.data.partition.parsing import parse
+from unskew.data.memory_map import locate_tensor
+from unskew.data.normalization import Normalization
+from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition
-from unskew.data.readers.encoders import Fitted, fit, squared, told
-from unskew.data.readers.tables import Source, Table, normalisation_of
+from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encoders, squared_deviations
+from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
-from unskew.data.target_scaling import standardised
+from unskew.data.target_scaling import fit_target_scaling
 from unskew.tasks.regression import Regression
 
 
-class Known(NamedTuple):
+class GlobalStats(NamedTuple):
     """What sums over all clients say.
 
     Attributes:
@@ -32,13 +32,13 @@ class Known(NamedTuple):
         told: Bytes that each client sent and received for it, ``[K, 2]``; None if there were none.
     """
 
-    columns: Fitted | None = None
+    columns: FittedEncoders | None = None
     targets: Regression | None = None
     told: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Divided:
+class PartitionedSource:
     """A source, and who holds which of its samples.
 
     Attributes:
@@ -56,19 +56,19 @@ class Divided:
     named: DataSpec
     seed: int
     source: Source
-    train: Table
-    test: Table
+    train: SampleTable
+    test: SampleTable
     at_server: ServerData | None
     parts: Partition
     rows: Tensor
     splits: np.ndarray
 
-    def client(self, k: int) -> tuple[Table, Table]:
+    def client(self, k: int) -> tuple[SampleTable, SampleTable]:
         """What a client has to train on and what it holds out, as it was read."""
         start, split, stop = int(self.parts.offsets[k]), int(self.splits[k]), int(self.parts.offsets[k + 1])
         first, held = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
         x, y = self.train.x, self.train.y
-        return Table(take(x, first), y[first], {}), Table(take(x, held), y[held], {})
+        return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held), y[held], {})
 
     def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
         """What each client has to train on of one value for every row."""
@@ -76,29 +76,29 @@ class Divided:
         spans = zip(self.parts.offsets[:-1], self.splits, strict=True)
         return (values[order[start:stop]] for start, stop in spans)
 
-    def known(self) -> Known:
+    def known(self) -> GlobalStats:
         """What the clients' sums say."""
         columns, targets, total = None, None, None
         if self.source.encoders:
             before, x = self.source.encoders, self.train.x.numpy()
-            columns = fit(
+            columns = fit_encoders(
                 before,
                 self.source.indicate,
-                [told(part, before) for part in self._each(x)],
-                lambda mean: (squared(part, before, mean) for part in self._each(x)),
+                [client_stats(part, before) for part in self._each(x)],
+                lambda mean: (squared_deviations(part, before, mean) for part in self._each(x)),
             )
             total = columns.told
         if self.source.task == "regression":
             y = self.train.y.numpy()
-            targets, sent = standardised(lambda: self._each(y), self.source.class_names)
+            targets, sent = fit_target_scaling(lambda: self._each(y), self.source.class_names)
             total = sent if total is None else total + sent
-        return Known(columns, targets, total)
+        return GlobalStats(columns, targets, total)
 
-    def federation(self, known: Known) -> Federation:
+    def federation(self, known: GlobalStats) -> Federation:
         """The federation, with inputs and targets as the clients' sums make them."""
         source, train, test, at_server, rows = self.source, self.train, self.test, self.at_server, self.rows
         y, offsets, spec = train.y[rows], self.parts.offsets, self.spec
-        normalisation: Normalisation | None
+        normalisation: Normalization | None
         if known.columns is not None:
             apply = known.columns.apply
             train, test = (replace(part, x=apply(part.x)) for part in (train, test))
@@ -107,13 +107,15 @@ class Divided:
         elif len(y) == len(train):
             normalisation = source.normalisation
         else:
-            normalisation = normalisation_of(take(train.x, rows))
+            normalisation = fit_normalization(take_rows(train.x, rows))
         if known.targets is not None:
             scaled = known.targets.standardise
             y, test = scaled(y), replace(test, y=scaled(test.y))
             at_server = None if at_server is None else replace(at_server, y=scaled(at_server.y))
-        in_file = piece_of(train.x) is not None
-        clients = DrawnClients(partial(ranged, train.x, rows, offsets), train.x[:1], y, offsets, self.splits, in_file)
+        in_file = locate_tensor(train.x) is not None
+        clients = DrawnClients(
+            partial(client_rows, train.x, rows, offsets), train.x[:1], y, offsets, self.splits, in_file
+        )
         clients.source = self.named, self.seed
         return Federation(
             clients=clients,
@@ -127,7 +129,7 @@ class Divided:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            kinds=kinds_of(self.parts, train, spec.partition) if source.task == "language" else None,
+            kinds=rows_per_value(self.parts, train, spec.partition) if source.task == "language" else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
@@ -135,14 +137,20 @@ class Divided:
         )
 
 
-def ranged(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
+def client_rows(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
     """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``."""
-    return take(x, rows[offsets[k] + start : offsets[k] + stop])
+    return take_rows(x, rows[offsets[k] + start : offsets[k] + stop])
 
 
-def kinds_of(parts: Partition, train: Table, partition: object) -> tuple[np.ndarray, tuple[str, ...]] | None:
+def rows_per_value(
+    parts: Partition, train: SampleTable, partition: object
+) -> tuple[np.ndarray, tuple[str, ...]] | None:
     """How many rows of each value of the partition's column each client holds, ``[K, G]``, and these values; else None."""
-    column = parse(partition)[1] if isinstance(partition, str) and partition.startswith(("natural:", "sorted:")) else ""
+    column = (
+        parse_partition(partition)[1]
+        if isinstance(partition, str) and partition.startswith(("natural:", "sorted:"))
+        else ""
+    )
     if not column:
         return None
     names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)

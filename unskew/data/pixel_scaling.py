@@ -11,7 +11,7 @@ from unskew.data.federation import Federation
 
 
 @dataclass(frozen=True)
-class Pixels:
+class PixelScaling:
     """How intensities become inputs: ``(intensity - mean) / std``, per channel; by default they are the same.
 
     Attributes:
@@ -22,12 +22,12 @@ class Pixels:
     std: tuple[float, ...] = (1.0,)
 
     @staticmethod
-    def of(federation: Federation) -> Pixels:
+    def of(federation: Federation) -> PixelScaling:
         """Those of a federation's images. Floats that nothing normalises are taken to be intensities already."""
         normalisation = federation.normalisation
         if normalisation is not None:
-            return Pixels(normalisation.mean, normalisation.std)
-        return Pixels(std=(1 / 255,)) if federation.test[0].dtype == torch.uint8 else Pixels()
+            return PixelScaling(normalisation.mean, normalisation.std)
+        return PixelScaling(std=(1 / 255,)) if federation.test[0].dtype == torch.uint8 else PixelScaling()
 
     def inputs(self, x: Tensor) -> Tensor:
         """Inputs from intensities, ``[..., C, H, W]``."""
@@ -38,7 +38,7 @@ class Pixels:
         return x * _column(self.std, x) + _column(self.mean, x)
 
 
-AS_THEY_ARE = Pixels()
+AS_THEY_ARE = PixelScaling()
 
 
 def _column(values: tuple[float, ...], like: Tensor) -> Tensor:

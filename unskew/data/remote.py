@@ -17,14 +17,14 @@ from typing import Any
 
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import make_folder, user_cache, waiting_for
+from unskew.filesystem import file_lock, make_folder, user_cache
 
 SCHEME = "://"
 VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")
 """What file systems say of a file that changes with it."""
 
 
-def at_hand(spec: DataSpec) -> DataSpec:
+def with_local_files(spec: DataSpec) -> DataSpec:
     """The same data, with files of this machine in the place of URLs.
 
     Raises:
@@ -37,12 +37,12 @@ def at_hand(spec: DataSpec) -> DataSpec:
         if isinstance(value, str) and SCHEME in value:
             prefix, _, rest = value.partition(":")
             url = rest if SCHEME in rest else value
-            place = fetched(url)
+            place = fetch(url)
             found[name] = f"{prefix}:{place}" if url is rest else str(place)
     return replace(spec, **found) if found else spec
 
 
-def fetched(url: str) -> Path:
+def fetch(url: str) -> Path:
     """A file or a folder of this machine with what is at ``url``.
 
     Raises:
@@ -84,7 +84,7 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
     folder, top = base / key, Path(Path(path).parent.name if path in files else "")
     place = folder / top / Path(path).name
     make_folder(base)
-    with waiting_for(base / f".{key}.lock", math.inf):
+    with file_lock(base / f".{key}.lock", math.inf):
         if not folder.exists():
             fresh = base / f".{key}.new"
             shutil.rmtree(fresh, ignore_errors=True)

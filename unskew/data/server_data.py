@@ -10,22 +10,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.clients import take
+from unskew.data.clients import take_rows
 from unskew.data.federation import ServerData
-from unskew.data.readers.images import with_channels, with_size
-from unskew.data.readers.tables import Source, Table
+from unskew.data.readers.images import convert_channels, resize_images
+from unskew.data.readers.tables import SampleTable, Source
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, Split, parse_split
-from unskew.data.splits import Units, units_of
+from unskew.data.splits import SplitUnits, make_units
 from unskew.errors import ConfigError, DataError
 
 
-def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple[ServerData | None, Table]:
+def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) -> tuple[ServerData | None, SampleTable]:
     """The server's samples, and the test rows that are left."""
-    rng, set_aside = generator(seed, "server"), spec.set_aside
+    rng, set_aside = purpose_generator(seed, "server"), spec.set_aside
     order = rng.permutation(len(test))
     group = None if spec.split_by is None else parse_split(spec.split_by).group
-    units = None if group is None else units_of(test.columns, Split(group), len(test), rng)
+    units = None if group is None else make_units(test.columns, Split(group), len(test), rng)
     if units is not None:
         order = order[np.argsort(units.ranks[units.codes[order]], kind="stable")]
     if set_aside >= len(test):
@@ -34,9 +34,9 @@ def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple
     if isinstance(server, str) and re.fullmatch(r"-?[0-9]{1,18}", server):
         server = int(server)
     if server is None or isinstance(server, str):
-        test = test.rows(left_of(order, set_aside, units)) if set_aside else test
+        test = test.rows(remaining_rows(order, set_aside, units)) if set_aside else test
     if isinstance(server, str):
-        return other_data(server, spec.server_path, source, test), test
+        return load_other_dataset(server, spec.server_path, source, test), test
     if spec.server_path is not None:
         raise ConfigError(
             "server_path is given, but server does not name a data set to load from it."
@@ -50,11 +50,11 @@ def server_data(spec: DataSpec, source: Source, test: Table, seed: int) -> tuple
             f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
             f"use a number from 1 to {len(test) - 1}."
         )
-    taken, left = torch.from_numpy(np.sort(order[:server])), left_of(order, max(server, set_aside), units)
-    return ServerData(take(test.x, taken), test.y[taken]), test.rows(left)
+    taken, left = torch.from_numpy(np.sort(order[:server])), remaining_rows(order, max(server, set_aside), units)
+    return ServerData(take_rows(test.x, taken), test.y[taken]), test.rows(left)
 
 
-def left_of(order: np.ndarray, count: int, units: Units | None) -> np.ndarray:
+def remaining_rows(order: np.ndarray, count: int, units: SplitUnits | None) -> np.ndarray:
     """Return the test rows that are left for evaluation after the first ones of an order, without rows of their groups.
 
     Raises:
@@ -68,7 +68,7 @@ def left_of(order: np.ndarray, count: int, units: Units | None) -> np.ndarray:
     return np.sort(left)
 
 
-def other_data(name: str, path: str | Path | None, source: Source, test: Table) -> ServerData:
+def load_other_dataset(name: str, path: str | Path | None, source: Source, test: SampleTable) -> ServerData:
     """The training images of another data set, brought to the clients' size; grey ones to their channels, too."""
     # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
     size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
@@ -82,17 +82,17 @@ def other_data(name: str, path: str | Path | None, source: Source, test: Table) 
         )
     channels, height, width = test.x.shape[1:]
     channels = max(channels, images.x.shape[1])
-    return ServerData(with_channels(with_size(images.x, height, width), channels), images.y, in_domain=False)
+    return ServerData(convert_channels(resize_images(images.x, height, width), channels), images.y, in_domain=False)
 
 
-def in_channels(source: Source, test: Table, channels: int) -> tuple[Source, Table]:
+def repeat_channels(source: Source, test: SampleTable, channels: int) -> tuple[Source, SampleTable]:
     """The clients' grey images repeated, so that one model takes them and the server's in colour (Zhu et al. 2025)."""
     if source.train.x.shape[1] == channels:
         return source, test
-    train, test = (replace(part, x=with_channels(part.x, channels)) for part in (source.train, test))
+    train, test = (replace(part, x=convert_channels(part.x, channels)) for part in (source.train, test))
     return replace(source, train=train), test
 
 
-def generator(seed: int, purpose: str) -> np.random.Generator:
+def purpose_generator(seed: int, purpose: str) -> np.random.Generator:
     """A generator of its own for each purpose."""
     return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(f"unskew/{purpose}".encode())]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from unskew.errors import ConfigError, shown, unknown
+from unskew.errors import ConfigError, short_repr, unknown_name
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CsvSpec:
     def __post_init__(self) -> None:
         for name in ("separator", "decimal", "encoding"):
             if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"csv.{name} must be text, not {shown(getattr(self, name))}.")
+                raise ConfigError(f"csv.{name} must be text, not {short_repr(getattr(self, name))}.")
         separator = MARKS.get(self.separator or "", self.separator)
         decimal = {"comma": ",", "point": "."}.get(self.decimal or "", self.decimal)
         if separator is not None and (len(separator) != 1 or not separator.isascii() or separator in '\r\n"\0'):
@@ -152,15 +152,15 @@ def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
     if isinstance(values, CsvSpec):
         return values
     if not isinstance(values, Mapping):
-        raise ConfigError(f"csv must be a mapping such as {{'separator': ';'}}, not {shown(values)}.")
+        raise ConfigError(f"csv must be a mapping such as {{'separator': ';'}}, not {short_repr(values)}.")
     known = [field.name for field in fields(CsvSpec)]
     for name in values:
         if name not in known:
-            raise ConfigError(unknown("option", str(name), known, "csv"))
+            raise ConfigError(unknown_name("option", str(name), known, "csv"))
     return CsvSpec(**values)
 
 
-def as_texts(data: str, columns: Sequence[str]) -> str:
+def as_text_source(data: str, columns: Sequence[str]) -> str:
     """Return the name of a table as that of a source of texts, if text columns are chosen.
 
     >>> as_texts("table:reviews.csv", ["review"]), as_texts("table:patients.csv", [])
@@ -177,7 +177,7 @@ def is_table(data: str) -> bool:
     return data.partition(":")[0] == "table" or (":" not in data and data.lower().endswith(TABLES))
 
 
-def names_in(value: object) -> tuple[str, ...]:
+def parse_names(value: object) -> tuple[str, ...]:
     """Names in a list, or in text with commas between them.
 
     Raises:
@@ -189,5 +189,5 @@ def names_in(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(piece.strip() for piece in value.split(",") if piece.strip())
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{shown(value)} is no list of names; write text such as 'age,income', or a list of it.")
+        raise ConfigError(f"{short_repr(value)} is no list of names; write text such as 'age,income', or a list of it.")
     return tuple(value)

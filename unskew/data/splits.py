@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unskew.data.partition.partitioner import column
+from unskew.data.partition.partitioner import get_column
 from unskew.data.spec import Split
 from unskew.errors import ConfigError, DataError
 
 
-def checked_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def complete_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """Return a column without missing values.
 
     Raises:
@@ -20,10 +20,10 @@ def checked_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """
     if not columns:
         raise DataError(f"split_by needs the column {name!r}, but these data have no columns besides their labels.")
-    return column(columns, name, "")
+    return get_column(columns, name, "")
 
 
-class Units(NamedTuple):
+class SplitUnits(NamedTuple):
     """Rows that are held out together.
 
     Attributes:
@@ -35,7 +35,7 @@ class Units(NamedTuple):
     ranks: np.ndarray
 
 
-def units_of(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np.random.Generator) -> Units:
+def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np.random.Generator) -> SplitUnits:
     """Return the units of a split, in random order unless a time column gives the order.
 
     Raises:
@@ -43,21 +43,21 @@ def units_of(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np
     """
     codes = np.arange(rows)
     if split.group is not None:
-        codes = np.unique(checked_column(columns, split.group), return_inverse=True)[1].reshape(-1)
+        codes = np.unique(complete_column(columns, split.group), return_inverse=True)[1].reshape(-1)
     units = int(codes.max()) + 1 if rows else 0
     if split.time is None:
-        return Units(codes, rng.permutation(units))
-    times = checked_column(columns, split.time)
+        return SplitUnits(codes, rng.permutation(units))
+    times = complete_column(columns, split.time)
     if times.dtype.kind not in "iufM":
         raise DataError(
             f"The column {split.time!r} of split_by has text such as {str(times[0])!r}; write dates as 2024-01-31."
         )
     newest = np.full(units, -1)
     np.maximum.at(newest, codes, np.unique(times, return_inverse=True)[1].reshape(-1))
-    return Units(codes, np.argsort(np.argsort(newest, kind="stable"), kind="stable"))
+    return SplitUnits(codes, np.argsort(np.argsort(newest, kind="stable"), kind="stable"))
 
 
-def held_units(units: Units, rows: np.ndarray, share: float) -> np.ndarray:
+def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> np.ndarray:
     """Return the units of the highest ranks among some rows that come nearest to a share of them.
 
     One unit at least is held out and one at least is kept, where there are two or more.
@@ -74,14 +74,14 @@ def held_units(units: Units, rows: np.ndarray, share: float) -> np.ndarray:
     return np.asarray(names[order[: int(np.abs(sums - share * len(rows)).argmin()) + 1]])
 
 
-def rows_to_test(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:
+def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:
     """Return which rows are for testing, boolean ``[n]``.
 
     Raises:
         DataError: If no row would be left on one side, or a given split has other values than train and test.
     """
     if split.given is not None:
-        values = np.char.lower(np.char.strip(checked_column(columns, split.given).astype(str)))
+        values = np.char.lower(np.char.strip(complete_column(columns, split.given).astype(str)))
         other = sorted(set(values.tolist()) - {"train", "test"})
         if other:
             raise DataError(
@@ -89,8 +89,8 @@ def rows_to_test(columns: Mapping[str, np.ndarray], split: Split, rows: int, sha
             )
         held = values == "test"
     else:
-        units = units_of(columns, split, rows, np.random.default_rng(seed))
-        held = np.isin(units.codes, held_units(units, np.arange(rows), share))
+        units = make_units(columns, split, rows, np.random.default_rng(seed))
+        held = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
     if not held.any() or held.all():
         raise DataError(
             f"split_by leaves no rows to {'train' if held.any() else 'test'} on; the column "
@@ -99,7 +99,7 @@ def rows_to_test(columns: Mapping[str, np.ndarray], split: Split, rows: int, sha
     return np.asarray(held)
 
 
-def check_apart(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], split: Split) -> None:
+def check_no_shared_groups(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], split: Split) -> None:
     """Validate that training and test files share no group.
 
     Raises:
@@ -109,14 +109,14 @@ def check_apart(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray],
     if split.given is not None:
         raise ConfigError(f"split_by=column:{split.given} splits a file, but there is a test file; use one of the two.")
     if split.group is not None:
-        both = np.intersect1d(checked_column(train, split.group), checked_column(test, split.group))
+        both = np.intersect1d(complete_column(train, split.group), complete_column(test, split.group))
         if len(both):
             raise DataError(
                 f"split_by={split.group}: {len(both)} values, such as {both[0]!s}, are in the training and in the test rows."
             )
 
 
-def held_samples(
+def held_out_mask(
     columns: Mapping[str, np.ndarray],
     split: Split,
     clients: list[np.ndarray],
@@ -129,8 +129,8 @@ def held_samples(
     Raises:
         DataError: If a client would have no rows to train on.
     """
-    units = units_of(columns, split, rows, rng)
-    together = [held_units(units, own, share) for own in clients]
+    units = make_units(columns, split, rows, rng)
+    together = [select_held_out_units(units, own, share) for own in clients]
     held = np.isin(units.codes, np.concatenate(together))
     for k, own in enumerate(clients):
         if held[own].all():

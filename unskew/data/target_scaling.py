@@ -6,25 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from unskew.data.column_statistics import MOMENTS, Moments, counted, moments, squares
+from unskew.data.column_statistics import MOMENTS, ColumnMoments, counts_and_sums, global_moments, sums_of_squares
 from unskew.errors import DataError
 from unskew.tasks.regression import Regression
 
 
-def standardised(clients: Callable[[], Iterable[np.ndarray]], names: Sequence[str]) -> tuple[Regression, np.ndarray]:
+def fit_target_scaling(
+    clients: Callable[[], Iterable[np.ndarray]], names: Sequence[str]
+) -> tuple[Regression, np.ndarray]:
     """The task of predicting ``T`` targets, scaled by what each client has to train on; and bytes, ``[K, 2]``.
 
     Args:
         clients: Gives the targets ``[n_k, T]`` that each client trains on.
         names: Of the targets; by number if empty.
     """
-    first = [counted(part) for part in clients()]
+    first = [counts_and_sums(part) for part in clients()]
     names = names or [str(t) for t in range(len(first[0][0]))]
-    found = moments(first, lambda mean: (squares(part, mean) for part in clients()), names)
-    return scaled_by(found), bytes_of_targets(len(first), len(names))
+    found = global_moments(first, lambda mean: (sums_of_squares(part, mean) for part in clients()), names)
+    return task_with_moments(found), target_scaling_bytes(len(first), len(names))
 
 
-def scaled_by(found: Moments) -> Regression:
+def task_with_moments(found: ColumnMoments) -> Regression:
     """Return the task of predicting numbers with these moments.
 
     Raises:
@@ -37,6 +39,6 @@ def scaled_by(found: Moments) -> Regression:
     return Regression(mean=tuple(found.mean.tolist()), std=tuple(found.std.tolist()))
 
 
-def bytes_of_targets(clients: int, targets: int) -> np.ndarray:
+def target_scaling_bytes(clients: int, targets: int) -> np.ndarray:
     """What it costs each client that the scale of so many targets is known, ``[K, 2]``."""
     return np.full((clients, 2), MOMENTS * targets, np.int64)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from unskew.data.column_statistics import NUMBER, balanced
+from unskew.data.column_statistics import NUMBER, balanced_class_weights
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.tasks.classification import Classification
 from unskew.tasks.regression import Regression
 
 
-def trained_for(federation: Federation, loss: str, class_weights: str | Sequence[float] | None) -> Federation:
+def apply_task_options(federation: Federation, loss: str, class_weights: str | Sequence[float] | None) -> Federation:
     """The federation with its task as a run wants it.
 
     Args:
@@ -31,7 +31,7 @@ def trained_for(federation: Federation, loss: str, class_weights: str | Sequence
         if not isinstance(objective, Regression):
             raise ConfigError(f"loss={loss} is for regression; the task of {federation.name} is {federation.task}.")
         kind, _, text = loss.partition(":")
-        return replace(federation, trained_for=replace(objective, kind=kind, delta=delta_of(text, loss)))
+        return replace(federation, trained_for=replace(objective, kind=kind, delta=huber_delta(text, loss)))
     if class_weights is None:
         return federation
     if federation.task != "classification":
@@ -40,7 +40,7 @@ def trained_for(federation: Federation, loss: str, class_weights: str | Sequence
         )
     told = federation.told
     if isinstance(class_weights, str):
-        weights = balanced(federation.class_counts().sum(0))
+        weights = balanced_class_weights(federation.class_counts().sum(0))
         counts = np.full((len(federation.clients), 2), NUMBER * federation.classes, np.int64)
         told = counts if told is None else told + counts
     else:
@@ -50,7 +50,7 @@ def trained_for(federation: Federation, loss: str, class_weights: str | Sequence
     return replace(federation, trained_for=Classification(weights), told=told)
 
 
-def delta_of(text: str, loss: str) -> float:
+def huber_delta(text: str, loss: str) -> float:
     """Where Huber's loss becomes linear; 1 where nothing is said."""
     try:
         delta = float(text or 1)

@@ -16,7 +16,7 @@ CHANNELS = (1, 3, 4)
 TRANSFORMERS_PADDING = -100  # what the package transformers has in labels where nothing is to be predicted
 
 
-def as_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
+def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     """The clients' names, none or one for each.
 
     Raises:
@@ -54,7 +54,7 @@ def as_tensor(values: object, problem: str) -> Tensor:
     if kind is not None:
         raise DataError(f"{problem}: they are {kind}; give an ordinary array or tensor with all values.")
     try:
-        tensor = values if isinstance(values, Tensor) else from_numpy(values)
+        tensor = values if isinstance(values, Tensor) else tensor_from_numpy(values)
     except (TypeError, ValueError) as error:
         raise DataError(f"{problem}: {error}.") from error
     if tensor.is_complex():
@@ -80,7 +80,7 @@ def special_kind(values: object) -> str | None:
     return next((kind for kind, found in kinds.items() if found), None)
 
 
-def from_numpy(values: object) -> Tensor:
+def tensor_from_numpy(values: object) -> Tensor:
     """A tensor over the memory of an array, or over a copy where PyTorch knows no such strides."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
@@ -103,10 +103,10 @@ def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
     Raises:
         DataError: Empty, not numeric, NaN or infinite, or of a shape that is neither images nor a table.
     """
-    return laid_out(without_padding(single(given_inputs(values, who)), task))
+    return to_model_layout(mask_padding(to_float32(normalize_inputs_layout(values, who)), task))
 
 
-def given_inputs(values: object, who: str, checked: bool = True) -> Tensor:
+def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> Tensor:
     """Inputs ``[n, C, H, W]`` or ``[n, f]`` over the memory and in the type that they came in; truth values are bytes.
 
     Args:
@@ -128,7 +128,7 @@ def given_inputs(values: object, who: str, checked: bool = True) -> Tensor:
         x = x.view(torch.uint8)
     if x.dim() == 3 and x.dtype == torch.uint8:
         x = x.unsqueeze(1)
-    return images(x) if x.dim() == 4 else x
+    return as_channels_first(x) if x.dim() == 4 else x
 
 
 def check_finite(pieces: Iterable[Tensor], who: str) -> None:
@@ -139,21 +139,21 @@ def check_finite(pieces: Iterable[Tensor], who: str) -> None:
     """
     for x in pieces:
         # A NaN is the least and the largest; to ask for these makes no copy.
-        if x.is_floating_point() and x.numel() and not bool(torch.isfinite(single(torch.stack(x.aminmax()))).all()):
+        if x.is_floating_point() and x.numel() and not bool(torch.isfinite(to_float32(torch.stack(x.aminmax()))).all()):
             raise DataError(f"The inputs of {who} hold NaN or infinite values; clean them first.")
 
 
-def single(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """Floats of any precision as float32; other types stay."""
     return x.float() if x.is_floating_point() else x
 
 
-def without_padding(x: Tensor, task: str) -> Tensor:
+def mask_padding(x: Tensor, task: str) -> Tensor:
     """Token ids with -1 where the package transformers has its own number; other inputs as they are."""
     return torch.where(x == TRANSFORMERS_PADDING, -1, x) if task == "language" and x.dtype == torch.int64 else x
 
 
-def images(x: Tensor) -> Tensor:
+def as_channels_first(x: Tensor) -> Tensor:
     """Images as ``[n, C, H, W]``, over the same memory.
 
     The channels are the second axis, as in PyTorch, unless the last axis has 1, 3 or 4 entries and the second has not.
@@ -161,7 +161,7 @@ def images(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2) if x.shape[-1] in CHANNELS and x.shape[1] not in CHANNELS else x
 
 
-def laid_out(x: Tensor) -> Tensor:
+def to_model_layout(x: Tensor) -> Tensor:
     """Inputs as models take them best: images ``[n, C, H, W]`` over channels-last memory, others contiguous."""
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x.contiguous()
 

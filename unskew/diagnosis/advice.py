@@ -14,9 +14,9 @@ import yaml
 from unskew.config.loader import experiment
 from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_notes import budget_notes, notes
-from unskew.diagnosis.advice_rules import RULES, Rule
-from unskew.diagnosis.features import Limits, Setting, Situation
-from unskew.diagnosis.traffic_estimate import traffic_of
+from unskew.diagnosis.advice_rules import RULES, AdviceRule
+from unskew.diagnosis.features import AdviceContext, AdviceLimits, SkewFeatures
+from unskew.diagnosis.traffic_estimate import estimate_traffic
 from unskew.errors import UnskewError
 from unskew.methods.registry import method
 from unskew.protocol.rules import Method
@@ -24,7 +24,7 @@ from unskew.runs.cost import duration, estimate
 from unskew.runs.validation import check_method
 
 if TYPE_CHECKING:
-    from unskew.diagnosis.report import Report
+    from unskew.diagnosis.report import DiagnosisReport
 
 MOST = 3
 """Methods that the printed comparison tests, beside FedAvg."""
@@ -87,8 +87,8 @@ class Advice:
     excluded: list[Excluded]
     notes: list[str]
     rounds: int
-    setting: Setting = field(repr=False, compare=False)
-    situation: Situation = field(repr=False)
+    setting: AdviceContext = field(repr=False, compare=False)
+    situation: SkewFeatures = field(repr=False)
 
     @property
     def methods(self) -> list[str]:
@@ -177,7 +177,7 @@ class Advice:
         return "\n".join([*lines, *self.notes, self.command()])
 
 
-def advise(report: Report, limits: Limits) -> Advice:
+def advise(report: DiagnosisReport, limits: AdviceLimits) -> Advice:
     """What the rules say of a diagnosis, under limits.
 
     Raises:
@@ -186,17 +186,17 @@ def advise(report: Report, limits: Limits) -> Advice:
     assert report.setting is not None
     setting = report.setting.under(limits)
     # The first model of a run is the one that training begins with, which is what is decided upon.
-    situation = Situation.of(setting, report.labels, report.places[0], report.facts)
+    situation = SkewFeatures.of(setting, report.labels, report.places[0], report.facts)
     rounds = setting.config.rounds
     if limits.traffic is not None:
-        before, each = traffic_of(setting, method("fedavg"))
+        before, each = estimate_traffic(setting, method("fedavg"))
         situation = replace(situation, over_traffic=(before + each * rounds) / limits.traffic)
         rounds = max(1, min(rounds, int((limits.traffic - before) // each)))
         if rounds < setting.config.rounds:
             # What is proposed for a number of rounds is proposed for those that there can be.
             situation = replace(situation, rounds=rounds)
             setting = replace(setting, config=setting.config.model_copy(update={"rounds": rounds}))
-    found = [weighed(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
+    found = [evaluate_suggestion(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
     excluded = [one for one in found if isinstance(one, Excluded)]
     suggestions = [one for one in found if isinstance(one, Suggestion)]
     suggestions.sort(key=lambda one: -one.rank)  # stable: those of the same rank stay in their order
@@ -204,7 +204,9 @@ def advise(report: Report, limits: Limits) -> Advice:
     return Advice(suggestions, excluded, told, rounds, setting, situation)
 
 
-def weighed(rule: Rule, situation: Situation, setting: Setting, limits: Limits) -> Suggestion | Excluded:
+def evaluate_suggestion(
+    rule: AdviceRule, situation: SkewFeatures, setting: AdviceContext, limits: AdviceLimits
+) -> Suggestion | Excluded:
     """What a rule's method comes to: with what speaks for and against it, or why it does not fit."""
     spelling = rule.method(situation)
     chosen = method(spelling)
@@ -220,7 +222,7 @@ def weighed(rule: Rule, situation: Situation, setting: Setting, limits: Limits) 
         )
     total = None
     if limits.traffic is not None:
-        before, each = traffic_of(setting, chosen)
+        before, each = estimate_traffic(setting, chosen)
         total = before + each * setting.config.rounds
         if total > limits.traffic:
             return Excluded(
@@ -228,23 +230,23 @@ def weighed(rule: Rule, situation: Situation, setting: Setting, limits: Limits) 
                 f"It would send {total / 1e6:.3g} MB in {setting.config.rounds} rounds, more than the "
                 f"{limits.traffic / 1e6:.3g} MB allowed.",
             )
-    against = [c for c in CAUTIONS if caution_holds(c.methods, chosen) and c.when(situation)]
+    against = [c for c in CAUTIONS if caution_applies(c.methods, chosen) and c.when(situation)]
     return Suggestion(
         method=spelling,
         evidence=rule.evidence,
         rank=rule.evidence - sum(c.takes for c in against),
-        reasons=[sentence(rule.because(situation))],
-        cautions=[*(sentence(c.because(situation)) for c in against), *warnings],
+        reasons=[capitalize_first(rule.because(situation))],
+        cautions=[*(capitalize_first(c.because(situation)) for c in against), *warnings],
         sources=[rule.source, *(c.source for c in against)],
         megabytes=None if total is None else total / 1e6,
     )
 
 
-def caution_holds(names: Collection[str], chosen: Method) -> bool:
+def caution_applies(names: Collection[str], chosen: Method) -> bool:
     """Whether a caution is about some rule of a method."""
     return any(rule.name in names for rule in chosen.rules)
 
 
-def sentence(text: str) -> str:
+def capitalize_first(text: str) -> str:
     """With a capital letter."""
     return text[:1].upper() + text[1:]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from unskew.diagnosis.features import Limits, Situation
+from unskew.diagnosis.features import AdviceLimits, SkewFeatures
 
 
-def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:
+def budget_notes(s: SkewFeatures, limits: AdviceLimits, rounds: int) -> list[str]:
     """About rounds, local steps and traffic."""
     told = []
     if s.over_traffic is not None and limits.traffic is not None and s.over_traffic > 1:
@@ -29,7 +29,7 @@ def budget_notes(s: Situation, limits: Limits, rounds: int) -> list[str]:
     return told
 
 
-def notes(s: Situation, limits: Limits, any_method: bool) -> list[str]:
+def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
     """About limits, what else could help, and what is not known."""
     told = []
     if not any_method:

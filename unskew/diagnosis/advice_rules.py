@@ -16,18 +16,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unskew.diagnosis.features import Situation
+from unskew.diagnosis.features import SkewFeatures
 from unskew.tasks.registry import TASKS
 
 VERSION = 1
 """Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""
 
-Condition = Callable[[Situation], bool]
-Sentence = Callable[[Situation], str]
+Condition = Callable[[SkewFeatures], bool]
+Sentence = Callable[[SkewFeatures], str]
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdviceRule:
     """One piece of advice.
 
     Attributes:
@@ -45,41 +45,41 @@ class Rule:
     evidence: int
 
 
-def skewed(s: Situation) -> bool:
+def is_skewed(s: SkewFeatures) -> bool:
     """Labels differ clearly more than by chance; Dirichlet 1 over ten classes is about here."""
     return s.skew >= 0.15
 
 
-def strong(s: Situation) -> bool:
+def is_strongly_skewed(s: SkewFeatures) -> bool:
     """As strong as in the tables of results: Dirichlet 0.1 over ten classes is about 0.6."""
     return s.skew >= 0.4
 
 
-def one_class(s: Situation) -> bool:
+def has_single_labels(s: SkewFeatures) -> bool:
     """Each sample has one class."""
     return s.task == "classification"
 
 
-def rounded(value: float) -> float:
+def one_significant_digit(value: float) -> float:
     """One significant digit, as options are written."""
     return float(f"{value:.1g}")
 
 
-def proximal(s: Situation) -> float:
+def proximal_mu(s: SkewFeatures) -> float:
     """``mu`` such that the term pulls back the drifting share of a round: ``mu lr tau = 1 - 1/B^2``.
 
     ``B^2 = 1 + zeta^2 / ||grad f||^2`` is FedProx's dissimilarity. With ``mu lr tau`` far below 1 the term does nothing in
     ``tau`` steps, above 1 it holds the model where it is.
     """
-    return max(0.001, rounded(s.dissimilarity / (1 + s.dissimilarity) / (s.rate * s.tau)))
+    return max(0.001, one_significant_digit(s.dissimilarity / (1 + s.dissimilarity) / (s.rate * s.tau)))
 
 
-def horizon(s: Situation) -> float:
+def momentum_for_rounds(s: SkewFeatures) -> float:
     """Server momentum whose memory ``1 / (1 - beta)`` is a third of the run at most, and 0.9 at most."""
     return max(0.1, min(0.9, round(1 - 3 / max(4, s.rounds), 1)))
 
 
-def made(s: Situation) -> int:
+def images_per_client(s: SkewFeatures) -> int:
     """Images a client makes so that a quarter of its data are synthetic."""
     return max(1, round(s.mean_size / 3))
 
@@ -87,101 +87,101 @@ def made(s: Situation) -> int:
 LABELS = "clients' labels are {distance:.2f} away from all clients' on average (chance alone: {chance:.2f})"
 
 
-def labels_differ(s: Situation) -> str:
+def label_skew_evidence(s: SkewFeatures) -> str:
     """The number that most rules go by."""
     return LABELS.format(distance=s.distance, chance=s.chance)
 
 
-def no_skew(s: Situation) -> str:
+def skew_unknown(s: SkewFeatures) -> str:
     """Where labels are not known to differ."""
     if not TASKS[s.task].labelled:
         return f"the task {s.task} has no labels by which clients could be compared"
-    return f"{labels_differ(s)}: no label skew to speak of"
+    return f"{label_skew_evidence(s)}: no label skew to speak of"
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[AdviceRule, ...] = (
+    AdviceRule(
         lambda s: "fedft",
-        lambda s: strong(s) and s.task != "language",
+        lambda s: is_strongly_skewed(s) and s.task != "language",
         lambda s: (
-            f"{labels_differ(s)}, and training on labelled samples at the server was 8 to 25 points above FedAvg "
+            f"{label_skew_evidence(s)}, and training on labelled samples at the server was 8 to 25 points above FedAvg "
             "where clients do little in a round; with five local epochs it was even with Feddle."
         ),
         "docs/results/feddle.md, Table 5",
         3,
     ),
-    Rule(
-        lambda s: f"fedssyn:generator=gan-small,n_syn={made(s)}",
-        lambda s: strong(s) and one_class(s) and s.images and s.mean_size >= 50,
+    AdviceRule(
+        lambda s: f"fedssyn:generator=gan-small,n_syn={images_per_client(s)}",
+        lambda s: is_strongly_skewed(s) and has_single_labels(s) and s.images and s.mean_size >= 50,
         lambda s: (
-            f"{labels_differ(s)}, and with a quarter of shuffled synthetic images "
+            f"{label_skew_evidence(s)}, and with a quarter of shuffled synthetic images "
             + (f"theory predicts {s.predicted:.2f} times the rounds; " if s.predicted is not None else "")
             + f"with p = 0.25 FedAvg took 3 rounds in the place of 23 on digits (Dirichlet 0.01), 7 for 13 (0.1). "
-            f"{made(s)} images a client are a quarter beside its {s.mean_size:.0f}."
+            f"{images_per_client(s)} images a client are a quarter beside its {s.mean_size:.0f}."
         ),
         "docs/results/fedssyn.md, the share of synthetic images; docs/theory.md, Lemma 1 and Corollary I",
         3,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "scaffold",
-        lambda s: skewed(s) and s.linear > 0.99,
+        lambda s: is_skewed(s) and s.linear > 0.99,
         lambda s: (
-            f"{labels_differ(s)}, and gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; "
+            f"{label_skew_evidence(s)}, and gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; "
             "control variates halved the rounds of networks of linear layers, as this one."
         ),
         "docs/results/fedssyn.md, Table 1",
         3,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "feddle",
-        lambda s: strong(s) and s.task != "language",
+        lambda s: is_strongly_skewed(s) and s.task != "language",
         lambda s: (
-            f"{labels_differ(s)}; a search for coefficients with data at the server was 2 to 12 points above FedAvg."
+            f"{label_skew_evidence(s)}; a search for coefficients with data at the server was 2 to 12 points above FedAvg."
         ),
         "docs/results/feddle.md, Table 5",
         3,
     ),
-    Rule(
-        lambda s: f"fedavgm:beta={horizon(s):g}",
-        lambda s: skewed(s) and not s.delayed,
+    AdviceRule(
+        lambda s: f"fedavgm:beta={momentum_for_rounds(s):g}",
+        lambda s: is_skewed(s) and not s.delayed,
         lambda s: (
-            f"{labels_differ(s)}; momentum at the server costs no traffic and was above FedAvg on both divisions of "
-            f"CIFAR-10. beta = {horizon(s):g} remembers {1 / (1 - horizon(s)):.0f} of the {s.rounds} rounds."
+            f"{label_skew_evidence(s)}; momentum at the server costs no traffic and was above FedAvg on both divisions of "
+            f"CIFAR-10. beta = {momentum_for_rounds(s):g} remembers {1 / (1 - momentum_for_rounds(s)):.0f} of the {s.rounds} rounds."
         ),
         "docs/results/fedcog.md, Table 1 (one seed each); README.md, the demo",
         2,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "fedpvr",
-        lambda s: skewed(s) and s.linear <= 0.99,
+        lambda s: is_skewed(s) and s.linear <= 0.99,
         lambda s: (
-            f"{labels_differ(s)}; variates on the classifier alone took eleven rounds fewer than FedAvg on a part of "
+            f"{label_skew_evidence(s)}; variates on the classifier alone took eleven rounds fewer than FedAvg on a part of "
             "CIFAR-10, where those on all layers did harm."
         ),
         "docs/results/fedssyn.md, a part of CIFAR-10 (Dirichlet 0.1; the interval holds 0)",
         2,
     ),
-    Rule(
+    AdviceRule(
         lambda s: f"fedcog:start_round={s.rounds - max(1, s.rounds // 10)}",
-        lambda s: strong(s) and s.images and s.rounds >= 10 and not s.delayed,
+        lambda s: is_strongly_skewed(s) and s.images and s.rounds >= 10 and not s.delayed,
         lambda s: (
-            f"{labels_differ(s)}; distilling from inputs that only the global model knows, in the last tenth of the "
+            f"{label_skew_evidence(s)}; distilling from inputs that only the global model knows, in the last tenth of the "
             f"{s.rounds} rounds, gave 3 points at two classes a client in short training; in long none there, and 1.5 at "
             "Dirichlet 0.1 (one seed)."
         ),
         "docs/results/fedcog.md, Table 1 (decided on one of two divisions, in short training)",
         2,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "feddyn",
-        lambda s: skewed(s) and s.participation == 1 and not s.delayed,
+        lambda s: is_skewed(s) and s.participation == 1 and not s.delayed,
         lambda s: (
-            f"{labels_differ(s)}; dynamic regularisation took 4 to 5 rounds fewer on digits, within what seeds differ."
+            f"{label_skew_evidence(s)}; dynamic regularisation took 4 to 5 rounds fewer on digits, within what seeds differ."
         ),
         "docs/results/fedssyn.md, Table 1",
         2,
     ),
-    Rule(
+    AdviceRule(
         lambda s: f"fedbuff:buffer_size={max(2, round(s.clients * s.participation))}",
         lambda s: s.delayed,
         lambda s: (
@@ -190,7 +190,7 @@ RULES: tuple[Rule, ...] = (
         "docs/results/feddle.md, Table 5",
         2,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "fednova",
         lambda s: s.by_epochs and s.even < 0.8 and not s.delayed,
         lambda s: (
@@ -200,34 +200,34 @@ RULES: tuple[Rule, ...] = (
         "Wang et al. 2020, arXiv:2007.07481, Theorem 1",
         1,
     ),
-    Rule(
-        lambda s: f"fedprox:mu={proximal(s):g}",
-        lambda s: skewed(s) and s.dissimilarity > 0.1,
+    AdviceRule(
+        lambda s: f"fedprox:mu={proximal_mu(s):g}",
+        lambda s: is_skewed(s) and s.dissimilarity > 0.1,
         lambda s: (
-            f"gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; mu = {proximal(s):g} makes "
-            f"mu lr tau {proximal(s) * s.rate * s.tau:.1g} for {s.tau:.0f} steps at rate {s.rate:g}. The usual 0.01 changed "
+            f"gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; mu = {proximal_mu(s):g} makes "
+            f"mu lr tau {proximal_mu(s) * s.rate * s.tau:.1g} for {s.tau:.0f} steps at rate {s.rate:g}. The usual 0.01 changed "
             "nothing in our tables."
         ),
         "Li et al. 2018, arXiv:1812.06127, Theorem 4; docs/results/fedssyn.md, Table 1",
         1,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "fedadam",
         lambda s: s.task == "language",
         lambda s: "on texts adaptive steps at the server were best in their paper; its rate eta wants tuning.",
         "Reddi et al. 2020, arXiv:2003.00295, Table 1",
         1,
     ),
-    Rule(
-        lambda s: f"fedavgm:beta={horizon(s):g}",
-        lambda s: not skewed(s) and not s.delayed,
-        lambda s: f"{no_skew(s)}; momentum at the server only makes a short run of {s.rounds} rounds go further.",
+    AdviceRule(
+        lambda s: f"fedavgm:beta={momentum_for_rounds(s):g}",
+        lambda s: not is_skewed(s) and not s.delayed,
+        lambda s: f"{skew_unknown(s)}; momentum at the server only makes a short run of {s.rounds} rounds go further.",
         "Hsu et al. 2019, arXiv:1909.06335; not measured by us without skew",
         1,
     ),
-    Rule(
+    AdviceRule(
         lambda s: "fedbn",
-        lambda s: s.norms and (s.features or 0.0) >= 0.1 and not skewed(s) and not s.delayed,
+        lambda s: s.norms and (s.features or 0.0) >= 0.1 and not is_skewed(s) and not s.delayed,
         lambda s: (
             f"{s.features:.0%} of the variance of one class's inputs lies between clients while labels hardly "
             "differ; each client keeps its own normalisation. Read its personal accuracy."
@@ -235,9 +235,9 @@ RULES: tuple[Rule, ...] = (
         "Li et al. 2021, arXiv:2102.07623",
         1,
     ),
-    Rule(
+    AdviceRule(
         lambda s: f"fedals:alpha={max(2, min(25, math.ceil(s.over_traffic or 2)))}",
-        lambda s: (s.over_traffic or 0.0) > 1 and not skewed(s) and not s.delayed,
+        lambda s: (s.over_traffic or 0.0) > 1 and not is_skewed(s) and not s.delayed,
         lambda s: (
             f"FedAvg sends {s.over_traffic:.1f} times the limit, and labels hardly differ; averaging the body less often "
             "saves up to nine tenths of the traffic. The loss of accuracy on iid data, about one point, is not decided, and "

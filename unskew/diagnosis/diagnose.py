@@ -17,42 +17,42 @@ from torch import Tensor
 from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.task_options import trained_for
-from unskew.diagnosis.features import Setting
-from unskew.diagnosis.report import Report
-from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_of
-from unskew.engines.cpu import plain_torch
+from unskew.data.task_options import apply_task_options
+from unskew.diagnosis.features import AdviceContext
+from unskew.diagnosis.report import DiagnosisReport
+from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_sets
+from unskew.engines.cpu import default_torch_modes
 from unskew.engines.registry import pick_device
-from unskew.errors import CheckpointError, ConfigError, items, shown
-from unskew.filesystem import place as named_place
+from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
+from unskew.filesystem import parse_path as named_place
 from unskew.measurements.feature_skew import feature_skew
-from unskew.measurements.gradient_probe import Probe
-from unskew.measurements.heterogeneity import Follow, Scope, drawn, ids_of, measure
-from unskew.measurements.label_skew import label_figures
+from unskew.measurements.gradient_probe import GradientProbe
+from unskew.measurements.heterogeneity import Follow, MeasurementScope, measure, selected_clients, selected_samples
+from unskew.measurements.label_skew import label_skew_metrics
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
-from unskew.runs.api_arguments import check_federation, unnamed, values_of
+from unskew.runs.api_arguments import check_federation, config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike, initial_spec
-from unskew.simulation.checkpoint import checkpoints, model_in, reading
+from unskew.simulation.checkpoint import checkpoint_errors, list_checkpoints, read_model
 
 
-@plain_torch()
+@default_torch_modes()
 def diagnose(
     federation: Federation | None = None,
     *,
     run: str | Path | None = None,
     model: ModelLike | None = None,
     synthetic: Synthetic | str | Path | None = None,
-    shares: Sequence[float] = Scope.shares,
-    sample_clients: int | None = Scope.clients,
-    samples: int | None = Scope.samples,
+    shares: Sequence[float] = MeasurementScope.shares,
+    sample_clients: int | None = MeasurementScope.clients,
+    samples: int | None = MeasurementScope.samples,
     curvature: bool = True,
-    iterations: int = Scope.iterations,
+    iterations: int = MeasurementScope.iterations,
     epsilon: float | None = None,
     mu: float | None = None,
     follow: Follow | None = None,
     **options: Any,
-) -> Report:
+) -> DiagnosisReport:
     """Measure how far the clients of a federation disagree, at a model or along a run, and what theory says of it.
 
     Args:
@@ -94,10 +94,10 @@ def diagnose(
     """
     check_federation(federation)
     if follow is not None and not callable(follow):
-        raise ConfigError(f"follow is a function of a text and two numbers, not {shown(follow)}.")
-    shares = items(shares, ConfigError(f"shares is a list such as [0, 0.5, 1], not {shown(shares)}."))
+        raise ConfigError(f"follow is a function of a text and two numbers, not {short_repr(follow)}.")
+    shares = list_items(shares, ConfigError(f"shares is a list such as [0, 0.5, 1], not {short_repr(shares)}."))
     if run is not None:
-        folder = run_folder(named_place(run))
+        folder = find_run_folder(named_place(run))
         allowed = {"device", "data_path"}
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:
@@ -109,15 +109,15 @@ def diagnose(
         if federation is None and values.get("data") == "arrays":
             raise CheckpointError(f"The data of {folder} were given in Python; give them there again.")
     else:
-        values = values_of(options, federation, model)
+        values = config_from_arguments(options, federation, model)
     config = experiment(values)
     device = pick_device(config.device)
     fed = federation_of(config.data_spec, config.seed) if federation is None else federation
-    fed = trained_for(fed, config.loss, config.class_weights)
-    spec = initial_spec(config, fed, unnamed(model), method(config.method)).to(device)
+    fed = apply_task_options(fed, config.loss, config.class_weights)
+    spec = initial_spec(config, fed, model_object(model), method(config.method)).to(device)
     sizes, times = np.unique(fed.sizes, return_counts=True)
-    scope = check_scope(
-        Scope(
+    scope = validate_scope(
+        MeasurementScope(
             clients=sample_clients,
             samples=samples,
             shares=tuple(shares),
@@ -130,11 +130,11 @@ def diagnose(
             seed=config.seed,
         )
     )
-    ids = ids_of(fed, scope)
-    sets, source = synthetic_of(synthetic, fed, scope, ids)
+    ids = selected_clients(fed, scope)
+    sets, source = synthetic_sets(synthetic, fed, scope, ids)
     places = [
-        measure(Probe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place, follow)
-        for place, v, b in models_of(None if run is None else Path(run), spec)
+        measure(GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place, follow)
+        for place, v, b in models_to_measure(None if run is None else Path(run), spec)
     ]
     facts = {
         "data": fed.name,
@@ -146,13 +146,13 @@ def diagnose(
         "synthetic": source,
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
-    labels = label_figures(fed, ids)
-    labels["feature_skew"] = feature_skew(lambda k: drawn(fed.clients[k], scope), ids)
-    setting = Setting(config, fed, unnamed(model), spec, federation is not None)
-    return Report(facts, labels, places, setting)
+    labels = label_skew_metrics(fed, ids)
+    labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids)
+    setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
+    return DiagnosisReport(facts, labels, places, setting)
 
 
-def check_scope(scope: Scope) -> Scope:
+def validate_scope(scope: MeasurementScope) -> MeasurementScope:
     """The scope, if it makes sense.
 
     Raises:
@@ -161,17 +161,17 @@ def check_scope(scope: Scope) -> Scope:
     wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
     for name, value in wholes.items():
         if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
-            raise ConfigError(f"{name}={shown(value, str)} is not valid: it must be a whole number, at least 1.")
+            raise ConfigError(f"{name}={short_repr(value, str)} is not valid: it must be a whole number, at least 1.")
     if not scope.shares:
         raise ConfigError("shares is empty; name at least one share of synthetic data, such as 0.5.")
     shares: Sequence[Any] = scope.shares
     for p in shares:
         if not (isinstance(p, Real) and not p < 0 and p <= 1):
-            raise ConfigError(f"p={shown(p, str)} is not a share of synthetic data: it must lie between 0 and 1.")
+            raise ConfigError(f"p={short_repr(p, str)} is not a share of synthetic data: it must lie between 0 and 1.")
     strengths: dict[str, Any] = {"epsilon": scope.epsilon, "mu": scope.mu}
     for name, number in strengths.items():
         if number is not None and not (isinstance(number, Real) and not number <= 0 and number <= sys.float_info.max):
-            raise ConfigError(f"{name}={shown(number, str)} is not valid: it must be above 0 and finite.")
+            raise ConfigError(f"{name}={short_repr(number, str)} is not valid: it must be above 0 and finite.")
     if scope.mu is not None and not scope.curvature:
         raise ConfigError(
             "With mu, predicted rounds depend on the smoothness: measure curvature, too, or leave mu out."
@@ -184,7 +184,7 @@ def check_scope(scope: Scope) -> Scope:
 FINAL = "model.safetensors"
 
 
-def run_folder(path: Path) -> Path:
+def find_run_folder(path: Path) -> Path:
     """The run folder that a path names, itself or by one of its checkpoints.
 
     Raises:
@@ -196,7 +196,7 @@ def run_folder(path: Path) -> Path:
     raise CheckpointError(f"{path} is neither a run folder nor a checkpoint of one: there is no config.yaml.")
 
 
-def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, Tensor]]:
+def models_to_measure(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Names, models and statistics to look at.
 
     Raises:
@@ -205,12 +205,12 @@ def models_of(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, 
     if run is None:
         yield "initial model", spec.flatten(), spec.flatten_buffers()
         return
-    folder = run_folder(run)
-    paths = [run] if folder != run else checkpoints(folder / "checkpoints")[::-1]
+    folder = find_run_folder(run)
+    paths = [run] if folder != run else list_checkpoints(folder / "checkpoints")[::-1]
     if folder == run:
         yield "initial model", spec.flatten(), spec.flatten_buffers()
     for path in paths:
-        done, v, b = model_in(path)
+        done, v, b = read_model(path)
         if v.shape != (spec.size,) or b.shape != (sum(spec.buffer_sizes),):
             raise CheckpointError(f"The checkpoint {path} was written for another model.")
         yield f"after round {done}", v, b
@@ -225,7 +225,7 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
         CheckpointError: They are damaged, or of another model.
     """
     final = folder / FINAL
-    with reading(final):
+    with checkpoint_errors(final):
         tensors = load(final.read_bytes())
     if not {*spec.names, *spec.buffer_names} <= set(tensors):
         raise CheckpointError(f"{final} holds another model.")

@@ -12,8 +12,8 @@ from torch import nn
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation, ServerData
-from unskew.errors import ConfigError, DataError, shown
-from unskew.measurements.heterogeneity import Figures, Heterogeneity
+from unskew.errors import ConfigError, DataError, short_repr
+from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike
 
@@ -21,7 +21,7 @@ UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**1
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdviceLimits:
     """What the user allows.
 
     Attributes:
@@ -43,14 +43,16 @@ class Limits:
         secure_aggregation: bool = False,
         server_data: int | None = None,
         privacy: str | float | None = None,
-    ) -> Limits:
+    ) -> AdviceLimits:
         """The limits as they are written: ``traffic="100MB"``, ``privacy="epsilon=5"``.
 
         Raises:
             ConfigError: One of them cannot be read.
         """
         if server_data is not None and (isinstance(server_data, bool) or not isinstance(server_data, int)):
-            raise ConfigError(f"server_data={shown(server_data)} is not valid: it is a number of samples, such as 500.")
+            raise ConfigError(
+                f"server_data={short_repr(server_data)} is not valid: it is a number of samples, such as 500."
+            )
         if server_data is not None and server_data < 1:
             raise ConfigError(f"server_data={server_data} is not valid: it must be at least 1.")
         budget = None
@@ -62,7 +64,7 @@ class Limits:
                 budget = 0.0
             if not 0 < budget < math.inf:
                 raise ConfigError(
-                    f"traffic={shown(traffic)} is no amount of data; write a number and B, kB, MB or GB: 100MB."
+                    f"traffic={short_repr(traffic)} is no amount of data; write a number and B, kB, MB or GB: 100MB."
                 )
         epsilon = None
         if privacy is not None:
@@ -71,12 +73,12 @@ class Limits:
             except ValueError:
                 epsilon = 0.0
             if not 0 < epsilon < math.inf:
-                raise ConfigError(f"privacy={shown(privacy)} is no privacy budget; write epsilon=5.")
+                raise ConfigError(f"privacy={short_repr(privacy)} is no privacy budget; write epsilon=5.")
         return cls(budget, bool(secure_aggregation), server_data, epsilon)
 
 
 @dataclass(frozen=True)
-class Setting:
+class AdviceContext:
     """What was looked at, so that methods can be checked and tried on it."""
 
     config: Experiment
@@ -86,7 +88,7 @@ class Setting:
     given: bool
     """Whether the federation was given in Python, so that no command can name it."""
 
-    def under(self, limits: Limits) -> Setting:
+    def under(self, limits: AdviceLimits) -> AdviceContext:
         """The setting with the limits as parts of its configuration.
 
         Raises:
@@ -111,7 +113,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Situation:
+class SkewFeatures:
     """The numbers that the rules look at.
 
     Attributes:
@@ -162,7 +164,9 @@ class Situation:
     over_traffic: float | None = None
 
     @classmethod
-    def of(cls, setting: Setting, labels: Figures, place: Heterogeneity, facts: dict[str, Any]) -> Situation:
+    def of(
+        cls, setting: AdviceContext, labels: Figures, place: HeterogeneityMeasurement, facts: dict[str, Any]
+    ) -> SkewFeatures:
         """What a diagnosis found at one model."""
         fed, config, figures = setting.federation, setting.config, place.figures
         sizes = fed.sizes

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unskew.measurements.heterogeneity import Figures, Heterogeneity
+from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 from unskew.plots.figure import new_figure, save_figure
 
 if TYPE_CHECKING:
     from unskew.diagnosis.advice import Advice
-    from unskew.diagnosis.features import Setting
+    from unskew.diagnosis.features import AdviceContext
 
 PANELS = {
     "zeta2": "dissimilarity of gradients ζ̂²",
@@ -26,20 +26,20 @@ WEAK, STRONG = 0.15, 0.4
 
 
 @dataclass(frozen=True)
-class Report:
+class DiagnosisReport:
     """What was measured.
 
     Attributes:
         facts: Which data, which model, and what was looked at.
-        labels: How labels and sizes differ; see ``unskew.measurements.label_skew.label_figures``.
+        labels: How labels and sizes differ; see ``unskew.measurements.label_skew.label_skew_metrics``.
         places: What was measured at each model, in order.
         setting: What was looked at, which advice checks methods against.
     """
 
     facts: dict[str, Any]
     labels: Figures
-    places: list[Heterogeneity]
-    setting: Setting | None = field(default=None, repr=False, compare=False)
+    places: list[HeterogeneityMeasurement]
+    setting: AdviceContext | None = field(default=None, repr=False, compare=False)
 
     def advice(
         self,
@@ -62,9 +62,9 @@ class Report:
             DataError: It does not fit the data.
         """
         from unskew.diagnosis.advice import advise
-        from unskew.diagnosis.features import Limits
+        from unskew.diagnosis.features import AdviceLimits
 
-        return advise(self, Limits.read(traffic, secure_aggregation, server_data, privacy))
+        return advise(self, AdviceLimits.read(traffic, secure_aggregation, server_data, privacy))
 
     def summary(self) -> str:
         """Return a sentence on the skew: of labels, or without labels of the clients' gradients at the first model.

@@ -13,11 +13,11 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.diagnosis.advice import Advice
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback, Row
 from unskew.runs.run import run_experiment
-from unskew.tasks.primary_metric import WORST, metric, objective_of
+from unskew.tasks.primary_metric import WORST, metric_info, objective_metric
 
 CANDIDATES = 7
 """Advised methods that are tried at most."""
@@ -26,11 +26,11 @@ VERDICTS = {True: "held", False: "did not hold", None: "not decided"}
 """What became of a piece of advice, in words."""
 
 
-class TimeIsUp(Exception):
+class TimeBudgetExceededError(Exception):
     """The budget is spent."""
 
 
-class Deadline(Callback):
+class DeadlineCallback(Callback):
     """A callback that ends a run when its time is up.
 
     Args:
@@ -47,7 +47,7 @@ class Deadline(Callback):
             TimeIsUp: There is none.
         """
         if time.monotonic() > self.end_at:
-            raise TimeIsUp
+            raise TimeBudgetExceededError
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """A run begins."""
@@ -65,7 +65,7 @@ class Deadline(Callback):
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedMethod:
     """What became of one method.
 
     Attributes:
@@ -88,7 +88,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Trial:
+class AdviceTrial:
     """What trying the advice showed, with one seed.
 
     Attributes:
@@ -99,7 +99,7 @@ class Trial:
         figure: Name of the metric that is compared: the objective, or ``loss``.
     """
 
-    tried: list[Tried]
+    tried: list[TriedMethod]
     rungs: list[tuple[int, int]]
     minutes: float
     spent: float
@@ -131,9 +131,9 @@ class Trial:
         )
 
 
-def try_out(
+def validate_advice(
     advice: Advice, minutes: float, follow: Callable[[str, Experiment], Sequence[Callback]] | None = None
-) -> Trial:
+) -> AdviceTrial:
     """Train the advised methods and FedAvg for few rounds, go on with the better half for twice as many, and so on.
 
     Args:
@@ -149,7 +149,7 @@ def try_out(
     if not advised:
         raise ConfigError("There is no method to try: no rule speaks for any that fits.")
     began = time.monotonic()
-    deadline = Deadline(began + 60 * minutes)
+    deadline = DeadlineCallback(began + 60 * minutes)
     alive, last = list(advised), advice.rounds
     rungs = max(1, math.ceil(math.log2(len(advised) + 1)))
     plan = sorted({max(1, last // 2 ** (rungs - 1 - step)) for step in range(rungs)} | {last})
@@ -160,17 +160,17 @@ def try_out(
             for rounds in plan:
                 for name in (BASELINE, *alive):
                     deadline.check()
-                    found[name][rounds] = trained(advice, name, rounds, Path(place), deadline, follow)
+                    found[name][rounds] = train_to(advice, name, rounds, Path(place), deadline, follow)
                 reached.append((len(alive), rounds))
-                alive.sort(key=lambda name: -merit(found[name][rounds]))
+                alive.sort(key=lambda name: -holdout_score(found[name][rounds]))
                 alive = alive[: math.ceil(len(alive) / 2)]
-        except TimeIsUp:
+        except TimeBudgetExceededError:
             pass
     summaries = [summary for runs in found.values() for summary in runs.values()]
-    figure = objective_of(summaries[0]).name if summaries else "loss"
+    figure = objective_metric(summaries[0]).name if summaries else "loss"
     figure = figure if all(summary.get(figure) is not None for summary in summaries) else "loss"
-    tried = [outcome(name, found[name], found[BASELINE], figure) for name in advised]
-    return Trial(tried, reached, float(minutes), (time.monotonic() - began) / 60, figure)
+    tried = [final_outcome(name, found[name], found[BASELINE], figure) for name in advised]
+    return AdviceTrial(tried, reached, float(minutes), (time.monotonic() - began) / 60, figure)
 
 
 def check_minutes(minutes: object) -> None:
@@ -180,15 +180,15 @@ def check_minutes(minutes: object) -> None:
         ConfigError: It is none.
     """
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
-        raise ConfigError(f"--try {shown(minutes, str)} is not valid: it is a number of minutes above 0.")
+        raise ConfigError(f"--try {short_repr(minutes, str)} is not valid: it is a number of minutes above 0.")
 
 
-def trained(
+def train_to(
     advice: Advice,
     name: str,
     rounds: int,
     place: Path,
-    deadline: Deadline,
+    deadline: DeadlineCallback,
     follow: Callable[[str, Experiment], Sequence[Callback]] | None,
 ) -> dict[str, Any]:
     """The summary of a method after so many rounds; it goes on where it ended before, if its rates allow that."""
@@ -212,9 +212,9 @@ def trained(
     return result.summary
 
 
-def merit(summary: dict[str, Any]) -> float:
+def holdout_score(summary: dict[str, Any]) -> float:
     """Return what rungs are decided by, the objective on what clients hold out; higher is better."""
-    objective = objective_of(summary)
+    objective = objective_metric(summary)
     held_out = WORST if objective.name == WORST else f"client_{objective.name}_mean"
     for figure in (held_out, objective.name):
         if summary.get(figure) is not None:
@@ -222,15 +222,19 @@ def merit(summary: dict[str, Any]) -> float:
     return -math.inf if summary.get("loss") is None else -float(summary["loss"])
 
 
-def outcome(name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict[str, Any]], figure: str) -> Tried:
+def final_outcome(
+    name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict[str, Any]], figure: str
+) -> TriedMethod:
     """What became of a method, at the last rung that it and FedAvg both came to."""
     rounds = max((r for r in runs if r in baseline), default=0)
     if not rounds:
-        return Tried(name, 0, None, None, None, None, 0.0)
+        return TriedMethod(name, 0, None, None, None, None, 0.0)
     mine, theirs = runs[rounds].get(figure), baseline[rounds].get(figure)
     held = None
     # A loss that is not finite is worse than any; a method that did nothing yet has FedAvg's own figure.
     if theirs is not None and mine != theirs:
-        rank = metric(figure, runs[rounds].get("own_metrics")).rank
+        rank = metric_info(figure, runs[rounds].get("own_metrics")).rank
         held = mine is not None and rank(mine) > rank(theirs)
-    return Tried(name, rounds, mine, theirs, merit(runs[rounds]), held, float(runs[rounds].get("seconds") or 0.0))
+    return TriedMethod(
+        name, rounds, mine, theirs, holdout_score(runs[rounds]), held, float(runs[rounds].get("seconds") or 0.0)
+    )

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from unskew.data.federation import Federation, cat_inputs, take
-from unskew.data.readers.files import joined
+from unskew.data.federation import Federation, concatenate_inputs, take_rows
+from unskew.data.readers.files import concatenate_tables
 from unskew.data.readers.images import decode_column
-from unskew.data.validation import as_targets, check_targets, given_inputs, laid_out, without_padding
-from unskew.errors import CheckpointError, DataError, shown
+from unskew.data.validation import as_targets, check_targets, mask_padding, normalize_inputs_layout, to_model_layout
+from unskew.errors import CheckpointError, DataError, short_repr
 from unskew.filesystem import read_json
-from unskew.measurements.heterogeneity import Pair, Scope, SyntheticOf, drawn
+from unskew.measurements.heterogeneity import MeasurementScope, Pair, SyntheticOf, selected_samples
 from unskew.seeding import generator
 
 Synthetic = Federation | Sequence[tuple[object, object]] | tuple[object, object]
@@ -22,8 +22,8 @@ Synthetic = Federation | Sequence[tuple[object, object]] | tuple[object, object]
 POOL = "a sample of the clients' own data, the same for all"
 
 
-def synthetic_of(
-    synthetic: Synthetic | str | Path | None, federation: Federation, scope: Scope, ids: Sequence[int]
+def synthetic_sets(
+    synthetic: Synthetic | str | Path | None, federation: Federation, scope: MeasurementScope, ids: Sequence[int]
 ) -> tuple[SyntheticOf, str]:
     """Each client's synthetic set, and what to call them all.
 
@@ -33,27 +33,29 @@ def synthetic_of(
     if synthetic is None:
         share = max(1, (scope.samples or 1000) // len(ids))
         few = replace(scope, samples=share)
-        pairs = [drawn(federation.clients[k], few) for k in ids]
-        pool = cat_inputs([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+        pairs = [selected_samples(federation.clients[k], few) for k in ids]
+        pool = concatenate_inputs([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
         return lambda k: pool, POOL
     if isinstance(synthetic, str | Path):
-        x, y = kept_images(Path(synthetic))
+        x, y = read_images(Path(synthetic))
         some = torch.randperm(len(y), generator=generator(scope.seed, "diagnosed images"))[: scope.samples]
-        pair = checked((take(x, some), y[some]), federation, f"the set in {synthetic}")
+        pair = validate_images((take_rows(x, some), y[some]), federation, f"the set in {synthetic}")
         return lambda k: pair, f"{len(some)} of the {len(y)} images in {synthetic}, the same for all"
     if isinstance(synthetic, Federation):
         synthetic = [(client.x, client.y) for client in synthetic.clients]
     if isinstance(synthetic, tuple) and len(synthetic) == 2 and not isinstance(synthetic[0], tuple | list):
-        shared = checked(synthetic, federation, "the synthetic data")
+        shared = validate_images(synthetic, federation, "the synthetic data")
         return lambda k: shared, "given, the same for all"
     if not isinstance(synthetic, Sequence):
-        raise DataError(f"Synthetic data are given as (x, y), a list of these, or a place, not as {shown(synthetic)}.")
+        raise DataError(
+            f"Synthetic data are given as (x, y), a list of these, or a place, not as {short_repr(synthetic)}."
+        )
     if len(synthetic) != len(federation.clients):
         raise DataError(
             f"There are {len(synthetic)} synthetic sets for {len(federation.clients)} clients; give one for each, or one "
             "(x, y)."
         )
-    sets = {k: checked(synthetic[k], federation, f"synthetic set {k}") for k in ids}
+    sets = {k: validate_images(synthetic[k], federation, f"synthetic set {k}") for k in ids}
     return sets.__getitem__, "given, one set for each client"
 
 
@@ -78,7 +80,7 @@ def image_files(path: Path) -> list[Path]:
     return next(filter(None, files), [])
 
 
-def kept_images(path: Path) -> Pair:
+def read_images(path: Path) -> Pair:
     """Images and labels of a parquet file, a folder of them, or a run that made some.
 
     Raises:
@@ -87,7 +89,7 @@ def kept_images(path: Path) -> Pair:
     files = image_files(path)
     if not files:
         raise DataError(f"{path} holds no synthetic images: no parquet file, and no folder 'synthetic' with one.")
-    table = joined(files)
+    table = concatenate_tables(files)
     for column in ("image", "label"):
         if column not in table.column_names:
             raise DataError(f"{files[0]} has no column {column!r}; its columns are: {', '.join(table.column_names)}.")
@@ -95,7 +97,7 @@ def kept_images(path: Path) -> Pair:
     return decode_column(table.column("image"), str(files[0])), y
 
 
-def checked(pair: object, federation: Federation, who: str) -> Pair:
+def validate_images(pair: object, federation: Federation, who: str) -> Pair:
     """A synthetic set as tensors that look like the federation's data.
 
     Raises:
@@ -104,7 +106,7 @@ def checked(pair: object, federation: Federation, who: str) -> Pair:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
     x, y = (
-        laid_out(without_padding(given_inputs(pair[0], who), "classification")),
+        to_model_layout(mask_padding(normalize_inputs_layout(pair[0], who), "classification")),
         as_targets(pair[1], who, federation.task),
     )
     check_targets(y, federation.classes, who)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from unskew.data.federation import ClientData
-from unskew.diagnosis.features import Setting
+from unskew.diagnosis.features import AdviceContext
 from unskew.protocol.rules import Method
 from unskew.runs.run import run_experiment
 
@@ -15,13 +15,13 @@ ROUNDS = 11
 CLIENTS, SAMPLES = 2, 4
 
 
-def traffic_of(setting: Setting, method: Method) -> tuple[float, float]:
+def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, float]:
     """Bytes before training and in each round, up and down, over all clients that take part.
 
     What clients make before training is not made here: it is counted from its number and the size of an input.
     """
     fed, config = setting.federation, setting.config
-    few = [small(fed.clients[k], number) for number, k in enumerate(range(min(CLIENTS, len(fed.clients))))]
+    few = [shrink_client(fed.clients[k], number) for number, k in enumerate(range(min(CLIENTS, len(fed.clients))))]
     x, y = fed.test
     server = fed.server
     if server is not None:
@@ -58,7 +58,7 @@ def traffic_of(setting: Setting, method: Method) -> tuple[float, float]:
     return 2 * made * inputs * len(fed.clients), each
 
 
-def small(client: ClientData, number: int) -> ClientData:
+def shrink_client(client: ClientData, number: int) -> ClientData:
     """A client with its first few samples."""
     n = min(SAMPLES, len(client.y))
     return replace(client, id=number, x=client.x[:n], y=client.y[:n])

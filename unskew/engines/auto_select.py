@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.engines import processes, timing
-from unskew.engines.base import Setup
-from unskew.engines.cpu import cores, threads
+from unskew.engines.base import EngineConfig
+from unskew.engines.cpu import num_cores, num_threads
 from unskew.errors import ConfigError
 from unskew.filesystem import read_json, write_atomic
-from unskew.models.grouped.context import unchecked
+from unskew.models.grouped.context import grouped_unchecked
 
 FILE = "engine.json"
 SHARE, LONGEST, SHORTEST = 0.02, 2.0, 0.1
@@ -35,7 +35,7 @@ MARGIN = 0.95
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """How the clients of a run are trained.
 
     Attributes:
@@ -55,7 +55,7 @@ class Choice:
     asked: list[Any] = field(default_factory=list)
 
 
-class Candidate(NamedTuple):
+class EngineCandidate(NamedTuple):
     """What a trial looks at."""
 
     engine: str
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineRequest:
     """What the user asked for: ``engine`` and ``together`` may be ``auto``, ``workers`` None; ``address`` names a cluster."""
 
     engine: str
@@ -87,7 +87,9 @@ class Asked:
         return [self.engine, self.workers, self.together]
 
 
-def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | None, resume: bool) -> Choice:
+def choose_engine(
+    asked: EngineRequest, setup: EngineConfig, cohort: int, rounds: int, folder: Path | None, resume: bool
+) -> EngineChoice:
     """The choice of a run: the one kept in its folder, or else what was asked for, a rule, or a trial.
 
     Args:
@@ -101,7 +103,7 @@ def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | 
     if asked.engine == "ray" or (asked.engine == "auto" and asked.address is not None):
         # Not measured: nodes differ, and bits must not depend on who trains a client.
         together = min(asked.together, cohort) if isinstance(asked.together, int) else 1
-        return Choice("ray", asked.workers or 0, together, "given", asked=asked.identity)
+        return EngineChoice("ray", asked.workers or 0, together, "given", asked=asked.identity)
     if asked.engine == "vectorized" and asked.together != "auto":
         raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
     kept = _kept(folder) if resume else None
@@ -111,14 +113,14 @@ def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | 
         if asked.together not in ("auto", 1):
             raise ConfigError("Clients are trained together on a CPU only; on another device take engine=vectorized.")
         engine = "vectorized" if asked.engine == "auto" else asked.engine
-        return Choice(engine, 1, asked=asked.identity)
+        return EngineChoice(engine, 1, asked=asked.identity)
     # More workers than clients in a round would have nothing to do.
-    workers = min(asked.workers or cores(), cohort)
-    several = workers > 1 and cohort > 1 and processes.available()
+    workers = min(asked.workers or num_cores(), cohort)
+    several = workers > 1 and cohort > 1 and processes.fork_available()
     engine = ("processes" if several else "inline") if asked.engine == "auto" else asked.engine
-    plain = Choice(engine, workers, 1, "rule" if "auto" in asked.identity else "given", asked=asked.identity)
+    plain = EngineChoice(engine, workers, 1, "rule" if "auto" in asked.identity else "given", asked=asked.identity)
     if isinstance(asked.together, int):
-        plain = Choice(engine, workers, min(asked.together, cohort), plain.decided, asked=asked.identity)
+        plain = EngineChoice(engine, workers, min(asked.together, cohort), plain.decided, asked=asked.identity)
     open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.together == "auto")
     choice = plain
     if open_ended and not resume:
@@ -129,27 +131,27 @@ def choose(asked: Asked, setup: Setup, cohort: int, rounds: int, folder: Path | 
     return choice
 
 
-def _kept(folder: Path | None) -> Choice | None:
+def _kept(folder: Path | None) -> EngineChoice | None:
     if folder is None:
         return None
     try:
-        return Choice(**read_json(folder / FILE))
+        return EngineChoice(**read_json(folder / FILE))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _possible(choice: Choice) -> bool:
-    return choice.engine != "processes" or processes.available()
+def _possible(choice: EngineChoice) -> bool:
+    return choice.engine != "processes" or processes.fork_available()
 
 
-def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: int) -> Choice:
+def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, cohort: int, rounds: int) -> EngineChoice:
     """The fastest by a trial; ``plain`` where the run is too short for one."""
     steps, whole = _work(setup)
     if rounds * cohort * steps < FEWEST_STEPS:
         return plain
     began = time.perf_counter()
-    with threads(1):
-        alone = timing.seconds_of(timing.steps_of(setup, None, 1, 1), 0)
+    with num_threads(1):
+        alone = timing.median_seconds(timing.steps_workload(setup, None, 1, 1), 0)
     budget = min(LONGEST, SHARE * rounds * cohort * steps * alone / plain.workers)
 
     def left() -> float:
@@ -159,49 +161,51 @@ def _measured(asked: Asked, plain: Choice, setup: Setup, cohort: int, rounds: in
         return plain
     form, groups = None, [1]
     if asked.together != 1 and (isinstance(asked.together, int) or whole > MOSTLY):
-        form = unchecked(setup.spec)
+        form = grouped_unchecked(setup.spec)
         groups = [plain.together] if isinstance(asked.together, int) else _groups(setup, cohort, plain.workers)
     if form is None:
         groups = [1]
     few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
-    found: dict[Candidate, float] = {}
+    found: dict[EngineCandidate, float] = {}
 
     def predict(engine: str, workers: int, seconds: dict[int, float]) -> None:
         for k, taken in seconds.items():
             # A batch of another size is a step of its own, at the pace of one client.
             step = taken / few if k == 1 else whole * taken / few + (1 - whole) * k * alone
-            found[Candidate(engine, workers, k)] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
+            found[EngineCandidate(engine, workers, k)] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
 
     if plain.engine == "processes":
         share = 0.75 if asked.engine == "auto" else 1.0
         predict(
-            "processes", plain.workers, timing.in_processes(setup, form, groups, few, plain.workers, share * left())
+            "processes",
+            plain.workers,
+            timing.time_in_processes(setup, form, groups, few, plain.workers, share * left()),
         )
         half = plain.workers // 2
         if asked.workers is None and half > 1 and found:
             # Where cores share their units, or wait for the same memory, fewer workers can be as fast, or faster.
             best = min(found, key=lambda one: found[one]).together
-            predict("processes", half, timing.in_processes(setup, form, [best], few, half, left() / 2))
+            predict("processes", half, timing.time_in_processes(setup, form, [best], few, half, left() / 2))
     # With all threads a round takes the time of one thread divided by their number, at best.
-    hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / cores()
+    hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / num_cores()
     if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
         for k in groups if plain.engine == "inline" else groups[:1]:
             if left() > 2 * k * few * alone:
-                predict("inline", 1, {k: timing.seconds_of(timing.steps_of(setup, form, k, few), left() / 2)})
+                predict("inline", 1, {k: timing.median_seconds(timing.steps_workload(setup, form, k, few), left() / 2)})
     return _fastest(plain, found)
 
 
-def _fastest(plain: Choice, found: dict[Candidate, float]) -> Choice:
-    first = Candidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.together)
+def _fastest(plain: EngineChoice, found: dict[EngineCandidate, float]) -> EngineChoice:
+    first = EngineCandidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.together)
     if first not in found:  # no time for what is to be beaten
         return plain
     best = min(found, key=lambda one: found[one])
     chosen = best if found[best] < MARGIN * found[first] else first
     table = {one.said(plain.workers): round(seconds, 6) for one, seconds in found.items()}
-    return Choice(chosen.engine, chosen.workers, chosen.together, "measured", table, plain.asked)
+    return EngineChoice(chosen.engine, chosen.workers, chosen.together, "measured", table, plain.asked)
 
 
-def _work(setup: Setup) -> tuple[float, float]:
+def _work(setup: EngineConfig) -> tuple[float, float]:
     """Mean number of local steps of a client, and the share of steps whose batch is whole."""
     training, clients = setup.training, setup.federation.clients
     sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / timing.SAMPLED))}
@@ -212,7 +216,7 @@ def _work(setup: Setup) -> tuple[float, float]:
     return total / max(1, len(count)), sum(w * c for w, c in zip(whole, count, strict=True)) / total
 
 
-def _groups(setup: Setup, cohort: int, workers: int) -> list[int]:
+def _groups(setup: EngineConfig, cohort: int, workers: int) -> list[int]:
     """Numbers of clients together to try: as many as leave all workers equal work, few different ones; 1 comes first."""
     spec = setup.spec
     values = 6 * spec.size + 4 * setup.training.batch_size * spec.widest

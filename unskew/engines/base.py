@@ -17,12 +17,12 @@ from unskew.protocol.training_config import Buffers, Training
 from unskew.tasks.base import Task
 
 
-def uncounted(clients: int) -> None:
+def ignore_retries(clients: int) -> None:
     """Nobody counts retries."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineConfig:
     """All that an engine needs for a run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Setup:
     common: dict[str, Tensors] = field(default_factory=dict)
     patience: float = 600.0
     tell: Callable[[str], None] = warnings.warn
-    retried: Callable[[int], None] = uncounted
+    retried: Callable[[int], None] = ignore_retries
 
 
 class Engine(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.augment import crop_and_flip, draw_crop_and_flip
-from unskew.data.normalization import Normalisation
+from unskew.data.normalization import Normalization
 from unskew.errors import DataError
 from unskew.protocol.training_config import Training
 from unskew.seeding import generator
@@ -16,7 +16,7 @@ from unskew.seeding import generator
 PADDING = 4
 
 
-class Plan:
+class BatchPlan:
     """The mini-batches of one client in one round, drawn once: index tensors, one per step.
 
     Epochs are reshuffled and the last batch of an epoch may be smaller, as with a PyTorch ``DataLoader``; with
@@ -34,7 +34,7 @@ class Plan:
             self.batches += [order[cut] for cut in cuts[: steps - len(self.batches)]]
         self._augment = generator(seed, "augment", round, client) if training.augment else None
 
-    def to(self, device: torch.device) -> Plan:
+    def to(self, device: torch.device) -> BatchPlan:
         """The same with its index tensors on ``device``: one transfer for all steps, none in a step."""
         if self.batches and device != self.batches[0].device:
             sizes = [len(batch) for batch in self.batches]
@@ -49,7 +49,7 @@ class Plan:
         return crop_and_flip(x, offsets.to(x.device), flips.to(x.device), PADDING)
 
 
-class Normaliser:
+class InputNormalizer:
     """Turns stored inputs into the model's: type, device and standardisation, one batch at a time.
 
     Args:
@@ -61,7 +61,7 @@ class Normaliser:
 
     def __init__(
         self,
-        normalisation: Normalisation | None,
+        normalisation: Normalization | None,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,

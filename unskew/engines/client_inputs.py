@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.data.pixel_scaling import Pixels
+from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines import optimizers
-from unskew.engines.base import Setup
-from unskew.engines.batches import Normaliser, Plan
+from unskew.engines.base import EngineConfig
+from unskew.engines.batches import BatchPlan, InputNormalizer
 from unskew.errors import ConfigError
 from unskew.models.execution import Model
-from unskew.models.layer_groups import statistics_mask
-from unskew.models.spec import mask_of
-from unskew.protocol.context import Context, ReadOnly
-from unskew.protocol.federation_info import Holdings
+from unskew.models.layer_groups import buffer_mask
+from unskew.models.spec import slices_mask
+from unskew.protocol.context import Context, ReadOnlyDict
+from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import derive
@@ -27,7 +27,7 @@ REMEMBERED = 128
 """Clients whose facts are kept at a time."""
 
 
-def freezes(rules: tuple[ClientRule, ...]) -> bool:
+def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
     """Whether some rule lets only a part of the parameters move in some steps."""
     return any(type(rule).moves is not ClientRule.moves for rule in rules)
 
@@ -37,7 +37,7 @@ def client_key(seed: int, cast: Broadcast) -> Tensor:
     return torch.tensor(derive(seed, "key", cast.round, cast.client))
 
 
-def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
+def to_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
     """The same tensors on ``device``, by name in order, as stacking needs it; on the CPU they are not copied."""
     # What comes from a checkpoint is in another order than what a rule has written since.
     return {
@@ -48,24 +48,24 @@ def on_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Ten
 class ClientInputs:
     """Makes what the clients of a run train with."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: EngineConfig):
         self.setup = setup
         federation, spec = setup.federation, setup.spec
-        self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, setup.device)
-        self.common = on_device(setup.common, setup.device)
+        self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, setup.device)
+        self.common = to_device(setup.common, setup.device)
         self.fixed: dict[str, Any] = {
             "spec": spec,
             "task": setup.task,
             "training": setup.training,
-            "plain_sgd": setup.training.plain_sgd and not freezes(setup.rules),
-            "pixels": Pixels.of(federation),
+            "plain_sgd": setup.training.plain_sgd and not has_frozen_parameters(setup.rules),
+            "pixels": PixelScaling.of(federation),
         }
         self.facts = lru_cache(maxsize=REMEMBERED)(self._facts)
 
     def _facts(self, client: int) -> dict[str, Tensors]:
         """What each rule wants to know of a client's data."""
         like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
-        data = Holdings.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
+        data = ClientDataView.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
         return {rule.name: rule.facts(data) for rule in self.setup.rules}
 
     def starting_model(self, cast: Broadcast) -> Tensor:
@@ -73,7 +73,7 @@ class ClientInputs:
         own = cast.state.model
         if cast.down is None or own is None:
             return cast.v.to(self.setup.device)
-        return torch.where(mask_of(cast.down, len(own)).to(cast.v.device), cast.v, own.to(cast.v.device)).to(
+        return torch.where(slices_mask(cast.down, len(own)).to(cast.v.device), cast.v, own.to(cast.v.device)).to(
             self.setup.device
         )
 
@@ -83,16 +83,16 @@ class ClientInputs:
         if own is not None and self.setup.buffers == "local":
             b = own
         elif own is not None and self.setup.buffers == "average" and cast.down is not None:
-            b = torch.where(statistics_mask(self.setup.spec, cast.down).to(b.device), b, own.to(b.device))
+            b = torch.where(buffer_mask(self.setup.spec, cast.down).to(b.device), b, own.to(b.device))
         return b.to(self.setup.device)
 
     def moments(self, cast: Broadcast, v: Tensor) -> Tensors:
         """The optimizer's state at the first step: fresh, or what stayed at the client."""
         if cast.keeps and cast.state.optimizer:
             return {name: tensor.to(v.device).clone() for name, tensor in cast.state.optimizer.items()}
-        return optimizers.init(self.setup.training, v, freezes(self.setup.rules) or cast.keeps)
+        return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or cast.keeps)
 
-    def of(self, cast: Broadcast, plan: Plan, full_gradient: Tensor | None) -> dict[str, Any]:
+    def of(self, cast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
         """What differs between clients: the tensors of their contexts; ``state``, ``download`` and ``facts`` are by rule."""
         device = self.setup.device
         v = self.starting_model(cast)
@@ -102,7 +102,7 @@ class ClientInputs:
             return torch.tensor(float(value), dtype=v.dtype, device=device)
 
         def mask(slices: Slices | None) -> Tensor | None:
-            return None if slices is None else mask_of(slices, len(v)).to(device)
+            return None if slices is None else slices_mask(slices, len(v)).to(device)
 
         return {
             "v_global": v,
@@ -114,8 +114,8 @@ class ClientInputs:
             "full_gradient": full_gradient,
             "sent": mask(cast.up),
             "received": mask(cast.down),
-            "state": on_device(cast.state.rules, device),
-            "download": on_device(cast.download, device),
+            "state": to_device(cast.state.rules, device),
+            "download": to_device(cast.download, device),
             "facts": self.facts(cast.client),
         }
 
@@ -124,7 +124,7 @@ class ClientInputs:
 
         Once local training has ``ended``, state and upload may be written.
         """
-        kind = dict if ended else ReadOnly
+        kind = dict if ended else ReadOnlyDict
         shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts")}
         return [
             Context(
@@ -142,7 +142,7 @@ class ClientInputs:
         ]
 
 
-def after_training(
+def apply_end_hooks(
     rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], v: Tensor, delta: Tensor
 ) -> tuple[list[tuple[Tensors, Tensors]], Tensor]:
     """What each rule keeps and uploads, and what is sent in the place of the update ``delta``.
@@ -163,18 +163,18 @@ def after_training(
     return [(ctx.state, ctx.upload) for ctx in ctxs], delta
 
 
-def update_of(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
+def local_update(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
     """The local result minus the server's model, ``[d]``; 0 on slices that are not sent back.
 
     Of slices that are sent back but were not sent to it, a client far away sends its values, and the server subtracts.
     """
     if cast.up is None:
         return v - v_start
-    return torch.where(mask_of(cast.up, len(v)).to(v.device), v - cast.v.to(v.device), torch.zeros_like(v))
+    return torch.where(slices_mask(cast.up, len(v)).to(v.device), v - cast.v.to(v.device), torch.zeros_like(v))
 
 
-def finished(
-    setup: Setup,
+def pack_update(
+    setup: EngineConfig,
     cast: Broadcast,
     delta: Tensor,
     v: Tensor,
@@ -206,12 +206,12 @@ def finished(
     )
 
 
-def as_dict(record: Broadcast | Update) -> dict[str, Any]:
+def update_to_dict(record: Broadcast | Update) -> dict[str, Any]:
     """The fields of a record, uncopied; a client's state as flat tensors."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     return {**values, "state": record.state.tensors()}
 
 
-def from_dict(record: type[Broadcast] | type[Update], values: dict[str, Any]) -> Any:
+def update_from_dict(record: type[Broadcast] | type[Update], values: dict[str, Any]) -> Any:
     """Inverse of ``as_dict``."""
     return record(**{**values, "state": ClientState.of(values["state"])})

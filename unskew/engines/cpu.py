@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
             mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
-def watch_parent(ending: int = signal.SIGTERM) -> None:
+def exit_with_parent(ending: int = signal.SIGTERM) -> None:
     """End this process when the process that started it ends, also if that one was killed.
 
     Args:
@@ -46,7 +46,7 @@ def watch_parent(ending: int = signal.SIGTERM) -> None:
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
+def default_torch_modes() -> Iterator[None]:
     """Context manager in which PyTorch computes gradients, in full precision, whatever modes the caller has set."""
     with contextlib.ExitStack() as within:
         within.enter_context(torch.inference_mode(False))
@@ -61,14 +61,14 @@ _share: int | None = None
 """Cores that this process was given of the machine's, as one of several that work side by side."""
 
 
-def take_share(number: int) -> None:
+def set_core_limit(number: int) -> None:
     """From now on this process uses so many cores only; it is for processes that are unskew's own."""
     global _share
     _share = number
     torch.set_num_threads(number)
 
 
-def cores() -> int:
+def num_cores() -> int:
     """Cores that this process may use."""
     if _share is not None:
         return _share
@@ -76,7 +76,7 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def threads(number: int) -> Iterator[None]:
+def num_threads(number: int) -> Iterator[None]:
     """Within, this process computes with ``number`` threads."""
     before = torch.get_num_threads()
     if before != number:

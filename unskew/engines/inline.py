@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unskew.engines.base import Setup
+from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import LocalTrainer
-from unskew.engines.vmap_trainer import GroupTrainer, parts_of, steps_of
-from unskew.models.grouped.context import form_of
+from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups, steps_per_client
+from unskew.models.grouped.context import grouped_form
 from unskew.protocol.messages import Broadcast, Update
 
 
@@ -21,10 +21,10 @@ class InlineEngine:
 
     name = "inline"
 
-    def __init__(self, setup: Setup, together: int = 1):
+    def __init__(self, setup: EngineConfig, together: int = 1):
         self.setup, self.together = setup, together
         self.trainer = LocalTrainer(setup)
-        self.group = GroupTrainer(setup, self.trainer, form_of(setup.spec)) if together > 1 else None
+        self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if together > 1 else None
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``."""
@@ -33,7 +33,7 @@ class InlineEngine:
                 yield self.trainer.train(cast)
             return
         done: dict[int, Update] = {}
-        for part in parts_of(casts, steps_of(self.setup, casts), self.together):
+        for part in schedule_groups(casts, steps_per_client(self.setup, casts), self.together):
             done.update(zip(part, self.group.train([casts[place] for place in part]), strict=True))
         yield from (done[place] for place in range(len(casts)))
 

@@ -9,12 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from unskew.data.federation import take
+from unskew.data.federation import take_rows
 from unskew.engines import optimizers
-from unskew.engines.base import Setup
-from unskew.engines.batches import Plan
-from unskew.engines.client_inputs import ClientInputs, after_training, client_key, finished, update_of
-from unskew.errors import ConfigError, DataError, shown
+from unskew.engines.base import EngineConfig
+from unskew.engines.batches import BatchPlan
+from unskew.engines.client_inputs import ClientInputs, apply_end_hooks, client_key, local_update, pack_update
+from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
@@ -34,18 +34,18 @@ def base_loss(model: Model, task: Task) -> LossFn:
     return loss_fn
 
 
-def function(rule: ClientRule, hook: str, made: Function) -> Function:
+def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     """What a rule made of the loss or of the gradient.
 
     Raises:
         ConfigError: It is no function.
     """
     if not callable(made):
-        raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {shown(made)}.")
+        raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {short_repr(made)}.")
     return made
 
 
-def one_sample_error(client: int) -> DataError:
+def single_sample_error(client: int) -> DataError:
     """What a batch of one sample means to BatchNorm, as a sentence."""
     return DataError(
         f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
@@ -53,7 +53,7 @@ def one_sample_error(client: int) -> DataError:
     )
 
 
-def movable_mask(
+def combined_trainable_mask(
     rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch
 ) -> Tensor | None:
     """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them."""
@@ -62,7 +62,7 @@ def movable_mask(
     return reduce(torch.logical_and, known) if known else None
 
 
-def inputs_made(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
+def rule_generated_samples(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
     """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
     found = [made for rule, carry in zip(rules, carries, strict=True) if (made := rule.samples(carry)) is not None]
     return {"x": found[-1][0], "y": found[-1][1]} if found else {}
@@ -71,7 +71,7 @@ def inputs_made(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensor
 class LocalTrainer:
     """Trains one client at a time on one reused model."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: EngineConfig):
         self.setup = setup
         self.model = BoundModel(setup.spec, setup.device)
         self.inputs = ClientInputs(setup)
@@ -87,7 +87,7 @@ class LocalTrainer:
         total = torch.zeros_like(v)
         for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
             index = cut.to(client.y.device)
-            x = self.inputs.normalise(take(client.x, index))
+            x = self.inputs.normalise(take_rows(client.x, index))
             key = client_key(self.setup.seed, cast).to(x.device)
             batch = Batch(x, client.y[index].to(x.device), key, torch.tensor(0))
             total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)
@@ -97,7 +97,7 @@ class LocalTrainer:
         """Local training of one client from its broadcast."""
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[cast.client]
-        plan = Plan(training, client.examples, setup.seed, cast.round, cast.client).to(client.y.device)
+        plan = BatchPlan(training, client.examples, setup.seed, cast.round, cast.client).to(client.y.device)
         given = self.inputs.of(cast, plan, self.full_gradient(cast))
         ctxs = self.inputs.contexts(given, self.model, cast.round)
         v_start, key = given["v_global"], given["key"]
@@ -106,39 +106,39 @@ class LocalTrainer:
         began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
         ready = time.perf_counter()
-        made = inputs_made(setup.rules, carries) if cast.show else {}
+        made = rule_generated_samples(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            loss_fn = function(rule, "loss", rule.loss(loss_fn, ctx, carry))
+            loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
         grad_fn = self.model.gradient(loss_fn)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            grad_fn = function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
+            grad_fn = wrapped_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
 
         v = v_start.clone()
         moments = self.inputs.moments(cast, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
         for step, index in enumerate(plan.batches):
-            x = self.inputs.normalise(plan.augment(take(client.x, index)))
+            x = self.inputs.normalise(plan.augment(take_rows(client.x, index)))
             at = torch.tensor(step)
             now = training.at(cast.round, step)
             y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key
             batch = Batch(x, y, own_key, at, lr=now.lr)
-            moves = movable_mask(setup.rules, ctxs, carries, batch)
+            moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
             try:
                 g = grad_fn(v, batch)
             except ValueError as error:
                 if "more than 1 value per channel" in str(error):
-                    raise one_sample_error(cast.client) from error
+                    raise single_sample_error(cast.client) from error
                 raise
-            v, moments = optimizers.step(now, v, g, moments, step, moves)
+            v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
             total += self.model.loss
 
         ctxs = self.inputs.contexts(given, self.model, cast.round, ended=True)
-        written, delta = after_training(setup.rules, ctxs, carries, v, update_of(cast, v_start, v))
+        written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, local_update(cast, v_start, v))
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
             "steps": float(len(plan.batches)),
             "begin_seconds": ready - began,
             "train_seconds": time.perf_counter() - ready,
         }
-        return finished(setup, cast, delta, v, self.model.b.clone(), written, metrics, made, moments)
+        return pack_update(setup, cast, delta, v, self.model.b.clone(), written, metrics, made, moments)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.data.memory_map import opened, piece_of
+from unskew.data.memory_map import locate_tensor, open_tensor
 from unskew.engines.ray.messages import as_array, as_tensor
-from unskew.filesystem import create
+from unskew.filesystem import create_file
 
 _ALIGN = 64  # vector instructions and BLAS give the same bits for the same alignment
 
@@ -27,8 +27,8 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, which are then written apart."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is Tensor and (piece := piece_of(value)) is not None:
-            return opened, (piece,)
+        if type(value) is Tensor and (piece := locate_tensor(value)) is not None:
+            return open_tensor, (piece,)
         if (
             type(value) is Tensor
             and value.device.type == "cpu"
@@ -39,14 +39,14 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def lay_out(value: Any, path: Path) -> None:
+def dump_mmap(value: Any, path: Path) -> None:
     """Write an object into a new file.
 
     Raises:
         pickle.PicklingError: It, or a part of it, cannot be found by its name in another process.
     """
     places: list[tuple[int, int]] = []
-    with create(path) as file:
+    with create_file(path) as file:
 
         def apart(buffer: pickle.PickleBuffer) -> None:
             file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
@@ -61,14 +61,14 @@ def lay_out(value: Any, path: Path) -> None:
         file.write(start.to_bytes(8, "little"))
 
 
-def packed(value: Any) -> bytes:
+def dumps_mmap(value: Any) -> bytes:
     """An object as bytes, but for arrays that are mapped from files: these are named by their files."""
     body = io.BytesIO()
     _Pickler(body, protocol=5).dump(value)
     return body.getvalue()
 
 
-def taken_up(path: Path) -> Any:
+def load_mmap(path: Path) -> Any:
     """The object in a file; its arrays are the file's pages. Whoever writes to one gets a copy of that page."""
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

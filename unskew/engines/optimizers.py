@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 from unskew.protocol.training_config import Training
 
 State = dict[str, Tensor]
 
 
-def init(training: Training, v: Tensor, freezes: bool = False) -> State:
+def init_state(training: Training, v: Tensor, freezes: bool = False) -> State:
     """Fresh state of the optimizer for the vector ``v``; ``freezes``: some steps will move only a part of it."""
     if training.optimizer == "sgd":
         return {"momentum": torch.zeros_like(v)} if training.momentum else {}
@@ -22,7 +22,7 @@ def init(training: Training, v: Tensor, freezes: bool = False) -> State:
     return {**moments, "steps": torch.zeros_like(v)} if freezes else moments
 
 
-def step(
+def optimizer_step(
     training: Training, v: Tensor, g: Tensor, state: State, t: int, moves: Tensor | None = None
 ) -> tuple[Tensor, State]:
     """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten.
@@ -33,16 +33,16 @@ def step(
         ConfigError: The gradient has another shape than the vector, as a rule of one's own may make it.
     """
     if not isinstance(g, Tensor) or g.shape != v.shape:
-        what = f"one of shape {tuple(g.shape)}" if isinstance(g, Tensor) else shown(g)
+        what = f"one of shape {tuple(g.shape)}" if isinstance(g, Tensor) else short_repr(g)
         raise ConfigError(f"A gradient must be a tensor of the model's shape {tuple(v.shape)}, not {what}.")
     if moves is None:
-        return advance(training, v, g, state, t)
+        return update_all(training, v, g, state, t)
     before, kept = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
-    v, state = advance(training, v, torch.where(moves, g, 0.0), state, t)
+    v, state = update_all(training, v, torch.where(moves, g, 0.0), state, t)
     return torch.where(moves, v, before), {name: torch.where(moves, state[name], kept[name]) for name in state}
 
 
-def advance(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
+def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
     """One step of all parameters."""
     if training.clip is not None:
         g = g * torch.clamp(training.clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0)

@@ -24,27 +24,27 @@ from typing import Any, cast
 
 import torch
 
-from unskew.engines.base import Setup
-from unskew.engines.client_inputs import as_dict, from_dict
-from unskew.engines.cpu import cores, keep_freed_memory, watch_parent
+from unskew.engines.base import EngineConfig
+from unskew.engines.client_inputs import update_from_dict, update_to_dict
+from unskew.engines.cpu import exit_with_parent, keep_freed_memory, num_cores
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
-from unskew.engines.vmap_trainer import GroupTrainer, load_for_workers, parts_of, steps_of
+from unskew.engines.vmap_trainer import GroupTrainer, preload_functorch, schedule_groups, steps_per_client
 from unskew.errors import EngineError, UnskewError
-from unskew.models.grouped.context import Together, form_of
+from unskew.models.grouped.context import GroupedModel, grouped_form
 from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
 
 
-def available() -> bool:
+def fork_available() -> bool:
     """Whether this platform can fork workers safely."""
     return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
 
 
 def _work(
-    setup: Setup,
-    form: Together | None,
+    setup: EngineConfig,
+    form: GroupedModel | None,
     inbox: SharedMemory,
     outbox: SharedMemory,
     pipe: Connection,
@@ -54,7 +54,7 @@ def _work(
     # The parent handles signals: it finishes the round. If it ends in any other way, so does this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    watch_parent(signal.SIGKILL)
+    exit_with_parent(signal.SIGKILL)
     for theirs in inherited:
         theirs.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
     torch.set_num_threads(1)
@@ -72,9 +72,9 @@ def _work(
         if fresh:
             outbox.clear()
         try:
-            casts = [from_dict(Broadcast, one) for one in inbox.unpack(packed)]
+            casts = [update_from_dict(Broadcast, one) for one in inbox.unpack(packed)]
             updates = trainer.train(casts)
-            pipe.send((True, [outbox.pack(as_dict(update)) for update in updates]))
+            pipe.send((True, [outbox.pack(update_to_dict(update)) for update in updates]))
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent is gone
         except UnskewError as error:
@@ -121,20 +121,20 @@ class ProcessesEngine:
 
     name = "processes"
 
-    def __init__(self, setup: Setup, workers: int | None = None, together: int = 1):
-        if not available():
+    def __init__(self, setup: EngineConfig, workers: int | None = None, together: int = 1):
+        if not fork_available():
             raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
         if setup.device.type != "cpu":
             raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}; use 'vectorized'.")
         _engines.add(self)
-        workers = workers or cores()
+        workers = workers or num_cores()
         # More threads of this process would spin on the cores that the workers need.
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
         self.setup, self.together = setup, together
-        form = form_of(setup.spec) if together > 1 else None
+        form = grouped_form(setup.spec) if together > 1 else None
         if form is not None:
-            load_for_workers()
+            preload_functorch()
         self.inbox = SharedMemory()
         self.outboxes = [SharedMemory() for _ in range(workers)]
         self.pipes: list[Connection] = []
@@ -152,7 +152,7 @@ class ProcessesEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``."""
         self.inbox.clear()
-        waiting = deque(parts_of(casts, steps_of(self.setup, casts), self.together))
+        waiting = deque(schedule_groups(casts, steps_per_client(self.setup, casts), self.together))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
         done: dict[int, Update] = {}
@@ -167,7 +167,7 @@ class ProcessesEngine:
                     packed, part = self._receive(pipe), busy[pipe].popleft()
                     self._send(pipe, waiting, busy, casts, fresh)  # first, so that the worker need not wait
                     outbox = self.outboxes[self.pipes.index(pipe)]
-                    updates = (from_dict(Update, outbox.unpack(one, copy=True)) for one in packed)
+                    updates = (update_from_dict(Update, outbox.unpack(one, copy=True)) for one in packed)
                     done.update(zip(part, updates, strict=True))
             yield done.pop(place)
 
@@ -183,7 +183,7 @@ class ProcessesEngine:
         if waiting:
             part = waiting.popleft()
             busy[pipe].append(part)
-            packed = [self.inbox.pack(as_dict(casts[place])) for place in part]
+            packed = [self.inbox.pack(update_to_dict(casts[place])) for place in part]
             with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
                 pipe.send((pipe in fresh, packed))
             fresh.discard(pipe)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from unskew.engines.base import Engine, Setup
+from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.inline import InlineEngine
 from unskew.engines.processes import ProcessesEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import ConfigError
 
 
-def devices() -> list[str]:
+def available_devices() -> list[str]:
     """What ``device`` may be on this machine."""
     several = {"cuda": torch.cuda, "xpu": torch.xpu}
     found = [f"{kind}:{i}" for kind, module in several.items() for i in range(module.device_count())]
@@ -35,13 +35,17 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"The device {name!r} is not available here: {reason}. There is: {', '.join(devices())}."
+            f"The device {name!r} is not available here: {reason}. There is: {', '.join(available_devices())}."
         ) from error
     return device
 
 
 def make_engine(
-    name: str, setup: Setup, workers: int | None = None, together: int = 1, cluster: Mapping[str, Any] | None = None
+    name: str,
+    setup: EngineConfig,
+    workers: int | None = None,
+    together: int = 1,
+    cluster: Mapping[str, Any] | None = None,
 ) -> Engine:
     """The engine ``name`` (not ``auto``), ready to train.
 
@@ -53,11 +57,11 @@ def make_engine(
         cluster: Where that of ``ray`` is.
     """
     if name == "ray":
-        from unskew.engines.ray.cluster import OnCluster
+        from unskew.engines.ray.cluster import ClusterConfig
         from unskew.engines.ray.engine import RayEngine
 
         told = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
-        return RayEngine(setup, workers or None, OnCluster(**told), together)
+        return RayEngine(setup, workers or None, ClusterConfig(**told), together)
     if name == "processes":
         return ProcessesEngine(setup, workers, together)
     return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, together)

@@ -14,7 +14,7 @@ _ALIGN = 64  # vector instructions and BLAS give the same bits for the same alig
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class Ref(tuple[int, torch.dtype, tuple[int, ...]]):
+class TensorRef(tuple[int, torch.dtype, tuple[int, ...]]):
     """Where a tensor lies in an arena: offset in bytes, type, shape. Small enough to send through a pipe."""
 
     __slots__ = ()
@@ -38,20 +38,20 @@ class SharedMemory:
         self.capacity = size
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.used = 0
-        self._known: dict[int, tuple[Tensor, Ref]] = {}
+        self._known: dict[int, tuple[Tensor, TensorRef]] = {}
 
     def clear(self) -> None:
         """Forget everything; the memory is written again."""
         self.used = 0
         self._known.clear()
 
-    def view(self, ref: Ref) -> Tensor:
+    def view(self, ref: TensorRef) -> Tensor:
         """The tensor at ``ref``, as a view of the arena."""
         offset, dtype, shape = ref
         count = int(torch.Size(shape).numel())
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
-    def write(self, tensor: Tensor) -> Ref:
+    def write(self, tensor: Tensor) -> TensorRef:
         """Copy a tensor in, unless this very tensor is there already."""
         known = self._known.get(id(tensor))
         if known is not None:
@@ -62,7 +62,7 @@ class SharedMemory:
                 f"A round needs more than {self.capacity >> 30} GiB of shared memory; "
                 "use engine='inline' or a smaller cohort."
             )
-        ref = Ref((self.used, tensor.dtype, tuple(tensor.shape)))
+        ref = TensorRef((self.used, tensor.dtype, tuple(tensor.shape)))
         self.view(ref).copy_(tensor)
         self.used += (size + _ALIGN - 1) // _ALIGN * _ALIGN
         # The tensor is kept alive: a freed one's id could return as another tensor's.
@@ -83,8 +83,8 @@ class SharedMemory:
         """Inverse of ``pack``: views, or copies that outlive the next ``clear``; what was one tensor is one again."""
         return self._unpack(value, copy, {})
 
-    def _unpack(self, value: Any, copy: bool, known: dict[Ref, Tensor]) -> Any:
-        if isinstance(value, Ref):
+    def _unpack(self, value: Any, copy: bool, known: dict[TensorRef, Tensor]) -> Any:
+        if isinstance(value, TensorRef):
             if value not in known:
                 known[value] = self.view(value).clone() if copy else self.view(value)
             return known[value]

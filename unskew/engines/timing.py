@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from unskew.engines.base import Setup
-from unskew.engines.cpu import keep_freed_memory, threads
+from unskew.engines.base import EngineConfig
+from unskew.engines.cpu import keep_freed_memory, num_threads
 from unskew.engines.local_trainer import LocalTrainer
-from unskew.engines.vmap_trainer import GroupTrainer, load_for_workers
-from unskew.models.grouped.context import Together
+from unskew.engines.vmap_trainer import GroupTrainer, preload_functorch
+from unskew.models.grouped.context import GroupedModel
 from unskew.protocol.messages import Broadcast, ClientState
 
 MOST = 5
@@ -31,19 +31,19 @@ SAMPLED = 200
 """Clients whose sizes are looked at, about."""
 
 
-def example(setup: Setup) -> int:
+def largest_client(setup: EngineConfig) -> int:
     """The client with the most samples, of some that are looked at."""
     clients = setup.federation.clients
     every = max(1, len(clients) // SAMPLED)
     return max(range(0, len(clients), every), key=lambda k: clients[k].examples)
 
 
-def steps_of(setup: Setup, form: Together | None, k: int, steps: int) -> Callable[[], Any]:
+def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps: int) -> Callable[[], Any]:
     """So many local steps of ``k`` times the same client without any rule, as one network if there is more than one."""
     training = replace(setup.training, local_steps=steps, local_epochs=None, counted=None)
     plain = replace(setup, rules=(), training=training, common={})
     spec = setup.spec
-    sent = Broadcast(0, example(setup), spec.flatten(), spec.flatten_buffers(), {}, ClientState(), 1.0)
+    sent = Broadcast(0, largest_client(setup), spec.flatten(), spec.flatten_buffers(), {}, ClientState(), 1.0)
     single = LocalTrainer(plain)
     if k == 1:
         return lambda: single.train(sent)
@@ -51,7 +51,7 @@ def steps_of(setup: Setup, form: Together | None, k: int, steps: int) -> Callabl
     return lambda: group.mapped([sent] * k)
 
 
-def seconds_of(work: Callable[[], Any], slot: float) -> float:
+def median_seconds(work: Callable[[], Any], slot: float) -> float:
     """Seconds of some work: the median of a few times, no more than fit into ``slot`` seconds, but at least one."""
     until = time.perf_counter() + slot
     work()
@@ -64,8 +64,8 @@ def seconds_of(work: Callable[[], Any], slot: float) -> float:
 
 
 def _worker(
-    setup: Setup,
-    form: Together | None,
+    setup: EngineConfig,
+    form: GroupedModel | None,
     groups: Sequence[int],
     steps: int,
     slot: float,
@@ -78,16 +78,16 @@ def _worker(
     keep_freed_memory()
     try:
         for k in groups:
-            work = steps_of(setup, form, k, steps)
+            work = steps_workload(setup, form, k, steps)
             barrier.wait()
-            pipe.send(seconds_of(work, slot))
+            pipe.send(median_seconds(work, slot))
     except Exception:  # such as for want of memory: the parent is told by the pipe that ends
         barrier.abort()
     pipe.close()
 
 
-def in_processes(
-    setup: Setup, form: Together | None, groups: Sequence[int], steps: int, workers: int, seconds: float
+def time_in_processes(
+    setup: EngineConfig, form: GroupedModel | None, groups: Sequence[int], steps: int, workers: int, seconds: float
 ) -> dict[int, float]:
     """Seconds of some steps of each number of clients together, in ``workers`` processes of one thread at the same time.
 
@@ -101,11 +101,11 @@ def in_processes(
     """
     until = time.perf_counter() + seconds
     if max(groups) > 1:
-        load_for_workers()
+        preload_functorch()
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(workers)
     pipes, processes = [], []
-    with threads(1):
+    with num_threads(1):
         for _ in range(workers):
             here, there = context.Pipe(duplex=False)
             args = (setup, form, groups, steps, seconds / (2 * len(groups)), barrier, there)

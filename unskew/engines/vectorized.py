@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from unskew.engines.base import Setup
+from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import LocalTrainer
-from unskew.engines.vmap_trainer import GroupTrainer, kind
+from unskew.engines.vmap_trainer import GroupTrainer, client_kind
 from unskew.protocol.messages import Broadcast, Update
 
 WIDTH = 64
@@ -19,7 +19,7 @@ class VectorizedEngine:
 
     name = "vectorized"
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: EngineConfig):
         self.setup = setup
         self.trainer = GroupTrainer(setup, LocalTrainer(setup))
 
@@ -27,7 +27,7 @@ class VectorizedEngine:
         """See ``unskew.engines.base.Engine``."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for place, cast in enumerate(casts):
-            groups[kind(cast)].append(place)
+            groups[client_kind(cast)].append(place)
         done: dict[int, Update] = {}
         for places in groups.values():
             for first in range(0, len(places), WIDTH):

@@ -16,15 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unskew.data.federation import ClientData, take
+from unskew.data.federation import ClientData, take_rows
 from unskew.engines import optimizers
-from unskew.engines.base import Setup
-from unskew.engines.batches import Plan
-from unskew.engines.client_inputs import after_training, finished, update_of
-from unskew.engines.local_trainer import LocalTrainer, base_loss, function, inputs_made, movable_mask
+from unskew.engines.base import EngineConfig
+from unskew.engines.batches import BatchPlan
+from unskew.engines.client_inputs import apply_end_hooks, local_update, pack_update
+from unskew.engines.local_trainer import (
+    LocalTrainer,
+    base_loss,
+    combined_trainable_mask,
+    rule_generated_samples,
+    wrapped_function,
+)
 from unskew.errors import UnskewError
 from unskew.models.execution import Batch, FunctionalModel
-from unskew.models.grouped.context import Together, together
+from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.seeding import derive, fold
@@ -32,7 +38,7 @@ from unskew.seeding import derive, fold
 Tree = Any
 
 
-def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
+def stack_trees(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
     """One tree whose leaves have a leading client axis, and ``in_dims``: None where all clients share one tensor."""
     leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
     layout = pytree.tree_flatten(trees[0])[1]
@@ -44,7 +50,7 @@ def stack(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
     return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
 
 
-def rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
+def select_rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
     """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None)."""
     if index is None:
         return tree
@@ -56,26 +62,26 @@ def rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tr
     return pytree.tree_unflatten(picked, layout)
 
 
-def put(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
+def replace_rows(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
     """``tree`` with its rows ``index`` replaced by ``new``."""
     if index is None:
         return new
     return pytree.tree_map(lambda old, part: old.index_copy(0, index, part), tree, new)
 
 
-def kind(cast: Broadcast) -> Hashable:
+def client_kind(cast: Broadcast) -> Hashable:
     """Clients of one kind have tensors of the same names and shapes."""
     state = {name: tuple(t.shape) for name, t in sorted(cast.state.tensors().items())}
     return repr((state, cast.down, cast.up))
 
 
-def steps_of(setup: Setup, casts: Sequence[Broadcast]) -> list[int]:
+def steps_per_client(setup: EngineConfig, casts: Sequence[Broadcast]) -> list[int]:
     """Local steps of each client."""
     clients, steps = setup.federation.clients, setup.training.steps
     return [steps(clients[one.client].examples, one.client) for one in casts]
 
 
-def parts_of(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
+def schedule_groups(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
     """Which clients are trained together, by their places; parts with clients of many steps come first.
 
     A part holds clients of one kind and of like numbers of steps, at most ``most`` of them. Where clients differ, those with
@@ -93,7 +99,7 @@ def parts_of(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> lis
     parts: list[list[int]] = []
     open_parts: dict[Hashable, list[int]] = {}
     for place in order:
-        key = kind(casts[place])
+        key = client_kind(casts[place])
         part = open_parts.get(key)
         if part is None or len(part) == most or sum(steps[p] for p in part) + steps[place] > limit:
             part = open_parts[key] = []
@@ -102,7 +108,7 @@ def parts_of(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> lis
     return parts
 
 
-def load_for_workers() -> None:
+def preload_functorch() -> None:
     """Load what the first mapped loss makes PyTorch load, before workers are forked: half a second, once."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
@@ -118,7 +124,9 @@ class GroupTrainer:
             that is kept would keep the memory of all.
     """
 
-    def __init__(self, setup: Setup, single: LocalTrainer, form: Together | None = None, views: bool = False):
+    def __init__(
+        self, setup: EngineConfig, single: LocalTrainer, form: GroupedModel | None = None, views: bool = False
+    ):
         self.setup, self.single, self.form, self.views = setup, single, form, views
 
     def train(self, casts: Sequence[Broadcast]) -> list[Update]:
@@ -141,14 +149,14 @@ class GroupTrainer:
 
     def mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
         """Local training of clients of one kind."""
-        with together(self.setup.spec, self.form):
+        with use_grouped(self.setup.spec, self.form):
             return self._mapped(casts)
 
     def _mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
         setup, training, device, round = self.setup, self.setup.training, self.setup.device, casts[0].round
         clients = [setup.federation.clients[cast.client] for cast in casts]
         plans = [
-            Plan(training, client.examples, setup.seed, round, cast.client).to(client.y.device)
+            BatchPlan(training, client.examples, setup.seed, round, cast.client).to(client.y.device)
             for client, cast in zip(clients, casts, strict=True)
         ]
         inputs = self.single.inputs
@@ -156,7 +164,7 @@ class GroupTrainer:
             inputs.of(cast, plan, self.single.full_gradient(cast)) for cast, plan in zip(casts, plans, strict=True)
         ]
         starts = [own["v_global"] for own in singly]
-        given, dims = stack(singly)
+        given, dims = stack_trees(singly)
 
         def ctxs_of(given: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
             model = FunctionalModel(setup.spec, b)
@@ -173,18 +181,18 @@ class GroupTrainer:
             carries = [dict(carry) for carry in carries]
             loss_fn = base_loss(model, setup.task)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                loss_fn = function(rule, "loss", rule.loss(loss_fn, ctx, carry))
+                loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
             grad_fn = model.gradient(loss_fn)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                grad_fn = function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
-            moves = movable_mask(setup.rules, ctxs, carries, batch)
+                grad_fn = wrapped_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
+            moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
             now = training.at(round, t)
-            v, state = optimizers.step(now, v, grad_fn(v, batch), state, t, moves)
+            v, state = optimizers.optimizer_step(now, v, grad_fn(v, batch), state, t, moves)
             return model.b, v, carries, state, model.loss
 
         def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
             _, ctxs = ctxs_of(given, b, ended=True)
-            return after_training(setup.rules, ctxs, carries, v, delta)
+            return apply_end_hooks(setup.rules, ctxs, carries, v, delta)
 
         b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
@@ -198,29 +206,38 @@ class GroupTrainer:
             began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
-            made = [inputs_made(setup.rules, rows(carries, k)) if cast.show else {} for k, cast in enumerate(casts)]
+            made = [
+                rule_generated_samples(setup.rules, select_rows(carries, k)) if cast.show else {}
+                for k, cast in enumerate(casts)
+            ]
             numbers = torch.arange(max(len(plan.batches) for plan in plans), device=device)
             for t, at in enumerate(numbers):
                 for size, index in self._same_size(plans, t, device):
                     who = range(len(casts)) if index is None else index.tolist()
-                    batch = self._batch([clients[k] for k in who], [plans[k] for k in who], t, at, rows(keys, index))
+                    batch = self._batch(
+                        [clients[k] for k in who], [plans[k] for k in who], t, at, select_rows(keys, index)
+                    )
                     batch = batch._replace(lr=training.rate(round, t))
                     assert batch.x.shape[1] == size
-                    args = (rows(given, index, dims), *(rows(x, index) for x in (b, v, carries, state)), batch)
+                    args = (
+                        select_rows(given, index, dims),
+                        *(select_rows(x, index) for x in (b, v, carries, state)),
+                        batch,
+                    )
                     in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None))  # type: ignore[arg-type]
                     new = self._map(step, in_dims, *args)
                     b, v, carries, state = (
-                        put(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
+                        replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
                     )
-                    total = put(total, index, rows(total, index) + new[4])
-            deltas = torch.stack([update_of(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
+                    total = replace_rows(total, index, select_rows(total, index) + new[4])
+            deltas = torch.stack([local_update(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Of the group's time, each client's even share.
         spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
-            finished(
+            pack_update(
                 setup, cast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
                 made[k], {name: own(t[k]) for name, t in state.items()},
@@ -235,7 +252,7 @@ class GroupTrainer:
         return time.perf_counter()
 
     @staticmethod
-    def _same_size(plans: Sequence[Plan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:
+    def _same_size(plans: Sequence[BatchPlan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:
         """Clients that still train at step ``t``, grouped by the size of their batch; None stands for all of them."""
         sizes: dict[int, list[int]] = defaultdict(list)
         for k, plan in enumerate(plans):
@@ -245,9 +262,11 @@ class GroupTrainer:
             (size, None if len(who) == len(plans) else torch.tensor(who, device=device)) for size, who in sizes.items()
         ]
 
-    def _batch(self, clients: Sequence[ClientData], plans: Sequence[Plan], t: int, at: Tensor, keys: Tensor) -> Batch:
+    def _batch(
+        self, clients: Sequence[ClientData], plans: Sequence[BatchPlan], t: int, at: Tensor, keys: Tensor
+    ) -> Batch:
         index = [plan.batches[t] for plan in plans]
-        xs = [p.augment(take(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
+        xs = [p.augment(take_rows(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
         # One transfer and one normalisation for the whole group.
         flat = self.single.inputs.normalise(torch.cat(xs))
         if flat.dim() == 4 and self.form is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from unskew.generators.trained.dp_sgd import Privacy
+    from unskew.generators.trained.dp_sgd import PrivacyOptions
 
 Figures = dict[str, Any]
 
@@ -41,7 +41,7 @@ def _nothing(_: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class GeneratorJob:
     """One client's generator.
 
     Attributes:
@@ -61,13 +61,13 @@ class Job:
     seed: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     folder: Path | None = None
-    privacy: Privacy | None = None
+    privacy: PrivacyOptions | None = None
     report: Callable[[Figures], None] = _nothing
     sampled: Callable[[float], None] = _nothing
     warn: Callable[[str], None] = _nothing
 
 
-def as_pixels(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Intensities from 0 to 1 as 8-bit pixels, on the CPU over channels-last memory.
 
     Intensities outside are clipped, and rows and columns beyond ``shape``, from ``pad``, are cut off.
@@ -79,7 +79,7 @@ def as_pixels(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     return pixels.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def padded_side(side: int, halvings: int) -> int:
+def padded_size(side: int, halvings: int) -> int:
     """The smallest side that can be halved so often.
 
     >>> padded_side(28, 3), padded_side(8, 1)
@@ -89,20 +89,20 @@ def padded_side(side: int, halvings: int) -> int:
     return -(-side // step) * step
 
 
-def halvings(sides: tuple[int, int], most: int) -> int:
+def num_halvings(sides: tuple[int, int], most: int) -> int:
     """How often an image can be halved before its smaller side, padded if need be, falls below 4; at most ``most`` times.
 
     >>> halvings((32, 32), 3), halvings((8, 8), 3), halvings((28, 28), 3), halvings((3, 9), 3)
     (3, 1, 3, 0)
     """
     count = 0
-    while count < most and padded_side(min(sides), count + 1) >> (count + 1) >= 4:
+    while count < most and padded_size(min(sides), count + 1) >> (count + 1) >= 4:
         count += 1
     return count
 
 
-def pad(x: Tensor, times: int) -> Tensor:
+def pad_to_halvings(x: Tensor, times: int) -> Tensor:
     """Repeat the last row and column until both sides can be halved ``times`` times; images ``[n, C, H, W]``."""
     height, width = x.shape[2:]
-    extra = (0, padded_side(width, times) - width, 0, padded_side(height, times) - height)
+    extra = (0, padded_size(width, times) - width, 0, padded_size(height, times) - height)
     return torch.nn.functional.pad(x, extra, mode="replicate") if any(extra) else x

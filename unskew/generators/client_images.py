@@ -19,15 +19,15 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from unskew.data.federation import ClientData, Federation, cat_inputs, take
+from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import append, locked, make_folder, waiting_for, write_atomic
+from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, write_atomic
 from unskew.generators import synthetic_dataset as synthetic
-from unskew.generators.base import Figures, Job
-from unskew.generators.labels import allocate, labels_of
+from unskew.generators.base import Figures, GeneratorJob
+from unskew.generators.labels import allocate_counts, labels_from_counts
 from unskew.generators.registry import Factory
 from unskew.generators.synthetic_dataset import SyntheticSet
-from unskew.generators.trained.dp_sgd import Privacy
+from unskew.generators.trained.dp_sgd import PrivacyOptions
 from unskew.seeding import derive, generator
 
 LOG = "generators.jsonl"
@@ -38,7 +38,7 @@ Tell = Callable[[str, float, float], None]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class GenerationRecipe:
     """How clients make their images.
 
     Attributes:
@@ -53,14 +53,14 @@ class Recipe:
     rho: float
     count: int
     factory: Factory
-    privacy: Privacy | None
+    privacy: PrivacyOptions | None
     sharing: Sequence[int]
     keep: Keep | None = None
 
 
-def make_set(
+def generate_images(
     federation: Federation,
-    recipe: Recipe,
+    recipe: GenerationRecipe,
     seed: int,
     folder: Path | None,
     device: torch.device,
@@ -92,14 +92,14 @@ def make_set(
     synthetic.check_can_store()
     make_folder(folder / "work")
     # Runs side by side that need the same set wait for the one that makes it.
-    with waiting_for(folder / ".making.lock", math.inf), locked(folder) if os.name == "posix" else nullcontext():
+    with file_lock(folder / ".making.lock", math.inf), folder_lock(folder) if os.name == "posix" else nullcontext():
         if (folder / synthetic.ABOUT).is_file():
             images = synthetic.load(folder)
             if images.about.get("recipe") != about.get("recipe"):
                 raise ConfigError(
                     f"{folder} holds a synthetic set that was made otherwise; remove it, or use it as it is."
                 )
-            synthetic.clear(folder, "work")
+            synthetic.remove_work_folder(folder, "work")
             return images
         spelling = json.dumps(about.get("recipe"), sort_keys=True)
         begun = folder / "work" / "recipe.json"
@@ -107,9 +107,9 @@ def make_set(
             raise ConfigError(f"{folder} holds the beginning of another synthetic set; remove it.")
         write_atomic(begun, spelling.encode())
         images = work.all_images(about)
-        draw(folder, images, federation)
+        draw_picture(folder, images, federation)
         synthetic.save(folder, images, federation.classes, federation.class_names)
-        synthetic.clear(folder, "work")
+        synthetic.remove_work_folder(folder, "work")
     return images
 
 
@@ -118,7 +118,7 @@ class _Work:
     """What ``make_set`` is given."""
 
     federation: Federation
-    recipe: Recipe
+    recipe: GenerationRecipe
     seed: int
     folder: Path | None
     device: torch.device
@@ -162,7 +162,7 @@ class _Work:
             "seconds": round(before + time.perf_counter() - began, 1),
             **({"epsilon": {int(k): e for k, e in epsilons.items()}} if epsilons else {}),
         }
-        return SyntheticSet(cat_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, about)
+        return SyntheticSet(concatenate_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, about)
 
     def client_images(self, client: ClientData, number: int) -> tuple[Tensor, Tensor, float | None]:
         """One client's images ``[m, C, H, W]``, their classes ``[m]``, and the privacy it spent.
@@ -172,8 +172,8 @@ class _Work:
             number: How many clients come before it.
         """
         federation, recipe, folder = self.federation, self.recipe, self.folder
-        rows = subset(client.examples, recipe.rho, self.seed, client.id)
-        x, y = take(client.x.cpu(), rows), client.y.cpu()[rows]
+        rows = draw_subset(client.examples, recipe.rho, self.seed, client.id)
+        x, y = take_rows(client.x.cpu(), rows), client.y.cpu()[rows]
         work = None if folder is None else folder / "work" / f"generator-{client.id}"
         if work is not None:
             make_folder(work)
@@ -183,7 +183,7 @@ class _Work:
             text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
             self.tell(text, number + share, len(recipe.sharing))
             if folder is not None:
-                note(folder / LOG, {"client": client.id, **figures})
+                append_log(folder / LOG, {"client": client.id, **figures})
 
         def sampled(share: float) -> None:
             text = f"client {client.id}: making {recipe.count} images"
@@ -191,10 +191,14 @@ class _Work:
 
         shape = (federation.shape[0], federation.shape[1], federation.shape[2])
         key = derive(self.seed, "client's generator", 0, client.id)
-        job = Job(shape, federation.classes, key, self.device, work, recipe.privacy, report, sampled, self.warn)
+        job = GeneratorJob(
+            shape, federation.classes, key, self.device, work, recipe.privacy, report, sampled, self.warn
+        )
         model = recipe.factory(job)
         model.fit(x, y)
-        wanted = labels_of(allocate(torch.bincount(y, minlength=federation.classes), recipe.count), recipe.count)
+        wanted = labels_from_counts(
+            allocate_counts(torch.bincount(y, minlength=federation.classes), recipe.count), recipe.count
+        )
         sampled(0.0)
         images = model.sample(wanted)
         if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.shape != (recipe.count, *shape):
@@ -206,12 +210,12 @@ class _Work:
             if shared.dtype != bool or shared.shape != wanted.shape:
                 raise DataError(f"keep must return {recipe.count} truth values, one per image.")
             mask = torch.from_numpy(shared)
-            images, wanted = take(images, mask.nonzero().flatten()), wanted[mask]
+            images, wanted = take_rows(images, mask.nonzero().flatten()), wanted[mask]
         spent: float | None = getattr(model, "epsilon", None) if recipe.privacy is not None else None
         return images, wanted, spent
 
 
-def note(path: Path, line: Figures) -> None:
+def append_log(path: Path, line: Figures) -> None:
     """Append a line to a log; lines of the same client and epoch or later ones, from before a kill, go."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     rows = text.splitlines(keepends=True)
@@ -220,26 +224,28 @@ def note(path: Path, line: Figures) -> None:
         whole = [row for row in rows if row.endswith("\n")]
         earlier = [row for row in whole if _earlier(json.loads(row), line)]
         write_atomic(path, "".join(earlier).encode())
-    append(path, json.dumps(line) + "\n")
+    append_text(path, json.dumps(line) + "\n")
 
 
 def _earlier(row: Figures, line: Figures) -> bool:
     return bool(row["client"] != line["client"] or row["epoch"] < line["epoch"])
 
 
-def subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
+def draw_subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
     """``rho n`` (rounded, at least one) of a client's samples, drawn uniformly without replacement; ascending."""
     order = torch.randperm(examples, generator=generator(seed, "generator subset", 0, client))
     return order[: max(1, round(rho * examples))].sort().values
 
 
-def draw(folder: Path, images: SyntheticSet, federation: Federation) -> None:
+def draw_picture(folder: Path, images: SyntheticSet, federation: Federation) -> None:
     """A picture of what each client made, ``client-K.png``: a row for each of its classes."""
-    from unskew.plots.image_grid import images_by_class
+    from unskew.plots.image_grid import save_images_by_class
 
     for k in images.makers[:DRAWN]:
         mine = images.source == k
         classes, y = images.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
         names = [federation.class_names[c] if federation.class_names else str(c) for c in classes.tolist()]
         title = f"{federation.who(k)}: {len(y)} synthetic images"
-        images_by_class(images.x[mine].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title)
+        save_images_by_class(
+            images.x[mine].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title
+        )

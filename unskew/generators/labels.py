@@ -17,7 +17,7 @@ LabelList = Annotated[
 """Whole numbers as an option of a method; in a spelling they are separated by semicolons."""
 
 
-def allocate(shares: Tensor, total: int) -> Tensor:
+def allocate_counts(shares: Tensor, total: int) -> Tensor:
     """Whole numbers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
 
     >>> allocate(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
@@ -33,7 +33,7 @@ def allocate(shares: Tensor, total: int) -> Tensor:
     return (floor + (order < rest)).to(torch.int64)
 
 
-def labels_of(counts: Tensor, total: int) -> Tensor:
+def labels_from_counts(counts: Tensor, total: int) -> Tensor:
     """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
 
     >>> labels_of(torch.tensor([1, 0, 2]), 3).tolist()
@@ -43,7 +43,7 @@ def labels_of(counts: Tensor, total: int) -> Tensor:
     return (torch.arange(total, device=counts.device)[:, None] >= ends[None, :]).sum(1)
 
 
-def repeated(labels: tuple[int, ...], total: int) -> Tensor:
+def repeat_labels(labels: tuple[int, ...], total: int) -> Tensor:
     """The labels in order, again and again until there are ``total``.
 
     >>> repeated((2, 0, 1), 5).tolist()
@@ -52,7 +52,7 @@ def repeated(labels: tuple[int, ...], total: int) -> Tensor:
     return torch.tensor(labels)[torch.arange(total) % len(labels)]
 
 
-def cooccurring(key: Tensor, primary: Tensor, pairs: Tensor, counts: Tensor) -> Tensor:
+def draw_cooccurring(key: Tensor, primary: Tensor, pairs: Tensor, counts: Tensor) -> Tensor:
     """Whether a made sample has each label beside its first one: drawn with the shares found in real samples.
 
     Args:

@@ -64,7 +64,7 @@ def diversity(eps: Tensor, z: Tensor) -> Tensor:
     return torch.exp(-(noise * (z[:, None] - z[None]).abs().mean(-1)).mean())
 
 
-def choose(key: Tensor, present: Tensor, count: int) -> Tensor:
+def draw_labels(key: Tensor, present: Tensor, count: int) -> Tensor:
     """Labels ``[count]``, each of the classes that ``present [C]`` marks with 1 (others 0) equally likely."""
     ends = torch.cumsum(present.to(torch.float64), 0)
     drawn = uniform(key, (count,)).to(torch.float64) * ends[-1]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from unskew.errors import ConfigError, unknown
-from unskew.generators.base import ImageGenerator, Job
-from unskew.option_parsing import build, imported_callable, own_object, read_options
+from unskew.errors import ConfigError, unknown_name
+from unskew.generators.base import GeneratorJob, ImageGenerator
+from unskew.option_parsing import build_from_options, import_callable, import_own, parse_options
 
-Factory = Callable[[Job], ImageGenerator]
+Factory = Callable[[GeneratorJob], ImageGenerator]
 
 GENERATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddpm": ("unskew.generators.trained.ddpm:DDPM", {}),
@@ -40,7 +40,7 @@ GENERATORS: dict[str, tuple[str, dict[str, Any]]] = {
 """Class and the options that differ from its defaults."""
 
 
-def factory(spec: str, epochs: int | None = None) -> Factory:
+def generator_factory(spec: str, epochs: int | None = None) -> Factory:
     """What makes a client's generator.
 
     Args:
@@ -59,15 +59,18 @@ def factory(spec: str, epochs: int | None = None) -> Factory:
             raise ConfigError(f"generator={spec!r} gives epochs, and the method's option epochs does, too.")
         options["epochs"] = epochs
     if ":" in name:
-        own = imported_callable(name, f"generator={name!r}")
+        own = import_callable(name, f"generator={name!r}")
         return partial(own, **options) if options else cast(Factory, own)
     if name not in GENERATORS:
-        raise ConfigError(unknown("generator", name, GENERATORS) + " Or give your own as package.module:factory.")
+        raise ConfigError(unknown_name("generator", name, GENERATORS) + " Or give your own as package.module:factory.")
     path, usual = GENERATORS[name]
-    return cast(Factory, build(own_object(path), {**usual, **options}, f"the generator {name}", f"generator={name};"))
+    return cast(
+        Factory,
+        build_from_options(import_own(path), {**usual, **options}, f"the generator {name}", f"generator={name};"),
+    )
 
 
-def spelled(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
+def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
     """The same generator in one spelling, so that equal ones are known as equal: options sorted, epochs apart.
 
     >>> spelled("ddpm; steps=9;epochs=5;batch=4;"), spelled("vae", 5)
@@ -82,4 +85,4 @@ def spelled(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
 def _parts(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options."""
     name, _, rest = (piece.strip() for piece in spec.partition(";"))
-    return name, read_options(rest, ";", f"generator={spec!r}", f"{name};option=value")
+    return name, parse_options(rest, ";", f"generator={spec!r}", f"{name};option=value")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unskew.data.readers.images import decode_column
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import check_regular, read_json, write_atomic, writing
+from unskew.filesystem import check_regular, disk_errors, read_json, write_atomic
 
 PARQUET = "data/train-00000-of-00001.parquet"
 ABOUT = "synthetic.json"
@@ -114,7 +114,7 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
     out = io.BytesIO()
     pq.write_table(table, out)
     clients = len(images.makers)
-    with writing(folder):
+    with disk_errors(folder):
         (folder / "data").mkdir(parents=True, exist_ok=True)
     write_atomic(folder / PARQUET, out.getvalue())
     about = {**images.about, "digest": images.digest}
@@ -165,6 +165,6 @@ def load(folder: Path) -> SyntheticSet:
     return images
 
 
-def clear(folder: Path, name: str) -> None:
+def remove_work_folder(folder: Path, name: str) -> None:
     """Remove a folder of work that is done."""
     shutil.rmtree(folder / name, ignore_errors=True)

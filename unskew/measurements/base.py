@@ -8,7 +8,7 @@ from unskew.protocol.messages import Update
 from unskew.simulation.server import Server
 
 
-class Diagnosis:
+class Diagnostic:
     """Collects the updates of a round.
 
     Args:

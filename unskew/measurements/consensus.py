@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from unskew.measurements.base import Diagnosis
+from unskew.measurements.base import Diagnostic
 from unskew.models.layer_groups import layer_groups
 from unskew.simulation.server import Server
 
 
-class Consensus(Diagnosis):
+class Consensus(Diagnostic):
     """The consensus distance of every layer just before averaging.
 
     ``consensus/LAYER`` is ``(1/K) sum_k ||theta_k^l - mean_j theta_j^l||^2`` over the clients of the round, with their whole

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
-from unskew.measurements.base import Diagnosis
+from unskew.measurements.base import Diagnostic
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 
 
-class Generalization(Diagnosis):
+class Generalization(Diagnostic):
     """Watches the local models of a round and measures their gaps, and that of their mean.
 
     The expected loss is the mean over the test set, its classes weighted as in the client's training data unless the

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unskew.data.federation import ClientData, Federation, take
-from unskew.measurements.base import Diagnosis
-from unskew.measurements.gradient_probe import Probe
-from unskew.measurements.heterogeneity import Scope, drawn, measure
+from unskew.data.federation import ClientData, Federation, take_rows
+from unskew.measurements.base import Diagnostic
+from unskew.measurements.gradient_probe import GradientProbe
+from unskew.measurements.heterogeneity import MeasurementScope, measure, selected_samples
 from unskew.simulation.server import Server
 
 
-class _Own(Sequence[ClientData]):
+class _FirstSamples(Sequence[ClientData]):
     """The clients with their first samples only: what they held before any were added."""
 
     def __init__(self, clients: Sequence[ClientData], sizes: Sequence[int]):
@@ -25,15 +25,15 @@ class _Own(Sequence[ClientData]):
         return len(self.clients)
 
     def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
-        return _rows(self.clients[k], 0, self.sizes[k])
+        return _largest_batches(self.clients[k], 0, self.sizes[k])
 
 
-def _rows(client: ClientData, first: int, end: int) -> ClientData:
+def _largest_batches(client: ClientData, first: int, end: int) -> ClientData:
     index = torch.arange(first, end, device=client.y.device)
-    return replace(client, x=take(client.x, index), y=client.y[index])
+    return replace(client, x=take_rows(client.x, index), y=client.y[index])
 
 
-class Gradients(Diagnosis):
+class Gradients(Diagnostic):
     """Dissimilarity and noise at the server's model after a round.
 
     ``gradients/zeta2``, ``gradients/norm2`` (of the mean gradient), ``gradients/sigma2_mean`` and ``gradients/sigma2_max``;
@@ -52,15 +52,15 @@ class Gradients(Diagnosis):
     def __init__(self, server: Server, federation: Federation, original: Federation):
         super().__init__(server)
         self.federation = federation
-        self.scope = replace(Scope(), curvature=False, seed=server.seed, shares=())
+        self.scope = replace(MeasurementScope(), curvature=False, seed=server.seed, shares=())
         before, after = original.sizes, federation.sizes
         added = len(before) == len(after) and bool((after > before).all())
-        self.own = replace(federation, clients=_Own(federation.clients, before.tolist())) if added else None
+        self.own = replace(federation, clients=_FirstSamples(federation.clients, before.tolist())) if added else None
 
     def figures(self) -> dict[str, float]:
         """The figures by name."""
         server = self.server
-        probe = Probe(server.spec, self.federation.objective, self.federation, server.v, server.b)
+        probe = GradientProbe(server.spec, self.federation.objective, self.federation, server.v, server.b)
         figures = measure(probe, self.federation, self.scope).figures
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
         found = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
@@ -73,4 +73,4 @@ class Gradients(Diagnosis):
     def _added(self, k: int) -> tuple[Tensor, Tensor]:
         assert self.own is not None
         client = self.federation.clients[k]
-        return drawn(_rows(client, self.own.clients[k].examples, client.examples), self.scope)
+        return selected_samples(_largest_batches(client, self.own.clients[k].examples, client.examples), self.scope)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unskew.data.federation import Federation, take
-from unskew.engines.batches import Normaliser
+from unskew.data.federation import Federation, take_rows
+from unskew.engines.batches import InputNormalizer
 from unskew.models.spec import ModelSpec
 from unskew.tasks.base import Task
 
@@ -27,7 +27,7 @@ Products = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Moments:
+class GroupMoments:
     """Mean and scatter of vectors that come in groups (Chan, Golub, LeVeque 1983): exact where all are equal.
 
     Attributes:
@@ -53,7 +53,7 @@ class Moments:
         return self.scatter / self.count
 
 
-class Probe:
+class GradientProbe:
     """Gradients and Hessians at one model.
 
     Args:
@@ -66,7 +66,7 @@ class Probe:
 
     def __init__(self, spec: ModelSpec, task: Task, federation: Federation, v: Tensor, b: Tensor):
         self.spec, self.task, self.v, self.b = spec, task, v, b
-        self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, v.device)
+        self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, v.device)
 
     def loss(self, v: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Mean loss at ``v`` of normalised inputs."""
@@ -75,12 +75,12 @@ class Probe:
     def batches(self, x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised inputs and targets on the model's device."""
         for index in torch.split(torch.arange(len(y), device=y.device), size):
-            yield self.normalise(take(x, index)), y[index].to(self.v.device)
+            yield self.normalise(take_rows(x, index)), y[index].to(self.v.device)
 
-    def moments(self, x: Tensor, y: Tensor) -> Moments:
+    def moments(self, x: Tensor, y: Tensor) -> GroupMoments:
         """Mean and scatter of the gradients of single samples at the model; ``x, y`` as stored."""
         each = torch.func.vmap(torch.func.grad(lambda v, x, y: self.loss(v, x[None], y[None])), in_dims=(None, 0, 0))
-        moments = Moments(0, torch.zeros_like(self.v))
+        moments = GroupMoments(0, torch.zeros_like(self.v))
         for inputs, targets in self.batches(x, y, max(1, min(BATCH, NUMBERS // self.spec.size))):
             gradients = each(self.v, inputs, targets).detach()
             mean = gradients.mean(0)
@@ -105,7 +105,7 @@ class Probe:
         return times
 
 
-def largest(products: Products, start: Tensor, iterations: int, tolerance: float) -> Tensor:
+def largest_eigenvalues(products: Products, start: Tensor, iterations: int, tolerance: float) -> Tensor:
     """Largest eigenvalues in modulus of ``P`` symmetric matrices, by power iteration.
 
     ``||H u||`` of a unit vector is never above the eigenvalue's modulus and grows from step to step. So the result is a

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.federation import ClientData, Federation, take
+from unskew.data.federation import ClientData, Federation, take_rows
 from unskew.errors import DataError
 from unskew.measurements import fedssyn_bounds
-from unskew.measurements.gradient_probe import Moments, Probe, Products, largest
+from unskew.measurements.gradient_probe import GradientProbe, GroupMoments, Products, largest_eigenvalues
 from unskew.seeding import derive, generator, normal, numpy_generator
 
 Pair = tuple[Tensor, Tensor]
@@ -39,7 +39,7 @@ Follow = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Scope:
+class MeasurementScope:
     """What is looked at, and what a prediction is for.
 
     Attributes:
@@ -68,7 +68,7 @@ class Scope:
 
 
 @dataclass
-class Heterogeneity:
+class HeterogeneityMeasurement:
     """What was measured at one model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Heterogeneity:
     shares: list[Figures] = field(default_factory=list)
 
 
-def ids_of(federation: Federation, scope: Scope) -> list[int]:
+def selected_clients(federation: Federation, scope: MeasurementScope) -> list[int]:
     """The clients that are looked at."""
     total = len(federation.clients)
     if scope.clients is None or scope.clients >= total:
@@ -93,24 +93,24 @@ def ids_of(federation: Federation, scope: Scope) -> list[int]:
     return sorted(map(int, drawn))
 
 
-def drawn(client: ClientData, scope: Scope) -> Pair:
+def selected_samples(client: ClientData, scope: MeasurementScope) -> Pair:
     """The samples of a client that are looked at."""
     x, y = client.x, client.y
     if scope.samples is None or len(y) <= scope.samples:
         return x, y
     index = torch.randperm(len(y), generator=generator(scope.seed, "diagnosed samples", 0, client.id))[: scope.samples]
     index = index.sort().values.to(y.device)
-    return take(x, index), y[index]
+    return take_rows(x, index), y[index]
 
 
 def measure(
-    probe: Probe,
+    probe: GradientProbe,
     federation: Federation,
-    scope: Scope,
+    scope: MeasurementScope,
     synthetic: SyntheticOf | None = None,
     place: str = "model",
     follow: Follow | None = None,
-) -> Heterogeneity:
+) -> HeterogeneityMeasurement:
     """Measure all at the probe's model.
 
     Args:
@@ -121,15 +121,15 @@ def measure(
         place: What the model is called.
         follow: Told what is measured, and of how many clients.
     """
-    ids = ids_of(federation, scope)
+    ids = selected_clients(federation, scope)
     follow = follow or (lambda text, done, total: None)
-    gradients, pool = Moments(0, torch.zeros_like(probe.v)), Moments(0, torch.zeros_like(probe.v))
+    gradients, pool = GroupMoments(0, torch.zeros_like(probe.v)), GroupMoments(0, torch.zeros_like(probe.v))
     noise: list[tuple[float, float, float]] = []
     together = 0.0  # the scatter of real and synthetic gradients with each other
-    last: tuple[Pair, Moments] | None = None
+    last: tuple[Pair, GroupMoments] | None = None
     for done, k in enumerate(ids):
         follow(f"gradients at the {place}", done, len(ids))
-        mine = probe.moments(*drawn(federation.clients[k], scope))
+        mine = probe.moments(*selected_samples(federation.clients[k], scope))
         if synthetic is None:
             noise.append((mine.variance, 0.0, 0.0))
         else:
@@ -158,7 +158,7 @@ def measure(
         "L_max": None,
         "L_avg": None,
     }
-    result = Heterogeneity(place, figures)
+    result = HeterogeneityMeasurement(place, figures)
     smooth: dict[str, float | list[float] | None] = {}
     if scope.curvature:
         smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature at the {place}"))
@@ -186,14 +186,14 @@ def measure(
                 else fedssyn_bounds.smoothness_bound(p, figures["L_max"], figures["L_synthetic"]),
             }
         )
-    predict(result, scope, len(ids))
+    predict_rounds(result, scope, len(ids))
     return result
 
 
 def curvature(
-    probe: Probe,
+    probe: GradientProbe,
     federation: Federation,
-    scope: Scope,
+    scope: MeasurementScope,
     ids: Sequence[int],
     synthetic: SyntheticOf | None,
     follow: Callable[[int, int], None],
@@ -205,7 +205,7 @@ def curvature(
     start = normal(key, (1, probe.spec.size)).to(probe.v.dtype)
 
     def real_of(k: int) -> Products:
-        return probe.products(*drawn(federation.clients[k], scope))
+        return probe.products(*selected_samples(federation.clients[k], scope))
 
     def synthetic_of(k: int) -> Products:
         assert synthetic is not None
@@ -237,7 +237,7 @@ def curvature(
 
     def top(products: Products, count: int = 1) -> Tensor:
         follow(next(done), passes)
-        return largest(products, start.expand(count, -1).contiguous(), scope.iterations, scope.tolerance)
+        return largest_eigenvalues(products, start.expand(count, -1).contiguous(), scope.iterations, scope.tolerance)
 
     each = torch.stack([top(mixed(k), rows) for k in ids]).max(0).values
     average = float(top(mean(real_of, ids))[0])
@@ -249,7 +249,7 @@ def curvature(
     return smoothness
 
 
-def predict(result: Heterogeneity, scope: Scope, clients: int) -> None:
+def predict_rounds(result: HeterogeneityMeasurement, scope: MeasurementScope, clients: int) -> None:
     """Add Corollary I's rounds, relative to no synthetic data, for every share."""
     figures = result.figures
     # With strong convexity the loss is at most ||grad f||^2 / (2 mu) above its minimum: a tenth of that.

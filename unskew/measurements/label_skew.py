@@ -12,7 +12,7 @@ from unskew.data.federation import Federation
 Figures = dict[str, float | None]
 
 
-def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
+def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
     """How clients' labels and sizes differ.
 
     ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
@@ -45,14 +45,14 @@ def label_figures(federation: Federation, ids: Sequence[int]) -> Figures:
     return {
         "label_distance_mean": float(distances.mean()),
         "label_distance_max": float(distances.max()),
-        "label_distance_chance": label_chance(total, counts.sum(1).tolist()),
+        "label_distance_chance": label_distance_by_chance(total, counts.sum(1).tolist()),
         "label_entropy_gap": float(gaps.mean()),
         "effective_clients": effective,
         "effective_classes": float(np.exp(entropies).mean()),
     }
 
 
-def label_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:
+def label_distance_by_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:
     """The mean label distance that clients of these sizes would have if each drew its labels from all clients' classes.
 
     A frequency of ``n`` draws is off by ``sqrt(2 q (1 - q) / (pi n))`` on average, as its normal limit is.

@@ -7,12 +7,12 @@ import math
 import torch
 
 from unskew.data.federation import Federation
-from unskew.measurements.base import Diagnosis
+from unskew.measurements.base import Diagnostic
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 
 
-class LocalModels(Diagnosis):
+class LocalModels(Diagnostic):
     """Collects the local models ``theta_k`` of a round and measures them against the next global model.
 
     Three means over the clients of a round: ``local_distance``, ``||theta_k - theta_{t+1}||_2``; ``local_accuracy``, of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from unskew.measurements.base import Diagnosis
+from unskew.measurements.base import Diagnostic
 from unskew.simulation.server import Server
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ COUNTED = {
 """What is counted beside the products of matrices and convolutions that PyTorch counts itself."""
 
 
-class ServerCost(Diagnosis):
+class ServerCost(Diagnostic):
     """Counts floating-point operations while the server adds up and takes in the updates of a round.
 
     ``server/gflops`` of the round: sums of models and training at the server. ``server/bytes`` that are held after it: the

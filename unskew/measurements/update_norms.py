@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from unskew.measurements.base import Diagnosis
+from unskew.measurements.base import Diagnostic
 
 
-class Updates(Diagnosis):
+class UpdateNorms(Diagnostic):
     """Lengths of the updates ``Delta_k`` that the server took in this round, and cosines between them.
 
     ``updates/norm``, ``||Delta_k||_2``, and ``updates/cosine``, ``<Delta_j, Delta_k> / (||Delta_j|| ||Delta_k||)`` over the
@@ -24,10 +24,10 @@ class Updates(Diagnosis):
         unit = deltas[norms > 0] / norms[norms > 0, None]
         first, second = torch.triu_indices(len(unit), len(unit), offset=1)
         cosines = (unit @ unit.T)[first, second]
-        return spread("norm", norms) | spread("cosine", cosines)
+        return mean_min_max("norm", norms) | mean_min_max("cosine", cosines)
 
 
-def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+def mean_min_max(name: str, values: torch.Tensor) -> dict[str, float]:
     """Mean, least and largest of ``values``; not a number if there are none."""
     mean, least, largest = (math.nan,) * 3 if not len(values) else (values.mean(), values.min(), values.max())
     return {

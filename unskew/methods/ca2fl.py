@@ -29,9 +29,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.search_space import Space, log, one_of
+from unskew.protocol.search_space import Space, log_range, one_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CA2FL(ServerRule):
     summary: ClassVar[str] = "a buffer of updates, calibrated by each client's last one"
     paper: ClassVar[str] = "Wang et al. 2024, ICLR"
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
-    spaces: ClassVar[Mapping[str, Space]] = {"eta": log(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
+    spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
     needs = ("individual", "last_update", "sent_statistics")
     weights: ClassVar[Weights | None] = "uniform"
 
@@ -64,7 +64,7 @@ class CA2FL(ServerRule):
         """The core collects them."""
         return self.buffer_size
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """No client has sent an update."""
         return {"v": v, "h": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=torch.float64)}
 

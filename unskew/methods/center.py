@@ -15,7 +15,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method, Tensors, Updates
 from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.server_budget import TrainsAtServer
@@ -39,7 +39,7 @@ class Center(TrainsAtServer):
             return None
         return f"center trains without clients, so {others[0]}, which acts at clients, would do nothing; leave one out."
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """The optimizer's moments are there after the first round."""
         return {**super().init(v, facts), "moments": v.new_zeros(0, len(v))}
 

@@ -33,14 +33,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.pixel_scaling import Pixels
+from unskew.data.pixel_scaling import PixelScaling
 from unskew.errors import ConfigError
 from unskew.generators.learned import decoder
-from unskew.generators.learned.inversion import augmented, learn, statistics_distance
+from unskew.generators.learned.inversion import minimize, random_crop_and_flip, statistics_distance
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -71,9 +71,9 @@ class Dense(ServerRule):
     paper: ClassVar[str] = "Zhang et al. 2021, arXiv:2112.12371"
     # lambda_adv: 0.5 to 1 in the authors' code; a decade to each side of the others' values there.
     spaces: ClassVar[Mapping[str, Space]] = {
-        "lr": log(1e-3, 0.1),
-        "lambda_bn": log(0.1, 10.0),
-        "lambda_adv": log(0.5, 1.0),
+        "lr": log_range(1e-3, 0.1),
+        "lambda_bn": log_range(0.1, 10.0),
+        "lambda_adv": log_range(0.5, 1.0),
     }
     needs = ("individual",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
@@ -92,7 +92,7 @@ class Dense(ServerRule):
     keep_optimizer: bool = True
     augment: bool = True
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """The generator makes images, and all models of a round are of that round.
 
         Raises:
@@ -122,10 +122,10 @@ class Dense(ServerRule):
             seen = torch.cat(pool)
             with torch.no_grad():
                 if self.augment:
-                    seen = augmented(seen, fold(key, 2), at_server.pixels.inputs(torch.zeros_like(x[:1])))
-                    wanted = [ensemble(spec, models, part) for part in torch.split(seen, self.batch)]
+                    seen = random_crop_and_flip(seen, fold(key, 2), at_server.pixels.inputs(torch.zeros_like(x[:1])))
+                    wanted = [ensemble_logits(spec, models, part) for part in torch.split(seen, self.batch)]
                 else:
-                    wanted.append(ensemble(spec, models, x))
+                    wanted.append(ensemble_logits(spec, models, x))
             trained = at_server.train(
                 v,
                 b,
@@ -154,7 +154,7 @@ class Dense(ServerRule):
         return self.t**2 * divergence(teacher / self.t, student / self.t).mean()
 
     def generate(
-        self, spec: ModelSpec, models: Models, student: tuple[Tensor, Tensor], key: Tensor, pixels: Pixels
+        self, spec: ModelSpec, models: Models, student: tuple[Tensor, Tensor], key: Tensor, pixels: PixelScaling
     ) -> Tensor:
         """New images ``[batch, C, H, W]``, as inputs of the model.
 
@@ -167,13 +167,13 @@ class Dense(ServerRule):
         """
         classes = spec.classes
         y = (uniform(fold(key, 0), (self.batch,)) * classes).to(torch.int64).clamp_max(classes - 1)
-        start, make, betas = decoder.maker(fold(key, 1), self.batch, spec.shape, student[0].dtype, pixels)
+        start, make, betas = decoder.make_decoder(fold(key, 1), self.batch, spec.shape, student[0].dtype, pixels)
 
         def objective(vector: Tensor, step: int) -> tuple[Tensor, Tensor]:
             x = make(vector)
             return self.generator_loss(spec, models, student, x, y), x
 
-        return learn(start, objective, self.g_steps, self.g_lr, betas)[1]
+        return minimize(start, objective, self.g_steps, self.g_lr, betas)[1]
 
     def generator_loss(
         self, spec: ModelSpec, models: Models, student: tuple[Tensor, Tensor], x: Tensor, y: Tensor
@@ -189,7 +189,7 @@ class Dense(ServerRule):
         return loss
 
 
-def ensemble(spec: ModelSpec, models: Models, x: Tensor) -> Tensor:
+def ensemble_logits(spec: ModelSpec, models: Models, x: Tensor) -> Tensor:
     """The mean of the models' logits ``[B, C]``, in eval mode."""
     return torch.stack([spec.forward(v, b, x).logits for v, b in models]).mean(0)
 

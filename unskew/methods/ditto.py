@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ditto(ClientRule):
     summary: ClassVar[str] = "a personal model near the global one"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2012.04221"
     # A decade to each side of the default.
-    spaces: ClassVar[Mapping[str, Space]] = {"lam": log(0.01, 1.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.01, 1.0)}
 
     lam: Annotated[float, Field(ge=0)] = 0.1
 

@@ -20,9 +20,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.protocol.search_space import Space, log, one_of
+from unskew.protocol.search_space import Space, log_range, one_of
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class FedAvgM(ServerRule):
     summary: ClassVar[str] = "momentum at the server"
     paper: ClassVar[str] = "Hsu et al. 2019, arXiv:1909.06335"
     # beta: the grid of Hsu et al.; eta: inside that of Reddi et al. 2020 (arXiv:2003.00295), 1e-3 to 10.
-    spaces: ClassVar[Mapping[str, Space]] = {"beta": one_of(0.0, 0.7, 0.9, 0.97, 0.99), "eta": log(0.01, 3.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": one_of(0.0, 0.7, 0.9, 0.97, 0.99), "eta": log_range(0.01, 3.0)}
 
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eta: Annotated[float, Field(gt=0)] = 1.0
     nesterov: bool = False
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Momentum zero."""
         return {"v": v, "m": torch.zeros_like(v)}
 

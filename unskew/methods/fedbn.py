@@ -20,14 +20,14 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from unskew.models.body_head import joined
+from unskew.models.body_head import merge_slices
 from unskew.models.spec import ModelSpec
-from unskew.protocol.rules import ClientRule, Method, Slices, Sync, Tensors, Weights
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.rules import ClientRule, Method, Slices, SyncRule, Tensors, Weights
+from unskew.protocol.run_context import PreRunContext
 
 
 @dataclass(frozen=True)
-class FedBN(Sync):
+class FedBN(SyncRule):
     """Local BatchNorm."""
 
     name: ClassVar[str] = "fedbn"
@@ -40,7 +40,7 @@ class FedBN(Sync):
         other = next((rule.name for rule in whole.client if type(rule).personal is not ClientRule.personal), None)
         return f"{other} and fedbn each give a client a personal model; leave out one of the two." if other else None
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Without trainable BatchNorm all of the model is averaged, which is told."""
         super().check(run)
         return (
@@ -72,4 +72,4 @@ def _slices(spec: ModelSpec, norm: bool) -> Slices:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) == norm:
             pieces.append(slice(start, start + size))
         start += size
-    return joined(pieces)
+    return merge_slices(pieces)

@@ -21,7 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
-from unskew.protocol.search_space import Space, log, one_of
+from unskew.protocol.search_space import Space, log_range, one_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FedBuff(ServerRule):
     summary: ClassVar[str] = "moves whenever a buffer of updates is full"
     paper: ClassVar[str] = "Nguyen et al. 2021, arXiv:2106.06639"
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
-    spaces: ClassVar[Mapping[str, Space]] = {"eta": log(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
+    spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
     weights: ClassVar[Weights | None] = "uniform"
     needs = ("sent_statistics",)
 

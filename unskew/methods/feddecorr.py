@@ -25,8 +25,8 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, LossFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FedDecorr(ClientRule):
     summary: ClassVar[str] = "decorrelated features against dimensional collapse"
     paper: ClassVar[str] = "Shi et al. 2022, arXiv:2210.00226"
     # The authors take 0.1, FedCOG's comparison 0.01.
-    spaces: ClassVar[Mapping[str, Space]] = {"beta": log(0.01, 0.5)}
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.01, 0.5)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
     tasks_reason: ClassVar[str] = "it correlates one feature vector a sample"
 
@@ -51,7 +51,7 @@ class FedDecorr(ClientRule):
     form: Literal["authors", "paper"] = "authors"
     scale: Annotated[float, Field(gt=0)] = 1.0
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Without trained layers before the head there is nothing to decorrelate, which is told."""
         return run.told_without_body(self.name, "beta") if self.beta else ()
 

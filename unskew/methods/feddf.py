@@ -23,7 +23,7 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from unskew.protocol.rules import Tensors, Updates
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.server_budget import TrainsAtServer
 
@@ -41,7 +41,7 @@ class FedDF(TrainsAtServer):
     tasks_reason: ClassVar[str] = "its teacher is a mean of probabilities, one prediction a sample"
     needs = ("individual", "sent_model")
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Inputs of any kind; labels are not used."""
         self.check_budget()
         run.need_server_data(self.name)

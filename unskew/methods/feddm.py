@@ -30,10 +30,10 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.federation_info import Holdings
+from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
 
 Positive = Annotated[float, Field(gt=0)]
@@ -61,7 +61,7 @@ class FedDM(ClientRule, ServerRule):
     summary: ClassVar[str] = "clients send learned images, the server trains on them"
     paper: ClassVar[str] = "Xiong et al. 2022, arXiv:2207.09653"
     # A decade to each side of the paper's 1 and 0.01.
-    spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log(0.1, 10.0), "server_lr": log(1e-3, 0.1)}
+    spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log_range(0.1, 10.0), "server_lr": log_range(1e-3, 0.1)}
     needs = ("individual",)
     sends_model: ClassVar[bool] = False
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
@@ -77,7 +77,7 @@ class FedDM(ClientRule, ServerRule):
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     server_batch: Whole = 256
 
-    def facts(self, data: Holdings) -> Tensors:
+    def facts(self, data: ClientDataView) -> Tensors:
         """Which classes the client holds, ``[C]``, and real inputs of each to begin from, ``[C, n, ...]``."""
         count = {"real": self.images, "average": self.images * AVERAGED, "noise": 0}[self.start]
         present = (data.class_counts() > 0).to(data.like.dtype)
@@ -89,7 +89,7 @@ class FedDM(ClientRule, ServerRule):
         other = other or (whole.sync.name if whole.sync is not None else None)
         return f"feddm's clients send images and train no model, so {other} cannot act on it." if other else None
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Whole numbers such as token ids cannot be learned, and the ball around the global model is that of one round.
 
         Raises:

@@ -33,9 +33,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FedDyn(ClientRule, ServerRule):
     summary: ClassVar[str] = "dynamic regularisation aligns local optima"
     paper: ClassVar[str] = "Acar et al. 2021, arXiv:2111.04263"
     # The paper's grid is 0.001, 0.01, 0.1.
-    spaces: ClassVar[Mapping[str, Space]] = {"alpha": log(1e-3, 0.1)}
+    spaces: ClassVar[Mapping[str, Space]] = {"alpha": log_range(1e-3, 0.1)}
     weights: ClassVar[Weights | None] = "uniform"
 
     alpha: Annotated[float, Field(gt=0)] = 0.01
@@ -72,7 +72,7 @@ class FedDyn(ClientRule, ServerRule):
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""
         ctx.state["g"] = carry["g"] - self.alpha * ctx.sent_since(carry["start"], v)
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """``h = 0``."""
         total = torch.tensor(facts.total_weight(), dtype=v.dtype)
         return {"v": v, "h": torch.zeros_like(v), "total": total}

@@ -21,9 +21,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FedExP(ClientRule, ServerRule):
     summary: ClassVar[str] = "server step extrapolates where updates disagree"
     paper: ClassVar[str] = "Jhunjhunwala et al. 2023, arXiv:2301.09604"
     # Around the 1e-3 of the paper.
-    spaces: ClassVar[Mapping[str, Space]] = {"epsilon": log(1e-4, 0.1)}
+    spaces: ClassVar[Mapping[str, Space]] = {"epsilon": log_range(1e-4, 0.1)}
     weights: ClassVar[Weights | None] = None
 
     epsilon: Annotated[float, Field(gt=0)] = 1e-3
@@ -53,7 +53,7 @@ class FedExP(ClientRule, ServerRule):
         """Upload ``w_k ||Delta_k||^2``."""
         ctx.upload["square"] = ctx.weight * ctx.sent_since(carry["start"], v).square().sum()
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Both iterates are the initial model."""
         return {"v": v, "before": v, "eta": torch.ones((), dtype=v.dtype)}
 

@@ -33,13 +33,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.generators.latent import LatentGenerator, choose, diversity
+from unskew.generators.latent import LatentGenerator, diversity, draw_labels
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import Holdings
+from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -66,7 +66,7 @@ class FedGen(ClientRule):
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
     # A decade to each side of the original's 10.
-    spaces: ClassVar[Mapping[str, Space]] = {"a": log(1.0, 100.0), "b": log(1.0, 100.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"a": log_range(1.0, 100.0), "b": log_range(1.0, 100.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its generator makes features for one class at a time"
     needs = ("individual",)
@@ -98,7 +98,7 @@ class FedGen(ClientRule):
             )
         return LatentGenerator(spec.classes, self.noise, self.hidden, spec.feature_shape[0])
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """A head with vectors as inputs; and classifiers that are all of one round.
 
         Raises:
@@ -108,7 +108,7 @@ class FedGen(ClientRule):
         self.generator(run.spec)
         return ()
 
-    def facts(self, data: Holdings) -> Tensors:
+    def facts(self, data: ClientDataView) -> Tensors:
         """How many samples of each class the client holds, ``[C]``."""
         return {"counts": data.class_counts()}
 
@@ -126,7 +126,7 @@ class FedGen(ClientRule):
         def distilled(v: Tensor, batch: Batch) -> Tensor:
             loss = loss_fn(v, batch)
             key = fold(fold(ctx.key, PURPOSE), batch.step)
-            y = choose(fold(key, 1), carry["present"], self.batch)
+            y = draw_labels(fold(key, 1), carry["present"], self.batch)
             made = G(g, y, normal(fold(key, 2), (self.batch, self.noise)).to(v.dtype))
             loss = loss + self.a * fade * F.cross_entropy(spec.head(v, made), y)
             same = G(g, batch.y, normal(fold(key, 3), (len(batch.y), self.noise)).to(v.dtype))
@@ -163,7 +163,7 @@ class FedGen(ClientRule):
         g, m, s, t = (state[name] for name in ("g", "m", "s", "t"))
         for i in range(self.gen_steps):
             now = fold(fold(key, 1), i)
-            y = choose(fold(now, 1), present, self.batch)
+            y = draw_labels(fold(now, 1), present, self.batch)
             eps = normal(fold(now, 2), (self.batch, self.noise)).to(v.dtype)
             leaf = g.detach().requires_grad_()
             value = self.server_objective(spec, G(leaf, y, eps), y, eps, heads, student, alpha)

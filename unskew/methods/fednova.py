@@ -27,7 +27,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.run_context import PreRunContext
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FedNova(ClientRule, ServerRule):
         reader = next((rule.name for rule in whole.client if "individual" in rule.needs), None)
         return f"{reader} reads the clients' models out of their updates, which fednova normalises." if reader else None
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """The weights of the gradients are known for SGD.
 
         Raises:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, LossFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FedNTD(ClientRule):
     summary: ClassVar[str] = "keeps what the global model says of the other classes"
     paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
     # A decade to each side of the paper's 1.
-    spaces: ClassVar[Mapping[str, Space]] = {"beta": log(0.1, 10.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.1, 10.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it leaves out the one true class of each sample"
 

@@ -23,9 +23,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ServerRule, Tensors, Updates
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 
@@ -34,13 +34,13 @@ class _FedOpt(ServerRule):
     """What the three have in common: only the second moment differs."""
 
     # The paper's grids.
-    spaces: ClassVar[Mapping[str, Space]] = {"eta": log(1e-3, 10.0), "tau": log(1e-5, 0.1)}
+    spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(1e-3, 10.0), "tau": log_range(1e-5, 0.1)}
 
     eta: float
     beta1: float
     tau: float
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """``m = 0``, second moment ``tau^2``."""
         return {"v": v, "m": torch.zeros_like(v), "second": torch.full_like(v, self.tau**2)}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FedProx(ClientRule):
     summary: ClassVar[str] = "proximal term towards the global model"
     paper: ClassVar[str] = "Li et al. 2018, arXiv:1812.06127"
     # The paper's grid is 0.001, 0.01, 0.1, 1.
-    spaces: ClassVar[Mapping[str, Space]] = {"mu": log(1e-3, 1.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"mu": log_range(1e-3, 1.0)}
 
     mu: Annotated[float, Field(ge=0)] = 0.01
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.run_context import PreRunContext
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FedPVR(ClientRule):
         ]
         return torch.cat(pieces)
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """There is a linear layer to be corrected."""
         self.corrected(run.spec)
         return ()
@@ -95,7 +95,7 @@ class FedPVR(ClientRule):
         ctx.upload["change"] = ctx.weight * (new if c_k is None else new - c_k)
         ctx.state["c"] = new
 
-    def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """The variate is zero until first updated; its size depends on the model's layers."""
         return {"total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 

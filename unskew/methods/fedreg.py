@@ -34,8 +34,8 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log, uniform
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range, uniform_range
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FedReg(ClientRule):
     summary: ClassVar[str] = "local steps that do not forget the global model"
     paper: ClassVar[str] = "Xu et al. 2022, arXiv:2203.02645"
     # Around the paper's 0.5 and 0.1.
-    spaces: ClassVar[Mapping[str, Space]] = {"gamma": uniform(0.25, 0.75), "eta_s": log(0.01, 1.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"gamma": uniform_range(0.25, 0.75), "eta_s": log_range(0.01, 1.0)}
     weights: ClassVar[Weights | None] = "uniform"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = (
@@ -70,7 +70,7 @@ class FedReg(ClientRule):
         other = next((rule.name for rule in whole.client if type(rule).moves is not ClientRule.moves), None)
         return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Refuses optimizers whose steps are not ``theta - eta g``, and inputs that cannot be moved."""
         run.need_numbers(self.name)
         if not run.training.plain_sgd:

@@ -28,14 +28,14 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch
-from unskew.models.spec import ModelSpec, mask_of
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, Sync, Tensors, Weights
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, uniform
+from unskew.models.spec import ModelSpec, slices_mask
+from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, SyncRule, Tensors, Weights
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, uniform_range
 
 
 @dataclass(frozen=True)
-class FedRep(ClientRule, Sync):
+class FedRep(ClientRule, SyncRule):
     """A shared body and a head per client.
 
     Attributes:
@@ -46,12 +46,12 @@ class FedRep(ClientRule, Sync):
     summary: ClassVar[str] = "a shared body and a head of each client's own"
     paper: ClassVar[str] = "Collins et al. 2021, arXiv:2102.07078"
     # Both the head and the body must move.
-    spaces: ClassVar[Mapping[str, Space]] = {"head_share": uniform(0.1, 0.9)}
+    spaces: ClassVar[Mapping[str, Space]] = {"head_share": uniform_range(0.1, 0.9)}
     weights: ClassVar[Weights | None] = "uniform"
 
     head_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """There is a body to be shared.
 
         Raises:
@@ -78,7 +78,7 @@ class FedRep(ClientRule, Sync):
 
     def begin(self, ctx: Context) -> Tensors:
         """Where the head lies in the vector, and how many steps train it."""
-        head = mask_of(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_global.device)
+        head = slices_mask(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_global.device)
         return {"head": head, "steps": torch.floor(self.head_share * ctx.steps + 0.5)}
 
     def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:

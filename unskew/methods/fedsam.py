@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FedSAM(ClientRule):
     summary: ClassVar[str] = "sharpness-aware local training"
     paper: ClassVar[str] = "Qu et al. 2022, arXiv:2206.02618"
     # FedCOG's text has 0.5 and its code 0.05; the paper's smallest is 0.01.
-    spaces: ClassVar[Mapping[str, Space]] = {"rho": log(0.01, 0.5)}
+    spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.01, 0.5)}
 
     rho: Annotated[float, Field(ge=0)] = 0.5
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from unskew.models.execution import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log, one_of
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range, one_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Moon(ClientRule):
     summary: ClassVar[str] = "contrast to the global and the previous local model"
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2103.16257"
     # The paper's grid of mu is 0.1, 1, 5, 10; FedCOG's comparison takes 0.01. That of the temperature is the paper's.
-    spaces: ClassVar[Mapping[str, Space]] = {"mu": log(0.01, 10.0), "temperature": one_of(0.1, 0.5, 1.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"mu": log_range(0.01, 10.0), "temperature": one_of(0.1, 0.5, 1.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
     tasks_reason: ClassVar[str] = "it compares one feature vector a sample"
 
@@ -58,7 +58,7 @@ class Moon(ClientRule):
     first: Literal["omit", "global"] = "omit"
     projection: Annotated[int, Field(ge=0)] = 256
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Without trained layers before the head there is nothing to contrast, which is told."""
         return run.told_without_body(self.name, "mu") if self.mu else ()
 

@@ -19,19 +19,19 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.data.federation import ArrayClients, cat_inputs
+from unskew.data.federation import ArrayClients, concatenate_inputs
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.data_preparation import NOWHERE, Prepared, Workspace
-from unskew.protocol.rules import DataRule, Method, Slices, Sync, Tensors
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.data_preparation import NOWHERE, PreparedData, Workspace
+from unskew.protocol.rules import DataRule, Method, Slices, SyncRule, Tensors
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.training_config import Training
 
 LARGEST = 4_000_000_000
 """Bytes that the models of all clients may take under ``local``, which keeps each of them."""
 
 
-def alone(name: str, whole: Method) -> str | None:
+def without_exchange(name: str, whole: Method) -> str | None:
     """Explain that a reference cannot be in a sum; None for the reference itself."""
     return f"{name} is a reference and is not combined with other methods." if len(whole.rules) > 1 else None
 
@@ -52,9 +52,9 @@ class Pooled(DataRule):
 
     def refuses(self, whole: Method) -> str | None:
         """Stand alone."""
-        return alone(self.name, whole)
+        return without_exchange(self.name, whole)
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Check that the clients' data can be brought together.
 
         Raises:
@@ -78,11 +78,11 @@ class Pooled(DataRule):
             "pooled brings the data of all clients together, which sites do not allow; simulate it instead."
         )
 
-    def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
+    def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """Replace all clients by one that holds their training data."""
         federation, sizes = prepared.federation, prepared.federation.sizes.tolist()
         clients = list(federation.clients)
-        x, y = cat_inputs([c.x for c in clients]), torch.cat([c.y for c in clients])
+        x, y = concatenate_inputs([c.x for c in clients]), torch.cat([c.y for c in clients])
         everything = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))
         pooled = replace(federation, clients=everything, client_names=(), kinds=None, told=None)
         steps = steps_per_round(prepared.training, sizes, self.participation)
@@ -115,7 +115,7 @@ def steps_per_round(training: Training, sizes: Sequence[int], participation: flo
 
 
 @dataclass(frozen=True)
-class Local(Sync):
+class Local(SyncRule):
     """Training of each client alone, without any exchange."""
 
     name: ClassVar[str] = "local"
@@ -124,9 +124,9 @@ class Local(Sync):
 
     def refuses(self, whole: Method) -> str | None:
         """Stand alone."""
-        return alone(self.name, whole)
+        return without_exchange(self.name, whole)
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Check that the models of all clients can be kept.
 
         Raises:

@@ -15,14 +15,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unskew import plugins
-from unskew.errors import ConfigError, MethodConflict, shown
-from unskew.option_parsing import build, check_finite, imported, options_of, own_object, read_options
+from unskew.errors import ConfigError, MethodConflictError, short_repr
+from unskew.option_parsing import (
+    build_from_options,
+    check_finite,
+    import_from_path,
+    import_own,
+    option_defaults,
+    parse_options,
+)
 from unskew.provenance import on_behalf_of
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method, Rule
 
-CATALOGUE: dict[str, str] = {
+METHODS: dict[str, str] = {
     "fedavg": "unskew.methods.fedavg:FedAvg",
     "fedavgm": "unskew.methods.fedavgm:FedAvgM",
     "fedadagrad": "unskew.methods.fedopt:FedAdagrad",
@@ -70,14 +77,14 @@ REFERENCES: dict[str, str] = {
 MethodLike: TypeAlias = "str | Rule | Method | Sequence[str | Rule | Method]"
 
 
-def check_name(name: str) -> None:
+def check_method_name(name: str) -> None:
     """Refuse a name that no method has, before PyTorch is loaded.
 
     Raises:
         ConfigError: It is none of the catalogue, no other package's, and no dotted path.
     """
-    if name not in CATALOGUE and name not in REFERENCES and "." not in name:
-        plugins.find(plugins.METHODS, "method", name, CATALOGUE)
+    if name not in METHODS and name not in REFERENCES and "." not in name:
+        plugins.find_plugin(plugins.METHODS, "method", name, METHODS)
 
 
 def rule_class(name: str) -> type[Rule]:
@@ -86,24 +93,24 @@ def rule_class(name: str) -> type[Rule]:
     Raises:
         ConfigError: There is no such method.
     """
-    check_name(name)
+    check_method_name(name)
     from unskew.protocol.rules import Rule
 
-    path = CATALOGUE.get(name) or REFERENCES.get(name)
+    path = METHODS.get(name) or REFERENCES.get(name)
     if path is None and "." not in name:
-        cls = plugins.find(plugins.METHODS, "method", name, CATALOGUE).load()
+        cls = plugins.find_plugin(plugins.METHODS, "method", name, METHODS).load()
     elif path is not None:
-        cls = own_object(path)
+        cls = import_own(path)
     else:
         with on_behalf_of(name):
-            cls = imported(":".join(name.rsplit(".", 1)), f"the method {str(name)!r}")
+            cls = import_from_path(":".join(name.rsplit(".", 1)), f"the method {str(name)!r}")
     if isinstance(cls, type) and issubclass(cls, Rule):
-        check_named(cls)
+        check_rule_name(cls)
         return cls
     raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
 
 
-def check_named(rule: Rule | type[Rule]) -> None:
+def check_rule_name(rule: Rule | type[Rule]) -> None:
     """Check that a rule, or a class of rules, has a name.
 
     Raises:
@@ -117,11 +124,11 @@ def check_named(rule: Rule | type[Rule]) -> None:
         )
 
 
-def slots_of(cls: type[Rule]) -> list[str]:
+def rule_slots(cls: type[Rule]) -> list[str]:
     """The slots that a method fills, in the order data, client, sync, server."""
-    from unskew.protocol.rules import ClientRule, DataRule, ServerRule, Sync
+    from unskew.protocol.rules import ClientRule, DataRule, ServerRule, SyncRule
 
-    kinds = {"data": DataRule, "client": ClientRule, "sync": Sync, "server": ServerRule}
+    kinds = {"data": DataRule, "client": ClientRule, "sync": SyncRule, "server": ServerRule}
     return [slot for slot, kind in kinds.items() if issubclass(cls, kind)]
 
 
@@ -134,11 +141,11 @@ def _split(text: str) -> tuple[str, str]:
     if colon and not rest:
         raise ConfigError(f"{text!r} ends with a colon; write {name}:option=value, or {name} alone.")
     name = name if "." in name else name.lower()
-    check_name(name)
+    check_method_name(name)
     return name, rest
 
 
-def check_names(spec: str) -> list[str]:
+def check_expression(spec: str) -> list[str]:
     """The methods of a sum, each with its options; all of them are known by name, which takes no PyTorch.
 
     Raises:
@@ -158,9 +165,9 @@ def check_names(spec: str) -> list[str]:
 def _parse_one(text: str) -> Method:
     name, rest = _split(text)
     cls = rule_class(name)
-    flags = [key for key, default in options_of(cls).items() if isinstance(default, bool)]  # fedals:auto
-    options = read_options(rest, ",", repr(text), f"{name}:option=value", flags)
-    return build(cls, options, name, f"{name}:").build()
+    flags = [key for key, default in option_defaults(cls).items() if isinstance(default, bool)]  # fedals:auto
+    options = parse_options(rest, ",", repr(text), f"{name}:option=value", flags)
+    return build_from_options(cls, options, name, f"{name}:").build()
 
 
 def method(spec: MethodLike, **options: object) -> Method:
@@ -183,18 +190,18 @@ def method(spec: MethodLike, **options: object) -> Method:
             return _with_options(spec, options)
     if isinstance(spec, str):
         with on_behalf_of(spec):
-            total = _add([_parse_one(text) for text in check_names(spec)])
+            total = _add([_parse_one(text) for text in check_expression(spec)])
         return dataclasses.replace(total, spelling=spec.replace(" ", ""))
     from unskew.protocol.rules import Method, Rule
 
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
-        check_named(spec)
+        check_rule_name(spec)
         check_finite(spec, spec.name)
-        return dataclasses.replace(spec.build(), spelling=spelled(spec))
+        return dataclasses.replace(spec.build(), spelling=join_expression(spec))
     if isinstance(spec, type) or not isinstance(spec, Sequence):
-        what = spec.__name__ if isinstance(spec, type) else shown(spec)
+        what = spec.__name__ if isinstance(spec, type) else short_repr(spec)
         raise ConfigError(
             f"{what} is not a method: give a name such as 'fedavg', or an instance of your rule, or a list."
         )
@@ -204,7 +211,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     return dataclasses.replace(_add(parts), spelling="+".join(p.spelling or p.name for p in parts))
 
 
-def spelled(rule: Rule) -> str:
+def join_expression(rule: Rule) -> str:
     """How a rule given in Python is written: its name, and the options that are not its class's defaults.
 
     >>> from unskew.methods.fedprox import FedProx
@@ -212,19 +219,21 @@ def spelled(rule: Rule) -> str:
     'fedprox:mu=0.5'
     """
     cls = type(rule)
-    name = next((n for n, path in CATALOGUE.items() if path == f"{cls.__module__}:{cls.__qualname__}"), rule.name)
-    defaults = options_of(cls)
-    values = {key: written(getattr(rule, key)) for key in defaults}
-    changed = {key: value for key, value in values.items() if value != written(defaults[key])}
+    name = next((n for n, path in METHODS.items() if path == f"{cls.__module__}:{cls.__qualname__}"), rule.name)
+    defaults = option_defaults(cls)
+    values = {key: rule_expression(getattr(rule, key)) for key in defaults}
+    changed = {key: value for key, value in values.items() if value != rule_expression(defaults[key])}
     # A class that is no dataclass keeps what it was given in attributes.
     changed |= {
-        key: written(value) for key, value in vars(rule).items() if key not in defaults and not hasattr(cls, key)
+        key: rule_expression(value)
+        for key, value in vars(rule).items()
+        if key not in defaults and not hasattr(cls, key)
     }
     options = ",".join(f"{key}={value}" for key, value in changed.items())
     return f"{name}:{options}" if options else name
 
 
-def written(value: object) -> str:
+def rule_expression(value: object) -> str:
     """An option's value as text; what no text can hold, such as a function or an array, by its name and a hash."""
     if value is None or isinstance(value, str | bool | int | float | enum.Enum):
         return str(value)
@@ -249,11 +258,11 @@ def written(value: object) -> str:
 def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
     if not isinstance(spec, str) or not re.fullmatch(r"[\w.-]+", spec):
         raise ConfigError(
-            f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {shown(spec)}."
+            f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {short_repr(spec)}."
         )
     name = spec if "." in spec else spec.lower()
-    rule = build(rule_class(name), options, name, f"{name}:")
-    spelled = ",".join(f"{key}={shown(value, str)}" for key, value in options.items())
+    rule = build_from_options(rule_class(name), options, name, f"{name}:")
+    spelled = ",".join(f"{key}={short_repr(value, str)}" for key, value in options.items())
     return dataclasses.replace(rule.build(), spelling=f"{spec}:{spelled}")
 
 
@@ -266,7 +275,7 @@ def _add(parts: Sequence[Method]) -> Method:
         for slot in ("sync", "server", "weights"):
             mine, theirs = getattr(total, slot), getattr(other, slot)
             if mine is not None and theirs is not None and mine != theirs:
-                raise MethodConflict(
+                raise MethodConflictError(
                     f"{total.name} and {other.name} both fill the slot {slot!r}, and differently; a sum can have only one."
                 )
             filled[slot] = mine if mine is not None else theirs
@@ -279,29 +288,29 @@ def _add(parts: Sequence[Method]) -> Method:
     slots = ([rule.name for rule in slot] for slot in (total.data, total.client))
     twice = next((n for names in slots for n in names if names.count(n) > 1), None)
     if twice is not None:
-        raise MethodConflict(f"{twice} appears twice in {total.name}; write it once with the options you want.")
+        raise MethodConflictError(f"{twice} appears twice in {total.name}; write it once with the options you want.")
     for part in (*total.data, *total.client, total.sync, total.server):
         reason = part.refuses(total) if part else None
         if reason is not None:
-            raise MethodConflict(reason)
+            raise MethodConflictError(reason)
     return total
 
 
-def own_diagnoses() -> list[str]:
+def own_diagnostics() -> list[str]:
     """Names that methods of the catalogue have for what they measure of themselves."""
     from unskew.protocol.rules import ServerRule
 
-    classes = [rule_class(name) for name in CATALOGUE]
+    classes = [rule_class(name) for name in METHODS]
     figures = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.figures]
     return sorted({figure.diagnosis for figure in figures if figure.diagnosis is not None})
 
 
-def describe() -> list[dict[str, Any]]:
+def describe_all() -> list[dict[str, Any]]:
     """Every method of the catalogue: name, slots, one line, options with their defaults, paper."""
-    return [described(name) for name in CATALOGUE]
+    return [describe_method(name) for name in METHODS]
 
 
-def described(name: str) -> dict[str, Any]:
+def describe_method(name: str) -> dict[str, Any]:
     """One method, as ``describe`` has it.
 
     Raises:
@@ -315,9 +324,9 @@ def described(name: str) -> dict[str, Any]:
         raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
     return {
         "name": name,
-        "slots": slots_of(cls),
+        "slots": rule_slots(cls),
         "summary": texts["summary"],
         "needs": needs,
-        "options": options_of(cls),
+        "options": option_defaults(cls),
         "paper": texts["paper"],
     }

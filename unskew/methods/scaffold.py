@@ -46,9 +46,9 @@ from torch import Tensor
 
 from unskew.methods.fedavg import FedAvg
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Scaffold(ClientRule):
     summary: ClassVar[str] = "control variates correct client drift"
     paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
     # The paper's theory asks for at least 1; its experiments take 1.
-    spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log(1.0, 3.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log_range(1.0, 3.0)}
     weights: ClassVar[Weights | None] = "uniform"
 
     option: Literal["I", "II"] = "II"
@@ -136,7 +136,7 @@ class Scaffold(ClientRule):
         ctx.upload["change"] = ctx.weight * (new - carry["c_k"])
         ctx.state["c"] = new
 
-    def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """``c = 0``; the weights of all clients together are needed for the mean over all of them."""
         return {"c": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 

@@ -29,17 +29,17 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import take
-from unskew.data.normalization import Normalisation
+from unskew.data.federation import take_rows
+from unskew.data.normalization import Normalization
 from unskew.errors import ConfigError
-from unskew.generators.virtual.gaussian import gaussian
+from unskew.generators.virtual.gaussian import gaussian_clusters
 from unskew.generators.virtual.style import style_images
 from unskew.models.execution import Batch, LossFn
-from unskew.protocol.data_preparation import Dealt, compact
-from unskew.protocol.federation_info import FederationFacts, Holdings
+from unskew.protocol.data_preparation import ServerPayload, smallest_integer_dtype
+from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, uniform
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -65,7 +65,7 @@ class VHL(DataRule, ClientRule):
     summary: ClassVar[str] = "features near those of a shared set of noise"
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
     # A decade to each side of the paper's 1.
-    spaces: ClassVar[Mapping[str, Space]] = {"lam": log(0.1, 10.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it aligns the features of each sample with the virtual samples of its one class"
 
@@ -77,7 +77,7 @@ class VHL(DataRule, ClientRule):
     virtual_batch: Whole = 128
     temperature: Annotated[float, Field(gt=0)] = 0.07
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Noise takes the place of numbers; the generator of images draws images.
 
         Raises:
@@ -91,21 +91,26 @@ class VHL(DataRule, ClientRule):
             )
         return ()
 
-    def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+    def deal(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """The virtual set, the same for every client, on the scale of the data and with a byte or two a label."""
         shape, classes = facts.shape, facts.classes
         y = torch.arange(self.per_class * classes) % classes
         key = torch.tensor(derive(seed, "virtual set"))
         x = (
-            gaussian(key, y, shape)
+            gaussian_clusters(key, y, shape)
             if self.source == "gaussian"
             else style_images(key, y, (shape[0], shape[1], shape[2]))
         )
-        return Dealt(common={"x": as_sent(x, facts.normalisation, facts.dtype), "y": compact(y, classes)})
+        return ServerPayload(
+            common={
+                "x": encode_virtual_set(x, facts.normalisation, facts.dtype),
+                "y": smallest_integer_dtype(y, classes),
+            }
+        )
 
-    def facts(self, data: Holdings) -> Tensors:
+    def facts(self, data: ClientDataView) -> Tensors:
         """What standardises inputs."""
-        factor, offset = normaliser(data.normalisation, data.client.x.dim() - 1)
+        factor, offset = virtual_normalizer(data.normalisation, data.client.x.dim() - 1)
         return {"factor": factor.to(data.like.device), "offset": offset.to(data.like.device)}
 
     def begin(self, ctx: Context) -> Tensors:
@@ -124,7 +129,7 @@ class VHL(DataRule, ClientRule):
 
         def homogenised(v: Tensor, batch: Batch) -> Tensor:
             at = (carry["start"] + batch.step * len(steps) + steps) % total
-            x = take(ctx.common["x"], at).to(v.dtype)
+            x = take_rows(ctx.common["x"], at).to(v.dtype)
             x = x * ctx.facts["factor"].to(v.dtype) + ctx.facts["offset"].to(v.dtype)
             y = ctx.common["y"][at].to(torch.int64)
             # The natural pass comes last: the model remembers one pass, for the rules around this one.
@@ -135,14 +140,14 @@ class VHL(DataRule, ClientRule):
             if lam:
                 z, anchor = ctx.model(v, batch.x, batch.track).features, seen.features.detach()
                 z, anchor = z.flatten(1).to(v.dtype), anchor.flatten(1).to(v.dtype)
-                distance = align(z, batch.y, anchor, y, self.temperature)
+                distance = alignment_loss(z, batch.y, anchor, y, self.temperature)
                 loss = loss + lam * (batch.step < aligned_steps).to(v.dtype) * distance
             return loss
 
         return homogenised
 
 
-def align(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def alignment_loss(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Supervised contrastive loss of anchors ``z [B, f]`` against the virtual features ``[V, f]``; a scalar."""
     cosines = F.normalize(z, dim=-1) @ F.normalize(virtual, dim=-1).T / temperature
     same = (y[:, None] == labels[None, :]).to(z.dtype)
@@ -151,22 +156,22 @@ def align(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temperature: fl
     return terms.sum() / (positives > 0).sum().clamp_min(1)
 
 
-def as_sent(x: Tensor, normalisation: Normalisation | None, dtype: torch.dtype) -> Tensor:
+def encode_virtual_set(x: Tensor, normalisation: Normalization | None, dtype: torch.dtype) -> Tensor:
     """Standardised inputs ``x [n, c, ...]`` on the scale of the data: pixels where these are 8-bit, else floats.
 
     Pixels that nothing normalises get the mean 1/2 and the deviation 1/4 of their range; other such data keep 0 and 1.
     """
     pixels = dtype == torch.uint8
     if normalisation is None and pixels:
-        normalisation = Normalisation((0.5,), (0.25,), 1 / 255)
+        normalisation = Normalization((0.5,), (0.25,), 1 / 255)
     if normalisation is not None:
-        factor, offset = normaliser(normalisation, x.dim() - 1)
+        factor, offset = virtual_normalizer(normalisation, x.dim() - 1)
         x = (x - offset) / factor
     x = x.round().clamp(0, 255).to(torch.uint8) if pixels else x.float()
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
-def normaliser(normalisation: Normalisation | None, dims: int) -> tuple[Tensor, Tensor]:
+def virtual_normalizer(normalisation: Normalization | None, dims: int) -> tuple[Tensor, Tensor]:
     """``factor`` and ``offset`` that standardise inputs with so many axes: ``x * factor + offset``, as engines do."""
     if normalisation is None:
         return torch.ones(()), torch.zeros(())

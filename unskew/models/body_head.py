@@ -57,10 +57,10 @@ def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[st
     ends = accumulate(sizes, initial=0)
     for name, (start, stop) in zip(names, pairwise(ends), strict=True):
         parts["head" if name.startswith(beginnings) else "body"].append(slice(start, stop))
-    return {part: list(joined(slices)) for part, slices in parts.items()}
+    return {part: list(merge_slices(slices)) for part, slices in parts.items()}
 
 
-def joined(slices: list[slice]) -> tuple[slice, ...]:
+def merge_slices(slices: list[slice]) -> tuple[slice, ...]:
     """Neighbouring slices as one.
 
     >>> joined([slice(4, 6), slice(0, 2), slice(2, 4)])

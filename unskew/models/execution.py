@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from unskew.errors import ConfigError, shown
-from unskew.models.keyed_dropout import Dropout, KeyStream
-from unskew.models.spec import ModelSpec, Output
+from unskew.errors import ConfigError, short_repr
+from unskew.models.keyed_dropout import KeyedDropout, KeyStream
+from unskew.models.spec import ModelOutput, ModelSpec
 
 
 class Batch(NamedTuple):
@@ -48,25 +48,25 @@ class Model(Protocol):
     b: Tensor
     loss: Tensor
 
-    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
+    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
         """Training-mode outputs at ``v``; ``track=False`` leaves the normalisation statistics as they were."""
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
         """The function ``(v, batch) -> gradient [d]`` of a loss; the loss itself is left in ``self.loss``."""
 
 
-class _Once:
+class _LastOutput:
     """Remembers the last output, so that rules which ask for the same pass share it and its graph."""
 
     def __init__(self) -> None:
         self.key: tuple[Tensor, Tensor, bool] | None = None
-        self.output: Output | None = None
+        self.output: ModelOutput | None = None
 
-    def get(self, v: Tensor, x: Tensor, track: bool) -> Output | None:
+    def get(self, v: Tensor, x: Tensor, track: bool) -> ModelOutput | None:
         key = self.key
         return self.output if key and key[0] is v and key[1] is x and key[2] is track else None
 
-    def put(self, v: Tensor, x: Tensor, track: bool, output: Output) -> Output:
+    def put(self, v: Tensor, x: Tensor, track: bool, output: ModelOutput) -> ModelOutput:
         self.key, self.output = (v, x, track), output
         return output
 
@@ -74,14 +74,14 @@ class _Once:
         self.key = self.output = None
 
 
-def one_number(loss: Tensor) -> Tensor:
+def check_scalar_loss(loss: Tensor) -> Tensor:
     """A loss of a batch.
 
     Raises:
         ConfigError: It is no tensor with one number.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+        what = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else short_repr(loss)
         raise ConfigError(f"The loss of a batch must be a tensor with one number, not {what}.")
     return loss
 
@@ -93,7 +93,9 @@ class BoundModel:
         self.spec = spec
         self.device = torch.device(device)
         self.module = spec.copied().to(self.device).train()
-        self.stream: KeyStream | None = next((m.stream for m in self.module.modules() if isinstance(m, Dropout)), None)
+        self.stream: KeyStream | None = next(
+            (m.stream for m in self.module.modules() if isinstance(m, KeyedDropout)), None
+        )
         self.leaf = spec.flatten().to(self.device).requires_grad_()
         self.b = spec.flatten_buffers().to(self.device)
         self.loss = torch.zeros((), device=self.device)
@@ -107,7 +109,7 @@ class BoundModel:
         self._counters = [(b, spec.counters[n].clone()) for n, b in self.module.named_buffers() if n in spec.counters]
         self._features = torch.empty(0)
         self.module.get_submodule(spec.head_name).register_forward_pre_hook(self._capture)
-        self._once = _Once()
+        self._once = _LastOutput()
         self._precision = spec.precision(self.device)
 
     def _capture(self, _module: object, args: tuple[Tensor, ...]) -> None:
@@ -128,7 +130,7 @@ class BoundModel:
         if self.module.training is not train:
             self.module.train(train)
 
-    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
+    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
         """Training-mode outputs at ``v``; only at the vector being differentiated do they cost no copy."""
         shared = self._once.get(v, x, track)
         if shared is not None:
@@ -137,22 +139,22 @@ class BoundModel:
             return self._once.put(v, x, track, self.spec.forward(v, self.b, x, train=True))
         before = None if track else self.b.clone()
         with self._precision:
-            output = Output(self.module(x).to(v.dtype), self._features)
+            output = ModelOutput(self.module(x).to(v.dtype), self._features)
         if before is not None:
             # .data, because a versioned write would make autograd refuse the statistics it saved but does not use.
             self.b.data.copy_(before)
         return self._once.put(v, x, track, output)
 
-    def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], Output]:
+    def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], ModelOutput]:
         """The model in eval mode at ``v, b``: a function of inputs, for evaluation without gradients."""
         self.leaf.data.copy_(v)
         self.b.copy_(b)
         self._switch(False)
 
-        def run(x: Tensor) -> Output:
+        def run(x: Tensor) -> ModelOutput:
             with torch.no_grad(), self._precision:
                 logits = self.module(x)
-            return Output(logits.to(v.dtype), self._features)
+            return ModelOutput(logits.to(v.dtype), self._features)
 
         return run
 
@@ -164,7 +166,7 @@ class BoundModel:
             if self.stream is not None:
                 self.stream.start(batch.key)
             self.leaf.data.copy_(v)
-            loss = one_number(loss_fn(self.leaf, batch))
+            loss = check_scalar_loss(loss_fn(self.leaf, batch))
             self.loss = loss.detach()
             # Joining the gradients afterwards costs a tenth of accumulating them into views of one flat tensor.
             inputs = [self.leaf, *self.parameters]
@@ -187,9 +189,9 @@ class FunctionalModel:
     def __init__(self, spec: ModelSpec, b: Tensor):
         self.spec, self.b = spec, b
         self.loss = torch.zeros(())
-        self._once = _Once()
+        self._once = _LastOutput()
 
-    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> Output:
+    def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
         """Training-mode outputs at ``v``."""
         shared = self._once.get(v, x, track)
         if shared is not None:
@@ -218,7 +220,7 @@ class FunctionalModel:
 
             def value(v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
                 self.b = before
-                loss = one_number(loss_fn(v, batch))
+                loss = check_scalar_loss(loss_fn(v, batch))
                 return loss, (loss.detach(), self.b)
 
             form = self.spec.together

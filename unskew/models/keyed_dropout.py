@@ -35,7 +35,7 @@ class KeyStream:
         return fold(self.key, self.calls)
 
 
-class Dropout(nn.Module):
+class KeyedDropout(nn.Module):
     """Zeroes each element with probability ``p`` and scales the rest by ``1 / (1 - p)``; identity in eval mode."""
 
     def __init__(self, p: float, stream: KeyStream):
@@ -57,13 +57,13 @@ class Dropout(nn.Module):
         return x * keep.to(x.dtype) * (1 / (1 - p))
 
 
-def exchange_dropout(module: nn.Module) -> KeyStream | None:
+def use_keyed_dropout(module: nn.Module) -> KeyStream | None:
     """Exchange every ``nn.Dropout`` inside ``module``; the stream they share, or None if there is none."""
     stream, exchanged = KeyStream(), False
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
-                setattr(parent, name, Dropout(child.p, stream).train(child.training))
+                setattr(parent, name, KeyedDropout(child.p, stream).train(child.training))
                 exchanged = True
     return stream if exchanged else None
 
@@ -72,7 +72,7 @@ def restore_dropout(module: nn.Module) -> None:
     """Exchange every keyed dropout inside ``module`` for ``nn.Dropout`` again, for a model that leaves unskew."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, Dropout):
+            if isinstance(child, KeyedDropout):
                 setattr(parent, name, nn.Dropout(child.p).train(child.training))
 
 
@@ -83,7 +83,7 @@ class FunctionalDropout(TorchFunctionMode):
         dropout: Holds the stream of keys; None leaves dropout alone.
     """
 
-    def __init__(self, dropout: Dropout | None):
+    def __init__(self, dropout: KeyedDropout | None):
         super().__init__()
         self.dropout = dropout
 

@@ -20,8 +20,8 @@ from itertools import accumulate, pairwise
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.body_head import joined
-from unskew.models.spec import ModelSpec, mask_of
+from unskew.models.body_head import merge_slices
+from unskew.models.spec import ModelSpec, slices_mask
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 EMBEDDINGS = "embeddings"
@@ -29,7 +29,7 @@ BRIDGE = re.compile(r"(^|\.)(shortcut|downsample|skip)(\.|$)")
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """One layer with what belongs to it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Group:
 
 
 @lru_cache(maxsize=16)
-def layer_groups(spec: ModelSpec) -> tuple[Group, ...]:
+def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     """The groups of a model in order of depth; together they hold every parameter and statistic once.
 
     A parameter that no forward pass uses joins the last group before the head.
@@ -81,10 +81,12 @@ def layer_groups(spec: ModelSpec) -> tuple[Group, ...]:
         for name, (start, stop) in zip(tensors, pairwise(ends), strict=True):
             place = owner.get(name.rpartition(".")[0])
             if place is None:
-                place = _near(name, spec, owner, rest)
+                place = _nearest_group(name, spec, owner, rest)
             target[place].append(slice(start, stop))
     return tuple(
-        Group(name, tuple(layers), joined(parameters[place]), joined(buffers[place]), name == EMBEDDINGS)
+        LayerGroup(
+            name, tuple(layers), merge_slices(parameters[place]), merge_slices(buffers[place]), name == EMBEDDINGS
+        )
         for place, (name, layers) in enumerate(zip(names, groups, strict=True))
     )
 
@@ -100,7 +102,7 @@ def _unit(name: str, spec: ModelSpec) -> str | None:
     return EMBEDDINGS if spec.used.index(name) < first else None
 
 
-def _near(name: str, spec: ModelSpec, owner: dict[str, int], rest: int) -> int:
+def _nearest_group(name: str, spec: ModelSpec, owner: dict[str, int], rest: int) -> int:
     """The group of a tensor whose module is no layer: that of the first layer inside the module, or else the one before it.
 
     So a class token goes with the embeddings around it, and statistics of a norm without weights with the layer before.
@@ -117,13 +119,13 @@ def _near(name: str, spec: ModelSpec, owner: dict[str, int], rest: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def slices_of(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, ...]:
+def parameter_slices(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, ...]:
     """The parameters of the groups that are wanted."""
     pairs = zip(layer_groups(spec), wanted, strict=True)
-    return joined([piece for group, is_wanted in pairs if is_wanted for piece in group.slices])
+    return merge_slices([piece for group, is_wanted in pairs if is_wanted for piece in group.slices])
 
 
-def split_at(groups: tuple[Group, ...], depth: int) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+def split_at_depth(groups: tuple[LayerGroup, ...], depth: int) -> tuple[tuple[LayerGroup, ...], tuple[LayerGroup, ...]]:
     """Body and head: the first ``depth`` groups, and the others; -1 stands for all but the last. Embeddings are not counted.
 
     Raises:
@@ -140,9 +142,9 @@ def split_at(groups: tuple[Group, ...], depth: int) -> tuple[tuple[Group, ...], 
 
 
 @lru_cache(maxsize=64)
-def _statistics_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Tensor:
-    v = mask_of([slice(*pair) for pair in edges], spec.size)
-    b = mask_of((), sum(spec.buffer_sizes))
+def _buffer_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Tensor:
+    v = slices_mask([slice(*pair) for pair in edges], spec.size)
+    b = slices_mask((), sum(spec.buffer_sizes))
     for group in layer_groups(spec):
         if all(bool(v[piece].all()) for piece in group.slices):
             for piece in group.buffers:
@@ -150,6 +152,6 @@ def _statistics_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Ten
     return b
 
 
-def statistics_mask(spec: ModelSpec, slices: Sequence[slice]) -> Tensor:
+def buffer_mask(spec: ModelSpec, slices: Sequence[slice]) -> Tensor:
     """The statistics that travel with slices of the parameters, boolean ``[m]``: those of layers that travel whole."""
-    return _statistics_mask(spec, tuple((piece.start, piece.stop) for piece in slices))
+    return _buffer_mask(spec, tuple((piece.start, piece.stop) for piece in slices))

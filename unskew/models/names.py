@@ -7,7 +7,7 @@ from collections.abc import Mapping
 HUB = "hf:"
 
 
-def named_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+def parse_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """Name and options of a model that is given as a mapping.
 
     Raises:

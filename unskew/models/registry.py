@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from unskew import plugins
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 from unskew.models.names import HUB
 from unskew.models.zoo.basic import MLP, VGG11, Logistic
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
@@ -24,7 +24,7 @@ from unskew.models.zoo.huggingface import hugging_face, resnet18, vit_b16
 from unskew.models.zoo.resnet import ResNet20
 from unskew.models.zoo.tabular import TableMLP
 from unskew.models.zoo.text import TextMLP
-from unskew.option_parsing import imported
+from unskew.option_parsing import import_from_path
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
 """What `resolve_model` accepts as a model."""
@@ -164,7 +164,7 @@ def _of_package(
 ) -> nn.Module:
     """A model that another package offers by this name."""
     try:
-        plugin = plugins.find(plugins.MODELS, "model", name, MODELS)
+        plugin = plugins.find_plugin(plugins.MODELS, "model", name, MODELS)
     except ConfigError as error:
         raise ConfigError(f"{error} A model of your own is written as 'package.module:factory'.") from None
     label = f"The model {name!r} of the package {plugin.package}"
@@ -215,7 +215,7 @@ def resolve_model(
         named = functools.partial(hugging_face, weights=model.removeprefix(HUB))
         return _call(f"The model {model!r}", named, shape, classes, options, task, categories)
     label = f"The factory {model!r}" if isinstance(model, str) else f"The factory {_name(model)!r}"
-    target = imported(model, f"the model {model!r}") if isinstance(model, str) else model
+    target = import_from_path(model, f"the model {model!r}") if isinstance(model, str) else model
     if isinstance(target, nn.Module):
         if options:
             raise ConfigError(
@@ -229,7 +229,9 @@ def resolve_model(
             f"but is {str(target)[:60]}."
         )
     if not callable(target):
-        raise ConfigError(f"A model is a name, a module, or a function that returns a module, but got {shown(target)}.")
+        raise ConfigError(
+            f"A model is a name, a module, or a function that returns a module, but got {short_repr(target)}."
+        )
     return _call(label, target, shape, classes, options, task, categories)
 
 

@@ -20,13 +20,13 @@ from torch.func import functional_call
 
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
-from unskew.models.keyed_dropout import exchange_dropout, restore_dropout
+from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
 
 if TYPE_CHECKING:
-    from unskew.models.grouped.context import Together
+    from unskew.models.grouped.context import GroupedModel
 
 
-class Output(NamedTuple):
+class ModelOutput(NamedTuple):
     """``logits [B, C]`` and the penultimate ``features [B, f]`` (the input of the head)."""
 
     logits: Tensor
@@ -86,13 +86,13 @@ class ModelSpec:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConfigError("The model has lazy layers without a shape; run it once on an example before giving it.")
         self.module = copy.deepcopy(module).to(dtype)
-        self.stream = exchange_dropout(self.module)
+        self.stream = use_keyed_dropout(self.module)
         self.shape, self.classes, self.dtype = tuple(shape), classes, dtype
         self.input_dtype = input_dtype or dtype
         self.integers = input_dtype == torch.int64
         self.autocast, self.per_token = autocast, per_token
         self.blocks: str | None = getattr(module, "blocks", None)
-        self.together: Together | None = None
+        self.together: GroupedModel | None = None
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():
@@ -218,7 +218,7 @@ class ModelSpec:
         """The context in which forward passes run."""
         return torch.autocast(device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
-    def forward(self, v: Tensor, b: Tensor | dict[str, Tensor], x: Tensor, train: bool = False) -> Output:
+    def forward(self, v: Tensor, b: Tensor | dict[str, Tensor], x: Tensor, train: bool = False) -> ModelOutput:
         """Run the model at ``v`` with statistics ``b`` on inputs ``x [B, ...]``.
 
         Args:
@@ -244,7 +244,7 @@ class ModelSpec:
                 logits = functional_call(self.module, tensors, (x,))
         finally:
             hook.remove()
-        return Output(logits.to(v.dtype), captured[-1])
+        return ModelOutput(logits.to(v.dtype), captured[-1])
 
     @cached_property
     def feature_shape(self) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ class ModelSpec:
         return f"ModelSpec(d={self.size}, body={self.size - head}, head={head}, buffers={sum(self.buffer_sizes)})"
 
 
-def mask_of(slices: Sequence[slice], size: int) -> Tensor:
+def slices_mask(slices: Sequence[slice], size: int) -> Tensor:
     """Boolean ``[d]``, true on the slices of a vector."""
     mask = torch.zeros(size, dtype=torch.bool)
     for piece in slices:

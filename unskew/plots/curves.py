@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from unskew.plots.figure import MARKERS, PALETTE, literal, new_figure, over_rounds, save_figure
-from unskew.tasks.primary_metric import SCORES, Metric, metric, score_of
+from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_figure, set_round_axis
+from unskew.tasks.primary_metric import SCORES, MetricInfo, metric_info, primary_metric_name
 
 NAME = 24
 """Characters of a client's name that a figure shows at most."""
 
 
-def convergence(
+def plot_convergence(
     runs: Mapping[str, Sequence[list[dict[str, Any]]]],
     path: Path,
-    objective: Metric | None = None,
+    objective: MetricInfo | None = None,
     without_traffic: Collection[str] = (),
 ) -> Path:
     """The objective (test loss, of a language model) against rounds and traffic, mean and standard deviation over seeds.
@@ -35,7 +35,7 @@ def convergence(
     """
     figure, ((left, right),) = new_figure(10, 4, columns=2)
     names = {name for histories in runs.values() for h in histories for row in h[:1] for name in row}
-    shown = objective or metric(score_of(names))
+    shown = objective or metric_info(primary_metric_name(names))
     name_of, factor, title = shown.name, 100 if shown.percent else 1, f"test {shown.title}"
     title = f"{title} (%)" if shown.percent else title
     if "perplexity" in names and shown.name in SCORES:
@@ -58,18 +58,18 @@ def convergence(
         for axis, x in ((left, rounds), (right, traffic)):
             if axis is right and name in without_traffic:
                 continue
-            axis.plot(x, mean, label=literal(name), linewidth=1.4, markersize=5, alpha=0.9, **style)
+            axis.plot(x, mean, label=literal_text(name), linewidth=1.4, markersize=5, alpha=0.9, **style)
             axis.fill_between(x, mean - spread, mean + spread, alpha=0.1, color=style["color"], linewidth=0)
-    over_rounds(left)
+    set_round_axis(left)
     right.set_xlabel("traffic, up and down (MB)")
     for axis in (left, right):
-        axis.set_ylabel(literal(title))
+        axis.set_ylabel(literal_text(title))
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
     return save_figure(figure, path)
 
 
-def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Sequence[float]) -> None:
+def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Sequence[float]) -> None:
     """A bar up for the coefficients above zero and one down for those below, per round.
 
     Args:
@@ -83,19 +83,19 @@ def signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Seque
     axis.bar(rounds, [-n for n in below], width, color="C3", label="below zero")
     axis.axhline(0, color="black", linewidth=0.6)
     axis.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    over_rounds(axis)
+    set_round_axis(axis)
     axis.set_ylabel("coefficients")
     axis.legend(frameon=False, fontsize=8)
 
 
-def sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
+def save_sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
     """``signs`` as a figure of its own."""
     figure, ((axis,),) = new_figure(6, 3.4)
-    signs(axis, rounds, above, below)
+    plot_signs(axis, rounds, above, below)
     return save_figure(figure, path)
 
 
-def clients_by_class(
+def plot_clients_by_class(
     counts: np.ndarray,
     class_names: Sequence[str],
     path: Path,
@@ -123,14 +123,16 @@ def clients_by_class(
     sizes = counts[client, label]
     axis.scatter(client, label, s=220 * sizes / max(1, counts.max()), alpha=0.75, linewidths=0)
     if client_names:
-        axis.set_xticks(range(len(shown)), [literal(client_names[k], NAME) for k in shown], rotation=90)
+        axis.set_xticks(range(len(shown)), [literal_text(client_names[k], NAME) for k in shown], rotation=90)
     else:
         ticks = np.arange(0, len(shown), max(1, len(shown) // 20))
         axis.set_xticks(ticks, [str(shown[t]) for t in ticks])
     step = max(1, counts.shape[1] // 40)
-    axis.set_yticks(range(0, counts.shape[1], step), [literal(name) for name in list(class_names)[::step]])
+    axis.set_yticks(range(0, counts.shape[1], step), [literal_text(name) for name in list(class_names)[::step]])
     axis.set_xlabel("client" + (f" ({len(shown)} of {total} shown)" if len(shown) < total else ""))
     axis.set_ylabel("class")
-    axis.set_title(literal(title) + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9)
+    axis.set_title(
+        literal_text(title) + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9
+    )
     axis.grid(alpha=0.25)
     return save_figure(figure, path)

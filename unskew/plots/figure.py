@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.filesystem import create, make_folder, temporary, write_atomic, writing
+from unskew.filesystem import create_file, disk_errors, make_folder, temporary_path, write_atomic
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 """Colours that colour-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and grey).
@@ -28,7 +28,7 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def over_rounds(axis: Any) -> None:
+def set_round_axis(axis: Any) -> None:
     """Communication rounds from left to right; ticks are whole numbers, as rounds are."""
     from matplotlib.ticker import MaxNLocator
 
@@ -36,7 +36,7 @@ def over_rounds(axis: Any) -> None:
     axis.set_xlabel("communication round")
 
 
-def literal(text: str, most: int | None = None) -> str:
+def literal_text(text: str, most: int | None = None) -> str:
     """A text that is shown as it is, without formulas, and cut to ``most`` characters.
 
     >>> literal("to $10", 3)
@@ -66,12 +66,12 @@ def check_place(path: Path) -> None:
     """
     check_ending(new_figure(1, 1)[0], path)
     made = make_folder(path.parent)
-    fresh = temporary(path)
+    fresh = temporary_path(path)
     try:
-        with writing(path):
+        with disk_errors(path):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "it is a folder")
-            create(fresh).close()
+            create_file(fresh).close()
             fresh.unlink()
     finally:
         for folder in made:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from unskew.plots.figure import literal, new_figure, save_figure
+from unskew.plots.figure import literal_text, new_figure, save_figure
 
 
-def images_by_class(
+def save_images_by_class(
     images: np.ndarray,
     labels: np.ndarray,
     classes: int,
@@ -30,21 +30,21 @@ def images_by_class(
         title: What is shown.
         columns: Largest number of images in a row.
     """
-    canvas = grid_by_class(images, labels, classes, columns)
+    canvas = make_image_grid(images, labels, classes, columns)
     row, height = canvas.shape[0] / classes, images.shape[2]
     figure, ((axis,),) = new_figure(5, 1 + 4 * canvas.shape[0] / canvas.shape[1])
     axis.imshow(canvas, interpolation="nearest")
     names = list(class_names) or [str(label) for label in range(classes)]
-    axis.set_yticks([label * row + height / 2 for label in range(classes)], [literal(name) for name in names])
+    axis.set_yticks([label * row + height / 2 for label in range(classes)], [literal_text(name) for name in names])
     axis.set_xticks([])
     axis.tick_params(length=0)
     for side in axis.spines.values():
         side.set_visible(False)
-    axis.set_title(literal(title), fontsize=9)
+    axis.set_title(literal_text(title), fontsize=9)
     return save_figure(figure, path)
 
 
-def grid_by_class(images: np.ndarray, labels: np.ndarray, classes: int, columns: int) -> np.ndarray:
+def make_image_grid(images: np.ndarray, labels: np.ndarray, classes: int, columns: int) -> np.ndarray:
     """A row of images per class, the first ones of each, as one image ``[rows, columns, 3]``; what is left is white.
 
     Three channels are colours; of any other number the mean is shown as grey. Images with several labels are in several rows.

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save
 
 from unskew.errors import DataError
 from unskew.filesystem import make_folder, write_atomic
-from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, changed
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, replace_fields
 
 
-def encode(tensors: Tensors) -> bytes:
+def encode_tensors(tensors: Tensors) -> bytes:
     """Tensors as safetensors; one that lies in the memory of another is written on its own."""
     seen: set[int] = set()
     whole: Tensors = {}
@@ -24,15 +24,15 @@ def encode(tensors: Tensors) -> bytes:
     return save(whole)
 
 
-def state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
+def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
     """Write a client's state; gives its place and its SHA-256."""
-    data = encode(tensors)
+    data = encode_tensors(tensors)
     make_folder(path.parent)
     write_atomic(path, data)
     return str(path), hashlib.sha256(data).hexdigest()
 
 
-def with_state(cast: Broadcast) -> Broadcast:
+def load_client_state(cast: Broadcast) -> Broadcast:
     """The broadcast with the client's state, if that lies in a file.
 
     Raises:
@@ -47,13 +47,13 @@ def with_state(cast: Broadcast) -> Broadcast:
             f"{os.uname().nodename} does not see {read if cast.kept[0] else write.parents[1]}, where clients keep things: "
             "put the run folder on a file system that all nodes share, or take ray.state=driver."
         )
-    return changed(cast, state=ClientState.of(load_file(read)) if cast.kept[0] else ClientState())
+    return replace_fields(cast, state=ClientState.of(load_file(read)) if cast.kept[0] else ClientState())
 
 
-def without_state(cast: Broadcast, update: Update) -> Update:
+def store_client_state(cast: Broadcast, update: Update) -> Update:
     """The update with the client's new state in its file; one that the server will not take in stays as it is."""
     if cast.kept is None or not update.is_finite():
         return update
     tensors = cast.state.updated(update.state).tensors()
-    kept = state_file(Path(cast.kept[1]), tensors) if tensors else None
-    return changed(update, state=ClientState(), kept=kept)
+    kept = write_state_file(Path(cast.kept[1]), tensors) if tensors else None
+    return replace_fields(update, state=ClientState(), kept=kept)

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from unskew.data.pixel_scaling import AS_THEY_ARE, Pixels
+from unskew.data.pixel_scaling import AS_THEY_ARE, PixelScaling
 from unskew.errors import ConfigError
 from unskew.models.execution import Model
 from unskew.models.spec import ModelSpec
@@ -17,7 +17,7 @@ from unskew.protocol.training_config import Training
 from unskew.tasks.base import Task
 
 
-class ReadOnly(dict[str, Tensor]):
+class ReadOnlyDict(dict[str, Tensor]):
     """What a rule may read now, but write in ``end`` and ``sends`` only: before, engines could not keep it alike."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -75,7 +75,7 @@ class Context:
     weight: Tensor
     facts: Tensors = field(default_factory=dict)
     common: Tensors = field(default_factory=dict)
-    pixels: Pixels = AS_THEY_ARE
+    pixels: PixelScaling = AS_THEY_ARE
     full_gradient: Tensor | None = None
     sent: Tensor | None = None
     received: Tensor | None = None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, joined_clients
-from unskew.protocol.federation_info import FederationFacts
-from unskew.protocol.messages import Tensors, bytes_of
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.messages import Tensors, num_bytes
 from unskew.protocol.training_config import Training
 
 
@@ -49,13 +49,13 @@ class Workspace:
 NOWHERE = Workspace()
 
 
-def compact(y: Tensor, classes: int) -> Tensor:
+def smallest_integer_dtype(y: Tensor, classes: int) -> Tensor:
     """Labels ``[n]`` as they are sent: in the smallest integers that hold them."""
     return y.to(torch.uint8 if classes <= 256 else torch.int16 if classes <= 1 << 15 else torch.int32)
 
 
 @dataclass(frozen=True)
-class Contributions:
+class ClientPayloads:
     """What clients send before the first round.
 
     Attributes:
@@ -70,7 +70,7 @@ class Contributions:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ServerPayload:
     """What the server sends before the first round.
 
     Attributes:
@@ -83,7 +83,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """What training begins with: the data as the clients then hold them, and the budget.
 
     Attributes:
@@ -105,13 +105,17 @@ class Prepared:
     traffic: tuple[tuple[int, tuple[int, int]], ...] = ()
 
     @property
-    def facts(self) -> FederationFacts:
+    def facts(self) -> FederationInfo:
         """What the server is told."""
-        return FederationFacts.of(self.federation, self.counted)
+        return FederationInfo.of(self.federation, self.counted)
 
     def received(
-        self, rule: str, made: Contributions, dealt: Dealt, receive: Callable[[ClientData, Tensors], ClientData]
-    ) -> Prepared:
+        self,
+        rule: str,
+        made: ClientPayloads,
+        dealt: ServerPayload,
+        receive: Callable[[ClientData, Tensors], ClientData],
+    ) -> PreparedData:
         """After ``made`` was sent to the server and ``dealt`` to the clients, who ``receive`` it; its bytes are counted.
 
         Args:
@@ -120,12 +124,12 @@ class Prepared:
             dealt: What went down.
             receive: From a client's data and its share to its new data.
         """
-        federation, everywhere = self.federation, bytes_of(dealt.common.values())
+        federation, everywhere = self.federation, num_bytes(dealt.common.values())
         if dealt.shares:
             clients = joined_clients([receive(c, dealt.shares[c.id]) for c in federation.clients])
             federation = replace(federation, clients=clients)
         cost = {
-            k: (bytes_of(made.sent.get(k, {}).values()), bytes_of(dealt.shares.get(k, {}).values()) + everywhere)
+            k: (num_bytes(made.sent.get(k, {}).values()), num_bytes(dealt.shares.get(k, {}).values()) + everywhere)
             for k in range(len(self.federation.clients))
         }
         return replace(
@@ -138,7 +142,7 @@ class Prepared:
             traffic=(*self.traffic, *cost.items()),
         )
 
-    def to(self, device: torch.device) -> Prepared:
+    def to(self, device: torch.device) -> PreparedData:
         """The same with its arrays on ``device``."""
         common = {rule: {name: t.to(device) for name, t in held.items()} for rule, held in self.common.items()}
         return replace(self, federation=self.federation.to(device), common=common)

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.federation import ClientData, Federation, take
-from unskew.data.normalization import Normalisation
+from unskew.data.federation import ClientData, Federation, take_rows
+from unskew.data.normalization import Normalization
 from unskew.seeding import generator
 from unskew.tasks.base import Task
 
 
 @dataclass(frozen=True)
-class FederationFacts:
+class FederationInfo:
     """What a server is told of a federation; it never looks at a client's samples.
 
     Attributes:
@@ -38,7 +38,7 @@ class FederationFacts:
     classes: int
     task: str
     dtype: torch.dtype
-    normalisation: Normalisation | None
+    normalisation: Normalization | None
     size: Callable[[int], int]
     class_counts: Callable[[], np.ndarray]
     sizes: Callable[[], np.ndarray]
@@ -53,13 +53,13 @@ class FederationFacts:
         return float(self.clients) if self.weights == "uniform" else float(self.sizes().sum())
 
     @staticmethod
-    def of(federation: Federation, counted: np.ndarray | None = None) -> FederationFacts:
+    def of(federation: Federation, counted: np.ndarray | None = None) -> FederationInfo:
         """Those of a federation; ``counted [K]`` is given where clients train on more than what counts."""
 
         def size(client: int) -> int:
             return federation.clients[client].examples if counted is None else int(counted[client])
 
-        return FederationFacts(
+        return FederationInfo(
             len(federation.clients),
             federation.shape,
             federation.classes,
@@ -73,7 +73,7 @@ class FederationFacts:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ClientDataView:
     """One client's data, as a rule may look at them once for all rounds.
 
     Attributes:
@@ -90,17 +90,17 @@ class Holdings:
     classes: int
     task: Task
     inputs: Callable[[Tensor], Tensor]
-    normalisation: Normalisation | None
+    normalisation: Normalization | None
     like: Tensor
     seed: int
 
     @staticmethod
     def of(
         federation: Federation, client: int, inputs: Callable[[Tensor], Tensor], like: Tensor, seed: int
-    ) -> Holdings:
+    ) -> ClientDataView:
         """Those of one client."""
         task, classes = federation.objective, federation.classes
-        return Holdings(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
+        return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
 
     def class_counts(self) -> Tensor:
         """The client's samples per class (per label, where a sample may have several), ``[C]``."""
@@ -118,7 +118,7 @@ class Holdings:
         for c in range(self.classes):
             rows = order[y[order] == c]
             if len(rows):
-                drawn.append(self.inputs(take(x, rows.repeat(-(-count // len(rows)))[:count].to(x.device))))
+                drawn.append(self.inputs(take_rows(x, rows.repeat(-(-count // len(rows)))[:count].to(x.device))))
             else:
                 drawn.append(self.inputs(x[:1]).new_zeros(count, *x.shape[1:]))
         return torch.stack(drawn)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, unknown_name
 
 EXAMPLES = {
     "constant": "constant",
@@ -31,7 +31,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """Factors of the learning rate.
 
     Attributes:
@@ -75,7 +75,7 @@ class Schedule:
         return 1.0
 
 
-def parse(text: str) -> Schedule:
+def parse_schedule(text: str) -> LRSchedule:
     """The schedule that a text means.
 
     Raises:
@@ -95,14 +95,14 @@ def parse(text: str) -> Schedule:
             "warmup:5+cosine."
         )
     kind, numbers = others[0] if others else ("constant", ())
-    return Schedule(kind, numbers, int(warmups[0][0]) if warmups else 0)
+    return LRSchedule(kind, numbers, int(warmups[0][0]) if warmups else 0)
 
 
 def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
     """Kind and numbers of one piece."""
     kind, colon, value = piece.partition(":")
     if kind not in EXAMPLES:
-        raise ConfigError(unknown("learning-rate schedule", kind, EXAMPLES))
+        raise ConfigError(unknown_name("learning-rate schedule", kind, EXAMPLES))
     try:
         numbers = tuple(float(number) for number in value.split(",")) if colon else ()
     except ValueError:

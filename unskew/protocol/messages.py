@@ -15,12 +15,12 @@ Slices = tuple[slice, ...]
 Record = TypeVar("Record")
 
 
-def finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether every element is finite. A sum shows any NaN or infinity, many times faster than a look at each."""
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
-def changed(record: Record, **fields: Any) -> Record:
+def replace_fields(record: Record, **fields: Any) -> Record:
     """The same with other values for some fields; ``dataclasses.replace`` takes ten times as long."""
     other = object.__new__(type(record))
     other.__dict__.update(record.__dict__, **fields)
@@ -49,14 +49,16 @@ class ClientState:
         return {
             **{name: t.contiguous() for name, t in own.items() if t is not None},
             **{f"optimizer/{name}": t.contiguous() for name, t in self.optimizer.items()},
-            **flat("rules", self.rules),
+            **flatten_records("rules", self.rules),
         }
 
     @staticmethod
     def of(tensors: Tensors) -> ClientState:
         """Inverse of ``tensors``."""
         optimizer = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
-        return ClientState(nested("rules", tensors), tensors.get("model"), tensors.get("statistics"), optimizer)
+        return ClientState(
+            unflatten_records("rules", tensors), tensors.get("model"), tensors.get("statistics"), optimizer
+        )
 
     def updated(self, newer: ClientState) -> ClientState:
         """This state with what ``newer`` holds in the place of what it held before."""
@@ -68,12 +70,12 @@ class ClientState:
         )
 
 
-def flat(kind: str, rules: dict[str, Tensors]) -> Tensors:
+def flatten_records(kind: str, rules: dict[str, Tensors]) -> Tensors:
     """``{rule: {name: tensor}}`` as ``{"kind/rule/name": tensor}``."""
     return {f"{kind}/{rule}/{name}": t.contiguous() for rule, ts in rules.items() for name, t in ts.items()}
 
 
-def nested(kind: str, tensors: Tensors) -> dict[str, Tensors]:
+def unflatten_records(kind: str, tensors: Tensors) -> dict[str, Tensors]:
     """Inverse of ``flat``; what is of another kind is passed over."""
     rules: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
@@ -83,7 +85,7 @@ def nested(kind: str, tensors: Tensors) -> dict[str, Tensors]:
     return rules
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of some tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -172,7 +174,7 @@ class Update:
     def is_finite(self) -> bool:
         """Whether every number is finite, of what is sent and of what would stay at the client."""
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
-        return all(map(finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
+        return all(map(is_finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
     def fields(self) -> dict[str, Any]:
         """What it has beside tensors; JSON."""
@@ -185,7 +187,7 @@ class Update:
         named = {
             **single,
             **{name: t for name, t in known.items() if t is not None},
-            **flat("upload", self.upload),
+            **flatten_records("upload", self.upload),
             **{f"report/{name}": t for name, t in self.report.items()},
             **{f"state/{name}": t for name, t in self.state.tensors().items()},
         }
@@ -202,7 +204,7 @@ class Update:
         return Update(
             delta=held.get("delta", none),
             buffers=held.get("buffers", none),
-            upload=nested("upload", held),
+            upload=unflatten_records("upload", held),
             state=ClientState.of(state),
             report=report,
             start=held.get("start"),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from unskew.data.federation import ClientData
-from unskew.errors import ConfigError, shown
-from unskew.protocol.data_preparation import Contributions, Dealt, Prepared
+from unskew.errors import ConfigError, short_repr
+from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload
 
 Check = Callable[[Any, tuple[Any, ...]], bool]
 
@@ -54,11 +54,11 @@ def _travels(value: Any, _: object) -> bool:
 
 
 def _contributed(value: Any, _: object) -> bool:
-    return isinstance(value, Contributions) and _by_client(value.sent) and isinstance(value.about, dict)
+    return isinstance(value, ClientPayloads) and _by_client(value.sent) and isinstance(value.about, dict)
 
 
 def _dealt(value: Any, _: object) -> bool:
-    return isinstance(value, Dealt) and _by_client(value.shares) and _tensors(value.common)
+    return isinstance(value, ServerPayload) and _by_client(value.shares) and _tensors(value.common)
 
 
 TENSORS = ("a dictionary of tensors by name", _tensors)
@@ -74,10 +74,10 @@ RETURNS: dict[str, tuple[str, Check]] = {
     "evaluated": ("a model like state['v']", lambda value, given: _like(value, given[0]["v"])),
     "travels": ("a pair of tuples of slices, to download and to upload", _travels),
     "own": ("a tuple of slices", _slices),
-    "contribute": ("unskew.protocol.data_preparation.Contributions with tensors by client", _contributed),
-    "deal": ("unskew.protocol.data_preparation.Dealt with tensors by client", _dealt),
+    "contribute": ("unskew.protocol.data_preparation.ClientPayloads with tensors by client", _contributed),
+    "deal": ("unskew.protocol.data_preparation.ServerPayload with tensors by client", _dealt),
     "receive": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
-    "prepare": ("a Prepared", lambda value, _: isinstance(value, Prepared)),
+    "prepare": ("a Prepared", lambda value, _: isinstance(value, PreparedData)),
     "of_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "contribute")),
     "refuses": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
     "buffer": ("None or a whole number of updates from 1", lambda value, _: isinstance(value, int | None)),
@@ -87,7 +87,7 @@ WRITES = ("end", "sends")
 """Hooks that may write to ``ctx.state`` and ``ctx.upload``."""
 
 
-def checked(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the hook of a rule, so that a wrong return value raises an error.
 
     Args:
@@ -110,7 +110,7 @@ def checked(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
         given = (*arguments, *named.values())
         if valid is not None and not valid(value, given):
-            raise ConfigError(f"{rule.name}.{hook} must return {described}, not {shown(value)[:200]}.")
+            raise ConfigError(f"{rule.name}.{hook} must return {described}, not {short_repr(value)[:200]}.")
         if hook in WRITES:
             for place in ("state", "upload"):
                 if not _tensors(getattr(given[0], place)):
@@ -123,7 +123,7 @@ def checked(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def check_hooks(cls: type, base: str) -> None:
+def wrap_hooks(cls: type, base: str) -> None:
     """Wrap the hooks that a new class of rules implements, itself or by a mixin.
 
     Args:
@@ -133,4 +133,4 @@ def check_hooks(cls: type, base: str) -> None:
     for hook in (*RETURNS, *WRITES, "loss", "gradient"):
         function = getattr(cls, hook, None)
         if isinstance(function, FunctionType) and function.__module__ != base and not hasattr(function, "checks"):
-            setattr(cls, hook, checked(hook, function))
+            setattr(cls, hook, checked_hook(hook, function))

@@ -21,12 +21,12 @@ from unskew.data.federation import ClientData
 from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context as Context
-from unskew.protocol.data_preparation import NOWHERE, Contributions, Dealt, Prepared, Workspace
-from unskew.protocol.federation_info import FederationFacts, Holdings
+from unskew.protocol.data_preparation import NOWHERE, ClientPayloads, PreparedData, ServerPayload, Workspace
+from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
-from unskew.protocol.returns import check_hooks
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.returns import wrap_hooks
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space
 from unskew.protocol.updates import Updates as Updates
 
@@ -34,7 +34,7 @@ Weights = Literal["samples", "uniform"]
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricSpec:
     """One of a rule's own figures that the summary of a run repeats.
 
     Attributes:
@@ -70,7 +70,7 @@ class Rule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        check_hooks(cls, __name__)
+        wrap_hooks(cls, __name__)
 
     def build(self) -> Method:
         """The method made of this rule alone; a rule that fills several slots fills them all."""
@@ -78,7 +78,7 @@ class Rule:
             name=self.name,
             data=(self,) if isinstance(self, DataRule) else (),
             client=(self,) if isinstance(self, ClientRule) else (),
-            sync=self if isinstance(self, Sync) else None,
+            sync=self if isinstance(self, SyncRule) else None,
             server=self if isinstance(self, ServerRule) else None,
             weights=self.weights,
         )
@@ -87,7 +87,7 @@ class Rule:
         """Why this rule cannot be in the sum ``whole``, as a sentence, if it cannot."""
         return None
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Refuse a run that the rule does not fit, before anything is trained; ``run`` helps with what is often needed.
 
         Returns:
@@ -106,9 +106,9 @@ class DataRule(Rule):
     makes: bool = False
     """Whether the first step takes long and makes what another run may be given."""
 
-    def contribute(self, prepared: Prepared, seed: int, workspace: Workspace) -> Contributions:
+    def contribute(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         """At the clients: what each client of ``prepared.federation`` sends to the server."""
-        return Contributions()
+        return ClientPayloads()
 
     def of_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
         """The rule as ``client`` carries out ``contribute`` with its data alone; None if it sends nothing.
@@ -123,24 +123,24 @@ class DataRule(Rule):
         """
         return self
 
-    def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+    def deal(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """At the server: what each client is sent, of all that was ``sent``."""
-        return Dealt()
+        return ServerPayload()
 
     def receive(self, client: ClientData, share: Tensors) -> ClientData:
         """At a client: its data after its share has come."""
         return client
 
-    def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
+    def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """The three steps for all clients, with what they cost; works in ``workspace``."""
         made = self.contribute(prepared, seed, workspace)
         return prepared.received(self.name, made, self.deal(made.sent, prepared.facts, seed), self.receive)
 
 
-class HasServerHalf(Rule):
+class WithServerHalf(Rule):
     """A rule at clients that may keep something at the server, too."""
 
-    def server_init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """State of the rule's server half."""
         return {}
 
@@ -153,7 +153,7 @@ class HasServerHalf(Rule):
         return state
 
 
-class ClientRule(HasServerHalf):
+class ClientRule(WithServerHalf):
     """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
 
     sends_model: ClassVar[bool] = True
@@ -163,7 +163,7 @@ class ClientRule(HasServerHalf):
         """Change the model before training (a projection head): the new model and the name of its head."""
         return module, head
 
-    def facts(self, data: Holdings) -> Tensors:
+    def facts(self, data: ClientDataView) -> Tensors:
         """What the rule needs to know of a client's data; read as ``ctx.facts``."""
         return {}
 
@@ -206,7 +206,7 @@ class ClientRule(HasServerHalf):
         return None
 
 
-class Sync(HasServerHalf):
+class SyncRule(WithServerHalf):
     """``sync`` slot: which slices of the model travel; the others stay at the client.
 
     Normalisation statistics travel with the layer before them.
@@ -230,7 +230,7 @@ class Sync(HasServerHalf):
         """Slices that are each client's own for good: its personal model is the global one with its values there."""
         return ()
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Slices of several rounds do not belong together, so updates must come in their round."""
         run.need_no_delays(self.name)
         return ()
@@ -242,14 +242,14 @@ class ServerRule(Rule):
     steps_without: ClassVar[Literal["updates", "clients"] | None] = None
     """``updates``: ``step`` is also called in rounds without any; ``clients``: no client takes part at all."""
 
-    figures: ClassVar[tuple[Figure, ...]] = ()
+    figures: ClassVar[tuple[MetricSpec, ...]] = ()
     """Those of its figures that the summary of a run repeats."""
 
     def buffer(self) -> int | None:
         """Updates that the core collects, over rounds if need be, before it calls ``step``; None: those of a round."""
         return None
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Server state before the first round; holds at least ``"v"``."""
         return {"v": v}
 
@@ -285,7 +285,7 @@ class Method:
     name: str
     data: tuple[DataRule, ...] = ()
     client: tuple[ClientRule, ...] = ()
-    sync: Sync | None = None
+    sync: SyncRule | None = None
     server: ServerRule | None = None
     weights: Weights | None = None
     spelling: str = field(default="")

@@ -15,7 +15,7 @@ from unskew.protocol.training_config import Training
 
 
 @dataclass(frozen=True)
-class Proposed:
+class PreRunContext:
     """What is about to be run; its methods raise a ``ConfigError`` for what a rule cannot do without.
 
     Attributes:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 from unskew.provenance import on_behalf_of
 
 
 @dataclass(frozen=True)
-class Range:
+class RangeSpace:
     """All numbers from ``low`` to ``high``, both included.
 
     Attributes:
@@ -32,7 +32,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CategoricalSpace:
     """One of some values; of a single one, which is then fixed."""
 
     values: tuple[Any, ...]
@@ -41,22 +41,22 @@ class Choice:
         return "|".join(map(str, self.values))
 
 
-Space: TypeAlias = Range | Choice
+Space: TypeAlias = RangeSpace | CategoricalSpace
 
 
-def log(low: float, high: float) -> Range:
+def log_range(low: float, high: float) -> RangeSpace:
     """A range where a factor counts: 0.01 to 0.1 is as wide as 0.1 to 1."""
-    return Range(low, high, log=True, whole=isinstance(low, int) and isinstance(high, int))
+    return RangeSpace(low, high, log=True, whole=isinstance(low, int) and isinstance(high, int))
 
 
-def uniform(low: float, high: float) -> Range:
+def uniform_range(low: float, high: float) -> RangeSpace:
     """A range where a difference counts."""
-    return Range(low, high, whole=isinstance(low, int) and isinstance(high, int))
+    return RangeSpace(low, high, whole=isinstance(low, int) and isinstance(high, int))
 
 
-def one_of(*values: Any) -> Choice:
+def one_of(*values: Any) -> CategoricalSpace:
     """A choice, as of a paper's grid."""
-    return Choice(values)
+    return CategoricalSpace(values)
 
 
 def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
@@ -71,23 +71,25 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
     Raises:
         ConfigError: It is none of these, or the option does not take what is in it.
     """
-    space = value if isinstance(value, Range | Choice) else _range(value) or Choice(_values(value))
-    ends = (space.low, space.high) if isinstance(space, Range) else space.values
+    space = (
+        value if isinstance(value, RangeSpace | CategoricalSpace) else _range(value) or CategoricalSpace(_values(value))
+    )
+    ends = (space.low, space.high) if isinstance(space, RangeSpace) else space.values
     if not ends:
         raise ConfigError(f"The space of {name} is empty; write for instance {name}=0.001:0.3:log or {name}=1|2|4.")
     with on_behalf_of(value):  # the pieces of a text have no mark of the file that it comes from
         for one in ends:
             check(one)
-    if isinstance(space, Choice):
+    if isinstance(space, CategoricalSpace):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
         raise ConfigError(f"The space {name}={space} is no range: the first number must be below the second.")
     if space.log and space.low <= 0:
         raise ConfigError(f"The space {name}={space} is logarithmic, so it must begin above 0.")
-    return Range(space.low, space.high, space.log, _wholes_only(space, check))
+    return RangeSpace(space.low, space.high, space.log, _wholes_only(space, check))
 
 
-def _wholes_only(space: Range, check: Callable[[Any], None]) -> bool:
+def _wholes_only(space: RangeSpace, check: Callable[[Any], None]) -> bool:
     """Whether the option takes whole numbers only: it then refuses what lies between two of them."""
     if not (float(space.low).is_integer() and float(space.high).is_integer()):
         return False
@@ -104,21 +106,21 @@ def _number(text: Any) -> float:
     return int(number) if isinstance(text, int) or (isinstance(text, str) and text.strip().isdigit()) else number
 
 
-def _range(value: object) -> Range | None:
+def _range(value: object) -> RangeSpace | None:
     """The range that a text or a mapping means; None if it is none."""
     if isinstance(value, Mapping):
         if not {"low", "high"} <= set(value) <= {"low", "high", "log"}:
-            raise ConfigError(f"A range is a mapping of low, high and perhaps log, not {shown(value)}.")
+            raise ConfigError(f"A range is a mapping of low, high and perhaps log, not {short_repr(value)}.")
         pieces: list[Any] = [value["low"], value["high"], *(["log"] if value.get("log") else [])]
     else:
         pieces = value.split(":") if isinstance(value, str) else []
     if len(pieces) not in (2, 3) or (len(pieces) == 3 and str(pieces[2]).strip() != "log"):
         return None
     try:
-        return Range(_number(pieces[0]), _number(pieces[1]), len(pieces) == 3)
+        return RangeSpace(_number(pieces[0]), _number(pieces[1]), len(pieces) == 3)
     except (TypeError, ValueError):
         if isinstance(value, Mapping):
-            raise ConfigError(f"low and high of a range are numbers, not in {shown(value)}.") from None
+            raise ConfigError(f"low and high of a range are numbers, not in {short_repr(value)}.") from None
         return None
 
 

@@ -12,9 +12,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ServerRule, Tensors
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.run_context import PreRunContext
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TrainsAtServer(ServerRule):
         }
         return {name: value for name, value in asked.items() if value is not None}
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Labels of the clients' classes, and one budget."""
         self.check_budget()
         run.need_own_task(self.name)
@@ -63,7 +63,7 @@ class TrainsAtServer(ServerRule):
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(f"{self.name} is given both epochs and steps; give one of them.")
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """The model, and no training yet."""
         return {"v": v, "loss": torch.tensor(math.nan)}
 

@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from unskew.data.federation import ServerData
-from unskew.data.pixel_scaling import Pixels
+from unskew.data.pixel_scaling import PixelScaling
 from unskew.models.execution import Batch, GradFn, LossFn, Model
-from unskew.models.spec import ModelSpec, Output
+from unskew.models.spec import ModelOutput, ModelSpec
 from unskew.tasks.base import Task
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model ``v [d]`` with its statistics ``b [m]`` after training, and the mean loss on the way."""
 
     v: Tensor
@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Witness:
+class ReferenceSamples:
     """Stored samples of the clients' task to measure with, never to learn from."""
 
     x: Tensor
@@ -61,13 +61,13 @@ class ServerTraining(Protocol):
     own: Task
     cohort: int
     weights: Literal["samples", "uniform"]
-    witness: Witness | None
+    witness: ReferenceSamples | None
 
     @property
     def spec(self) -> ModelSpec:
         """The model's layout."""
 
-    pixels: Pixels
+    pixels: PixelScaling
 
     @property
     def model(self) -> Model:
@@ -100,7 +100,7 @@ class ServerTraining(Protocol):
             train: Training mode, which moves the statistics ``model.b``; or eval mode, which reads them.
         """
 
-    def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> Output:
+    def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
         """The model's outputs for all of the stored samples ``x``, in eval mode and without gradient."""
 
     def train(
@@ -116,7 +116,7 @@ class ServerTraining(Protocol):
         ready: bool = False,
         after: Callable[[Tensor], Tensor] | None = None,
         **changes: Any,
-    ) -> Trained:
+    ) -> TrainedModel:
         """Train a model as a client would, by default on the server's data.
 
         Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from unskew.protocol.lr_schedule import Schedule, parse
+from unskew.protocol.lr_schedule import LRSchedule, parse_schedule
 
 Buffers = Literal["average", "local", "reset"]
 """Normalisation statistics: averaged like parameters, kept at each client, or begun anew in every round."""
@@ -55,14 +55,14 @@ class Training:
         return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip is None
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> LRSchedule:
         """How the learning rate changes."""
         return _parsed(self.lr_schedule)
 
     @property
     def scheduled(self) -> bool:
         """Whether the learning rate changes at all."""
-        return self.schedule != Schedule()
+        return self.schedule != LRSchedule()
 
     def rate(self, round: int, step: int | None = None) -> float:
         """The learning rate in force.
@@ -102,4 +102,4 @@ class Training:
         return [slice(s, min(s + size, examples)) for s in range(0, examples if keep_rest else whole, size)]
 
 
-_parsed = lru_cache(maxsize=16)(parse)
+_parsed = lru_cache(maxsize=16)(parse_schedule)

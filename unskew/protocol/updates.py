@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import Tensors, Update, flat, nested
+from unskew.protocol.messages import Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.server_training import ServerTraining
 
 Masks = tuple[Tensor, Tensor]
@@ -25,14 +25,14 @@ def same_masks(one: Masks | None, other: Masks | None) -> bool:
     return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
-def whole_masks(masks: Masks | None, update: Update) -> Masks:
+def full_masks(masks: Masks | None, update: Update) -> Masks:
     """Return the masks, or masks that select every entry of ``update`` if there are none."""
     if masks is not None:
         return masks
     return torch.ones_like(update.delta, dtype=torch.bool), torch.ones_like(update.buffers, dtype=torch.bool)
 
 
-def positive(weights: Tensor) -> Tensor:
+def nonzero_divisors(weights: Tensor) -> Tensor:
     """Return the weights with 1 instead of 0, as divisors of sums that are zero there."""
     return torch.where(weights > 0, weights, torch.ones_like(weights))
 
@@ -96,10 +96,10 @@ class Aggregate:
         if self.entries is None or self._sent_buffers is None:
             if same_masks(self.sent, sent):
                 return
-            model, statistics = whole_masks(self.sent, update)
+            model, statistics = full_masks(self.sent, update)
             self.entries = model.to(update.delta) * self.weight, statistics.to(update.buffers) * self.weight
             self._sent_buffers = self._buffers * statistics
-        model, statistics = whole_masks(sent, update)
+        model, statistics = full_masks(sent, update)
         self.entries[0].add_(model.to(update.delta), alpha=update.weight)
         self.entries[1].add_(statistics.to(update.buffers), alpha=update.weight)
         self._sent_buffers.add_(update.buffers * statistics, alpha=update.weight)
@@ -109,14 +109,14 @@ class Aggregate:
     def delta(self) -> Tensor:
         """The weighted mean of the updates, ``[d]``; zero in entries that no update contains."""
         assert self._delta is not None, "an aggregate of no update has no mean"
-        return self._delta / (self.weight if self.entries is None else positive(self.entries[0]))
+        return self._delta / (self.weight if self.entries is None else nonzero_divisors(self.entries[0]))
 
     @property
     def buffers(self) -> Tensor:
         """The weighted mean of the statistics that clients send, ``[m]``."""
         if self.entries is None or self._sent_buffers is None:
             return self.all_buffers
-        return self._sent_buffers / positive(self.entries[1])
+        return self._sent_buffers / nonzero_divisors(self.entries[1])
 
     @property
     def all_buffers(self) -> Tensor:
@@ -139,7 +139,7 @@ class Aggregate:
         }
         for name, both in (("sent", self.sent), ("entries", self.entries)):
             sums |= {} if both is None else {name: both[0], f"{name}_b": both[1]}
-        return {**{name: t for name, t in sums.items() if t is not None}, **flat("upload", self.upload)}
+        return {**{name: t for name, t in sums.items() if t is not None}, **flatten_records("upload", self.upload)}
 
     def restore(self, tensors: Tensors, count: int, weight: float, examples: int) -> None:
         """Put back what ``tensors`` gave, and the three counts."""
@@ -148,7 +148,7 @@ class Aggregate:
         self._sent_buffers = tensors.get("sent_buffers")
         self.sent = (tensors["sent"], tensors["sent_b"]) if "sent" in tensors else None
         self.entries = (tensors["entries"], tensors["entries_b"]) if "entries" in tensors else None
-        self.upload = nested("upload", tensors)
+        self.upload = unflatten_records("upload", tensors)
 
 
 class Updates:

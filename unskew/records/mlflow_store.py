@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.filesystem import waiting_for
+from unskew.filesystem import file_lock
 
 NAME = "mlflow.db"
 PATIENCE = 120.0
 """Seconds to wait for another run that makes the database, which takes some seconds."""
 
 
-def opened(folder: Path) -> Any:
+def open_client(folder: Path) -> Any:
     """A client of the database in ``folder``, which is made if it is not there.
 
     It is made under another name and then renamed, so a process that is killed meanwhile leaves nothing half-made. A database
@@ -35,19 +35,19 @@ def opened(folder: Path) -> Any:
         raise ConfigError(f"MLflow cannot keep a database in {folder}: a path with '?' or '%' is none for it.")
     from mlflow import MlflowClient
 
-    with waiting_for(folder / ".mlflow.lock", PATIENCE), unpooled():
-        if not whole(path):
-            put_aside(path)
-            make(path)
-        return MlflowClient(address(path))
+    with file_lock(folder / ".mlflow.lock", PATIENCE), without_connection_pool():
+        if not is_complete_database(path):
+            move_aside(path)
+            create_database(path)
+        return MlflowClient(database_uri(path))
 
 
-def address(path: Path) -> str:
+def database_uri(path: Path) -> str:
     """How MLflow names a database."""
     return f"sqlite:///{path}"
 
 
-def whole(path: Path) -> bool:
+def is_complete_database(path: Path) -> bool:
     """Whether ``path`` is a database of MLflow whose making came to its end, which is when it has its first experiment."""
     if not path.is_file():
         return False
@@ -61,7 +61,7 @@ def whole(path: Path) -> bool:
         return False
 
 
-def put_aside(path: Path) -> None:
+def move_aside(path: Path) -> None:
     """Keep a database that is not whole under another name, with what SQLite keeps beside it."""
     for end in ("", "-journal", "-wal", "-shm"):
         beside = path.with_name(path.name + end)
@@ -69,7 +69,7 @@ def put_aside(path: Path) -> None:
             os.replace(beside, path.with_name("mlflow-damaged.db" + end))
 
 
-def make(path: Path) -> None:
+def create_database(path: Path) -> None:
     """Make the database."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -78,14 +78,14 @@ def make(path: Path) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        store(address(fresh / path.name), str(fresh))
+        store(database_uri(fresh / path.name), str(fresh))
         os.replace(fresh / path.name, path)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 @contextmanager
-def unpooled() -> Iterator[None]:
+def without_connection_pool() -> Iterator[None]:
     """Within, MLflow opens databases and keeps no connections: one to a file that was replaced would write into nowhere."""
     name = "MLFLOW_SQLALCHEMYSTORE_POOLCLASS"
     before = os.environ.get(name)

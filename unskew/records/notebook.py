@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def with_std(value: float | None, std: float | None = None, factor: float = 1.0) -> str:
+def format_mean_std(value: float | None, std: float | None = None, factor: float = 1.0) -> str:
     """Format a number with its standard deviation, or a dash if it is not known.
 
     >>> with_std(0.81234, 0.01), with_std(2_500_000, factor=1e-6), with_std(None)
@@ -30,7 +30,7 @@ def html_table(rows: Sequence[Mapping[str, object]]) -> str:
     return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def data_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def to_data_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return rows as a data frame.
 
     Raises:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import CheckpointError
-from unskew.filesystem import append, from_json, open_to_append, write_atomic, writing
-from unskew.tasks.primary_metric import Metric, metric, score_of
+from unskew.filesystem import append_text, disk_errors, open_to_append, parse_json, write_atomic
+from unskew.tasks.primary_metric import MetricInfo, metric_info, primary_metric_name
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class Callback:
         """Called at the end of the run with a copy of ``summary.json``; not after an error or an interruption."""
 
 
-def hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
+def callback_hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
     """Return the hooks of a name that callbacks define themselves; objects of other classes need not have all."""
     found = [getattr(callback, name, None) for callback in callbacks]
     return [
@@ -69,16 +69,16 @@ def hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]
     ]
 
 
-def warn(callbacks: Sequence[Callback], text: str) -> None:
+def notify_warning(callbacks: Sequence[Callback], text: str) -> None:
     """Tell the user through the callbacks that can, else as a Python warning."""
-    listeners = hooks(callbacks, "warn")
+    listeners = callback_hooks(callbacks, "warn")
     for listener in listeners:
         listener(text)
     if not listeners:
         warnings.warn(text, stacklevel=3)
 
 
-def warning_text(line: str) -> str:
+def strip_warning_prefix(line: str) -> str:
     """Return a line of ``warnings.txt`` without its time and round.
 
     >>> warning_text("2026-01-31T12:00:00Z after round 3: The rate is high.")
@@ -124,7 +124,7 @@ class Recorder:
             return
         text = self._path.read_bytes() if self._path.exists() else b""
         lines = text.splitlines()[:rounds]
-        self.history[:] = rounds_of(parsed(lines, self._path), self._path, rounds)
+        self.history[:] = check_rounds(parse_rows(lines, self._path), self._path, rounds)
         write_atomic(self._path, b"".join(line + b"\n" for line in lines))
 
     def adopt(self, rows: list[Row], seconds: float) -> None:
@@ -139,12 +139,12 @@ class Recorder:
 
     def round(self, row: Row) -> None:
         """Note the figures of a round."""
-        row = finite(row if self._retries is None else {**row, "retries": self._retries})
+        row = finite_or_none(row if self._retries is None else {**row, "retries": self._retries})
         self._retries = None
         if self._path is not None:
             data = (json.dumps(row) + "\n").encode()
             self.check_folder()
-            with writing(self._path):
+            with disk_errors(self._path):
                 if self._file is None:
                     self._file = open_to_append(self._path)
                 while data:  # a disk that becomes full takes a part first
@@ -158,8 +158,8 @@ class Recorder:
         if self._path is not None:
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             line = f"{when} after round {len(self.history)}: {' '.join(text.split())}\n"
-            append(self._path.with_name("warnings.txt"), line)
-        warn(self.callbacks, text)
+            append_text(self._path.with_name("warnings.txt"), line)
+        notify_warning(self.callbacks, text)
 
     def check_folder(self) -> None:
         """Check that the run folder is still the one that the run began in.
@@ -183,7 +183,7 @@ class Recorder:
         """Make sure that the lines so far survive a power cut; called before each checkpoint."""
         self.check_folder()
         if self._file is not None and self._path is not None:
-            with writing(self._path):
+            with disk_errors(self._path):
                 os.fsync(self._file)
 
     def close(self) -> None:
@@ -211,27 +211,27 @@ MEASURED = ("loss", "bytes_up", "bytes_down", "begin_seconds", "train_seconds")
 """Figures that the summary reads of every round."""
 
 
-def parsed(lines: Iterable[bytes], path: Path) -> list[Row]:
+def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
     """The lines of ``metrics.jsonl``.
 
     Raises:
         CheckpointError: One of them is damaged.
     """
     try:
-        rows = [from_json(line) for line in lines]
+        rows = [parse_json(line) for line in lines]
     except ValueError as error:
         raise CheckpointError(
             f"{path} is damaged; without its history the run can neither go on nor be shown."
         ) from error
     for row in rows:
-        known = isinstance(row, dict) and {*MEASURED, score_of(row)} <= set(row)
-        figures = [row.get(name) for name in (*MEASURED, score_of(row))] if known else [""]
+        known = isinstance(row, dict) and {*MEASURED, primary_metric_name(row)} <= set(row)
+        figures = [row.get(name) for name in (*MEASURED, primary_metric_name(row))] if known else [""]
         if not all(figure is None or isinstance(figure, int | float) for figure in figures):
             raise CheckpointError(f"{path} is damaged: a line is not that of a round.")
     return rows
 
 
-def rounds_of(rows: list[Row], path: Path, rounds: int) -> list[Row]:
+def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:
     """The rows, if they are those of so many rounds.
 
     Raises:
@@ -242,7 +242,7 @@ def rounds_of(rows: list[Row], path: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def reaching(history: Iterable[Row], target: float, objective: Metric | None = None) -> Row | None:
+def first_reaching(history: Iterable[Row], target: float, objective: MetricInfo | None = None) -> Row | None:
     """Return the first round that reaches the target, or None.
 
     Args:
@@ -254,14 +254,14 @@ def reaching(history: Iterable[Row], target: float, objective: Metric | None = N
     {'round': 2, 'accuracy': 0.4}
     """
     for row in history:
-        judge = objective or metric(score_of(row))
+        judge = objective or metric_info(primary_metric_name(row))
         value = row.get(judge.name)
         if value is not None and judge.rank(value) >= judge.rank(target):
             return row
     return None
 
 
-def finite(row: Row) -> Row:
+def finite_or_none(row: Row) -> Row:
     """JSON has no NaN: a figure that is not finite becomes None.
 
     >>> finite({"round": 1, "loss": float("inf")})

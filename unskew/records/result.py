@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import read_file
-from unskew.records.notebook import data_frame, html_table, with_std
-from unskew.records.recorder import parsed
-from unskew.tasks.primary_metric import objective_of
+from unskew.records.notebook import format_mean_std, html_table, to_data_frame
+from unskew.records.recorder import parse_rows
+from unskew.tasks.primary_metric import objective_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,16 +59,16 @@ class Result:
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a table, one row per round (needs pandas)."""
-        return data_frame(self.history)
+        return to_data_frame(self.history)
 
     def plot(self, path: str | Path) -> Path:
         """Draw the objective (of a language model, the loss) against rounds into an image file."""
-        from unskew.plots.curves import convergence
+        from unskew.plots.curves import plot_convergence
 
-        return convergence({self.summary["method"]: [self.history]}, Path(path), objective_of(self.summary))
+        return plot_convergence({self.summary["method"]: [self.history]}, Path(path), objective_metric(self.summary))
 
     def _shown(self) -> dict[str, Any]:
-        judged = objective_of(self.summary).name
+        judged = objective_metric(self.summary).name
         figures = ("loss", "best_loss") if "best_perplexity" in self.summary else (judged, f"best_{judged}")
         return {name: self.summary[name] for name in ("method", "rounds", *figures)}
 
@@ -77,9 +77,9 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
-        row = {name: with_std(v) if isinstance(v, float) else v for name, v in self._shown().items()}
-        sent = {f"MB {way}": with_std(self.summary[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
-        return html_table([{**row, **sent, "seconds": with_std(self.summary["seconds"])}])
+        row = {name: format_mean_std(v) if isinstance(v, float) else v for name, v in self._shown().items()}
+        sent = {f"MB {way}": format_mean_std(self.summary[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
+        return html_table([{**row, **sent, "seconds": format_mean_std(self.summary["seconds"])}])
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
@@ -93,4 +93,4 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         lines = read_file(path).splitlines()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    return parsed(lines, path)
+    return parse_rows(lines, path)

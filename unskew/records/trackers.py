@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.records.mlflow_store import NAME, opened, whole
-from unskew.records.recorder import Callback, Row, warn
+from unskew.records.mlflow_store import NAME, is_complete_database, open_client
+from unskew.records.recorder import Callback, Row, notify_warning
 
 EXPERIMENT = "unskew"
 FOLDER = "unskew.folder"
@@ -69,7 +69,7 @@ class MLflow(Callback):
         """Find the run of this folder, or make it and note the configuration."""
         run = self._earlier() if self.resumed else None
         if run is None:
-            self.client = opened(self.store)
+            self.client = open_client(self.store)
             ours = self.client.get_experiment_by_name(EXPERIMENT)
             place = (self.store / "mlflow-artifacts").as_uri()
             home = ours.experiment_id if ours else self.client.create_experiment(EXPERIMENT, artifact_location=place)
@@ -82,9 +82,9 @@ class MLflow(Callback):
     def _earlier(self) -> Any:
         """The MLflow run of this folder, None if there is none; a run of a comparison may be resumed on its own."""
         for place in dict.fromkeys([self.store, self.folder.parent, self.folder.parent.parent]):
-            if not whole(place / NAME):
+            if not is_complete_database(place / NAME):
                 continue
-            self.client = opened(place)
+            self.client = open_client(place)
             home = self.client.get_experiment_by_name(EXPERIMENT)
             # A quote cannot be written in a filter: there, any character will do, and the whole is compared below.
             like = "".join("_" if c in QUOTES else c for c in str(self.folder))
@@ -111,7 +111,7 @@ class MLflow(Callback):
         self.client.set_terminated(self.run_id)
 
 
-class Guarded(Callback):
+class GuardedTracker(Callback):
     """A tracker whose first failure, whatever it is, is a warning: the run goes on without it.
 
     Args:
@@ -132,7 +132,9 @@ class Guarded(Callback):
         except Exception as error:
             self.failed = True
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            warn(self.followers, f"The tracker {self.name!r} failed, and the run goes on without it: {said[:300]}")
+            notify_warning(
+                self.followers, f"The tracker {self.name!r} failed, and the run goes on without it: {said[:300]}"
+            )
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """The run begins."""
@@ -174,4 +176,4 @@ def make_trackers(
         "tensorboard": lambda: TensorBoard(folder),
         "mlflow": lambda: MLflow(folder, folder.absolute().parent if store is None else store, resumed),
     }
-    return [Guarded(name, kinds[name](), followers) for name in dict.fromkeys(names)]
+    return [GuardedTracker(name, kinds[name](), followers) for name in dict.fromkeys(names)]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from unskew.methods.registry import CATALOGUE, rule_class
+from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
-from unskew.reporting.run_groups import Part, Series
-from unskew.reporting.run_reader import number
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, SCORES, Metric, metric
+from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.reporting.run_reader import is_usable_number
+from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, SCORES, MetricInfo, metric_info
 
 POINTS = 300
 """Points of a curve at most."""
@@ -49,7 +49,7 @@ ALWAYS = {
 """Figures of a round that are no method's own."""
 
 
-def style_of(place: int) -> dict[str, str]:
+def method_style(place: int) -> dict[str, str]:
     """Colour, dash and marker of the method at this place of the report's list; colours are those of every plot."""
     turn = place // len(PALETTE)
     return {
@@ -59,7 +59,7 @@ def style_of(place: int) -> dict[str, str]:
     }
 
 
-def thinned(count: int, most: int = POINTS) -> list[int]:
+def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
     """Evenly spaced places of ``count``, the first and the last among them.
 
     >>> thinned(5, 3), thinned(2, 3)
@@ -68,45 +68,50 @@ def thinned(count: int, most: int = POINTS) -> list[int]:
     return list(range(count)) if count <= most else np.linspace(0, count - 1, most).round().astype(int).tolist()
 
 
-def evaluated(part: Part) -> dict[str, str]:
+def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     """Return the metrics of the model in the rounds of a part with what the page calls them, the objective first."""
     judge = part.objective
     summaries = [run.summary for one in part.series for run in one.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
     recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
-    names = EVALUATED | {name: axis(metric(name)) for name in sorted({*own, *recalls})}
+    names = EVALUATED | {name: axis_title(metric_info(name)) for name in sorted({*own, *recalls})}
     held = f"validation_{judge.name}"
-    names[held] = names.get(held, axis(judge, " on what clients hold out"))
+    names[held] = names.get(held, axis_title(judge, " on what clients hold out"))
     there = {
-        name for one in part.series for run in one.runs for row in run.history for name in row if number(row[name])
+        name
+        for one in part.series
+        for run in one.runs
+        for row in run.history
+        for name in row
+        if is_usable_number(row[name])
     }
     first = (judge.name, held) if judge.name not in SCORES else ("loss", "perplexity") if part.language else ()
     return {name: names[name] for name in dict.fromkeys([*first, *names]) if name in there}
 
 
-def axis(one: Metric, where: str = "") -> str:
+def axis_title(one: MetricInfo, where: str = "") -> str:
     """Return what an axis with a metric is called."""
     return f"{one.title}{where}{' (%)' if one.percent else ''}"
 
 
-def curves(part: Part) -> dict[str, Any]:
+def learning_curves(part: RunGroup) -> dict[str, Any]:
     """Accuracy, loss and their kin of every method against rounds, traffic and seconds: mean and band over seeds."""
-    titles = evaluated(part)
+    titles = evaluated_metrics(part)
     return {
         "figures": titles,
         "scored": part.objective.name,
         "target": (100 if part.objective.percent else 1) * part.target if part.counts else None,
         "unit": " %" if part.objective.percent else "",
         "lines": {
-            one.label: {name: line(one, name, title.endswith("(%)")) for name, title in titles.items()}
+            one.label: {name: mean_line(one, name, title.endswith("(%)")) for name, title in titles.items()}
             for one in part.series
         },
     }
 
 
-def line(one: Series, name: str, share: bool = False) -> dict[str, list[float]] | None:
+def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list[float]] | None:
     """Mean and standard deviation over seeds of a figure, at the rounds that all seeds have; None where there are none."""
-    rows = [[row for row in run.history if number(row.get(name))] for run in one.runs]
+    rows = [[row for row in run.history if is_usable_number(row.get(name))] for run in one.runs]
     shortest = min(map(len, rows))
     if not shortest:
         return None
@@ -115,7 +120,7 @@ def line(one: Series, name: str, share: bool = False) -> dict[str, list[float]] 
     sent = np.array([[(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in of_seed[:shortest]] for of_seed in rows])
     seconds = np.array([[row["seconds"] for row in of_seed[:shortest]] for of_seed in rows], float)
     spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
-    kept = thinned(shortest)
+    kept = evenly_spaced(shortest)
     mean = values.mean(0)
     return {
         "round": [rows[0][place]["round"] for place in kept],
@@ -126,14 +131,14 @@ def line(one: Series, name: str, share: bool = False) -> dict[str, list[float]] 
     }
 
 
-def titles() -> dict[str, str]:
+def method_metric_titles() -> dict[str, str]:
     """What methods of the catalogue call their own figures."""
-    return {one.name: one.title for kind in map(rule_class, CATALOGUE) for one in getattr(kind, "figures", ())}
+    return {one.name: one.title for kind in map(rule_class, METHODS) for one in getattr(kind, "figures", ())}
 
 
-def measured(part: Part) -> dict[str, Any]:
+def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
     """What methods, and diagnoses, say of every round: numbers as lines, lists of numbers as dots of the first seed."""
-    declared, known = titles(), {*ALWAYS, *evaluated(part)}
+    declared, known = method_metric_titles(), {*ALWAYS, *evaluated_metrics(part)}
     lines: dict[str, dict[str, Any]] = {}
     dots: dict[str, dict[str, Any]] = {}
     names = dict.fromkeys(
@@ -141,7 +146,7 @@ def measured(part: Part) -> dict[str, Any]:
     )
     for name in names:
         for one in part.series:
-            found = line(one, name)
+            found = mean_line(one, name)
             if found is not None:
                 lines.setdefault(name, {})[one.label] = {key: found[key] for key in ("round", "mean", "std")}
             marks = [
@@ -149,10 +154,10 @@ def measured(part: Part) -> dict[str, Any]:
                 for row in one.runs[0].history
                 if isinstance(row.get(name), list)
                 for value in row[name]
-                if number(value)
+                if is_usable_number(value)
             ]
             if marks:
-                kept = [marks[place] for place in thinned(len(marks), MARKS)]
+                kept = [marks[place] for place in evenly_spaced(len(marks), MARKS)]
                 dots.setdefault(name, {})[one.label] = {"round": [r for r, _ in kept], "value": [v for _, v in kept]}
     return {"titles": {name: declared.get(name, name) for name in names}, "lines": lines, "dots": dots}
 
@@ -167,18 +172,18 @@ BEST = 4
 """Methods whose curves are shown at most."""
 
 
-def best_classifiers(part: Part) -> list[Series]:
+def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     """Return the best methods whose first run has curves of a classifier."""
     judge = part.objective
 
-    def rank(one: Series) -> float:
-        values = [float(run.summary[judge.name]) for run in one.runs if number(run.summary.get(judge.name))]
+    def rank(one: MethodRuns) -> float:
+        values = [float(run.summary[judge.name]) for run in one.runs if is_usable_number(run.summary.get(judge.name))]
         return judge.rank(float(np.mean(values))) if values else -np.inf
 
     return sorted((one for one in part.series if one.runs[0].curves), key=rank, reverse=True)[:BEST]
 
 
-def classifier(part: Part) -> dict[str, Any]:
+def classifier_curves(part: RunGroup) -> dict[str, Any]:
     """Return the curves of the best methods, of the first seed of each, by kind and method."""
     lines = {
         kind: {one.label: one.runs[0].curves[kind] for one in best_classifiers(part) if kind in one.runs[0].curves}
@@ -187,42 +192,42 @@ def classifier(part: Part) -> dict[str, Any]:
     return {"axes": {kind: KINDS[kind][1:] for kind in KINDS}, "lines": lines}
 
 
-def at_clients(part: Part) -> dict[str, Metric]:
+def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     """Return the metrics in ``clients.jsonl`` by the name they have there, those of the objective first."""
     runs = [run for one in part.series for run in one.runs]
     own = {name: way for run in runs for name, way in run.summary.get("own_metrics", {}).items()}
-    there = dict.fromkeys(name for run in runs for row in run.clients for name in row if number(row[name]))
+    there = dict.fromkeys(name for run in runs for row in run.clients for name in row if is_usable_number(row[name]))
     found = {}
     for prefix in ("", "personal_"):
         for name in there:
             bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
             if bare in KNOWN_METRICS or bare in own or bare.startswith(RECALL):
-                found[name] = metric(bare, own)
+                found[name] = metric_info(bare, own)
     return dict(sorted(found.items(), key=lambda pair: pair[1] != part.at_clients))
 
 
-def boxes(part: Part) -> dict[str, Any]:
+def client_boxes(part: RunGroup) -> dict[str, Any]:
     """Metrics over clients, all seeds together, of the global model and of the clients' own: quartiles and some dots.
 
     The worst decile is that of the tables: the mean over seeds of each seed's.
     """
     found: dict[str, Any] = {}
-    for name, one_metric in at_clients(part).items():
+    for name, one_metric in per_client_metrics(part).items():
         factor = 100 if one_metric.percent else 1
         for one in part.series:
             scored = sorted(
-                (factor * row[name], who(row), run.summary["seed"])
+                (factor * row[name], client_label(row), run.summary["seed"])
                 for run in one.runs
                 for row in run.clients
-                if number(row.get(name))
+                if is_usable_number(row.get(name))
             )
             if scored:
                 values = np.array([value for value, _, _ in scored])
                 low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-                kept = [scored[place] for place in thinned(len(scored), DOTS)]
+                kept = [scored[place] for place in evenly_spaced(len(scored), DOTS)]
                 sign = -1 if one_metric.lower_is_better else 1
                 deciles = [
-                    sign * worst_tenth([sign * value for value, _, at in scored if at == seed])
+                    sign * mean_worst_decile([sign * value for value, _, at in scored if at == seed])
                     for seed in {s for *_, s in scored}
                 ]
                 found.setdefault(name, {})[one.label] = {
@@ -239,13 +244,13 @@ def boxes(part: Part) -> dict[str, Any]:
     return found
 
 
-def who(row: dict[str, Any]) -> str:
+def client_label(row: dict[str, Any]) -> str:
     """What the page calls a client: its name, or else its number."""
     name = row.get("name")
     return name if isinstance(name, str) else f"client {row['client']}"
 
 
-def worst_tenth(values: Sequence[float] | np.ndarray) -> float:
+def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:
     """The mean of the lowest tenth, at least one of them, as ``client_accuracy_worst_decile`` has it.
 
     >>> worst_tenth([3.0, 1.0, 2.0])

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 
-from unskew.reporting.run_description import paragraphs
+from unskew.reporting.run_description import docstring_paragraphs
 from unskew.reporting.tables import Table
 
 DASH = {"solid": "", "dash": "8 4", "dot": "2 3", "dashdot": "8 3 2 3"}
@@ -25,7 +25,7 @@ def text(value: object) -> str:
     return html.escape(str(value))
 
 
-def copies(*kinds: str) -> str:
+def copy_buttons(*kinds: str) -> str:
     """Buttons that copy what stands above them."""
     titles = {"csv": "Copy as CSV", "latex": "Copy as LaTeX", "text": "Copy"}
     return COPIED.format(
@@ -60,11 +60,11 @@ def table(one: Table) -> str:
         f'<div class="copyable">{chooser}<p class="hint soft" hidden>Wider than the page: scroll sideways.</p>'
         f'<div class="scroll" tabindex="0"><table class="sortable" data-name="{text(one.name)}">'
         f"<caption><span>{text(one.caption)}</span></caption><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-        f"{copies('csv', 'latex')}</div>"
+        f"{copy_buttons('csv', 'latex')}</div>"
     )
 
 
-def facts(pairs: Mapping[str, object]) -> str:
+def definition_list(pairs: Mapping[str, object]) -> str:
     """Names and what they are."""
     return "<dl>" + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in pairs.items()) + "</dl>"
 
@@ -78,7 +78,7 @@ def plot(role: str, low: bool = False) -> str:
     )
 
 
-def choice(name: str, title: str, options: Mapping[str, str], group: str) -> str:
+def radio_buttons(name: str, title: str, options: Mapping[str, str], group: str) -> str:
     """Radio buttons, the first one chosen; ``group`` is their name on the page."""
     buttons = "".join(
         f'<label><input type="radio" name="{text(group)}-{name}" value="{text(value)}"{" checked" if not place else ""}> '
@@ -88,7 +88,7 @@ def choice(name: str, title: str, options: Mapping[str, str], group: str) -> str
     return f'<fieldset data-choice="{name}"><legend>{text(title)}</legend>{buttons}</fieldset>'
 
 
-def select(name: str, title: str, options: Mapping[str, str]) -> str:
+def dropdown(name: str, title: str, options: Mapping[str, str]) -> str:
     """A list to choose from, for many options."""
     items = "".join(f'<option value="{text(value)}">{text(label)}</option>' for value, label in options.items())
     return f'<label data-choice="{name}">{text(title)} <select>{items}</select></label>'
@@ -105,15 +105,15 @@ def legend(methods: Sequence[Mapping[str, str]]) -> str:
     return f'<fieldset class="legend"><legend>methods shown</legend>{labels}</fieldset>'
 
 
-def command(line: str) -> str:
+def copyable_command(line: str) -> str:
     """A command that can be copied."""
-    return f'<div class="copyable"><pre class="wrap"><code>{text(line)}</code></pre>{copies("text")}</div>'
+    return f'<div class="copyable"><pre class="wrap"><code>{text(line)}</code></pre>{copy_buttons("text")}</div>'
 
 
-def prose(docstring: str) -> str:
+def docstring_html(docstring: str) -> str:
     """The head of a method's file: its paragraphs and formulas."""
     pieces = []
-    for kind, words in paragraphs(docstring):
+    for kind, words in docstring_paragraphs(docstring):
         shown = text(words)
         if kind == "formula":
             pieces.append(f"<pre><code>{shown}</code></pre>")
@@ -122,12 +122,12 @@ def prose(docstring: str) -> str:
     return "".join(pieces)
 
 
-def listed(lines: Sequence[str], kind: str = "") -> str:
+def bullet_list(lines: Sequence[str], kind: str = "") -> str:
     """A list of sentences."""
     items = "".join(f"<li>{text(line)}</li>" for line in lines)
     return f'<ul class="{kind}">{items}</ul>' if kind else f"<ul>{items}</ul>"
 
 
-def folded(title: str, inside: str) -> str:
+def collapsible(title: str, inside: str) -> str:
     """What a reader opens."""
     return f"<details><summary>{text(title)}</summary>{inside}</details>"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from unskew.reporting.chart_data import gini, thinned, who
-from unskew.reporting.run_groups import Part
+from unskew.reporting.chart_data import client_label, evenly_spaced, gini
+from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.run_reader import RunFiles
 
 ROWS, COLUMNS = 100, 100
@@ -18,31 +18,31 @@ MAPS = 5
 """Partitions (of several seeds) that a part shows at most."""
 
 
-def holdings(part: Part) -> list[dict[str, Any]]:
+def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
     """One entry for each partition of the part, of the first seeds; none where run folders do not say who holds what."""
     found: dict[str, RunFiles] = {}
     for run in sorted((run for one in part.series for run in one.runs), key=lambda run: int(run.summary["seed"])):
         if run.clients:
             found.setdefault(run.summary["partition_hash"], run)
-    return [held(run) for run in list(found.values())[:MAPS]]
+    return [distribution_of(run) for run in list(found.values())[:MAPS]]
 
 
-def held(run: RunFiles) -> dict[str, Any]:
+def distribution_of(run: RunFiles) -> dict[str, Any]:
     """The heat map, the sizes and the figures of one partition."""
     sizes = np.array([row["samples"] for row in run.clients], float)
-    names = [who(row) for row in run.clients]
-    kept = thinned(len(sizes), 2 * ROWS)
+    names = [client_label(row) for row in run.clients]
+    kept = evenly_spaced(len(sizes), 2 * ROWS)
     ordered = np.argsort(-sizes, kind="stable")
     entry: dict[str, Any] = {
         "title": f"seed {run.summary['seed']}",
         "hash": run.summary["partition_hash"],
         "sizes": sizes[ordered][kept].tolist(),
         "who": [names[place] for place in ordered[kept]],
-        "figures": of_sizes(sizes),
+        "figures": size_statistics(sizes),
     }
     counts = class_counts(run)
     if counts is not None:
-        entry["figures"] = {**entry["figures"], **of_labels(counts)}
+        entry["figures"] = {**entry["figures"], **skew_statistics(counts)}
         entry["map"] = heat_map(counts, names, run.about.get("classes", []))
     return entry
 
@@ -95,7 +95,7 @@ def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[s
     }
 
 
-def of_sizes(sizes: np.ndarray) -> dict[str, float]:
+def size_statistics(sizes: np.ndarray) -> dict[str, float]:
     """How much clients hold, in numbers."""
     total = float(sizes.sum())
     return {
@@ -109,7 +109,7 @@ def of_sizes(sizes: np.ndarray) -> dict[str, float]:
     }
 
 
-def of_labels(counts: np.ndarray) -> dict[str, float]:
+def skew_statistics(counts: np.ndarray) -> dict[str, float]:
     """How skewed the classes are, in the numbers of ``unskew diagnose``, of clients that hold something."""
     counts = counts[counts.sum(1) > 0]
     if not len(counts):

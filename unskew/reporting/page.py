@@ -29,18 +29,18 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def part_of_page(name: str) -> str:
+def page_file(name: str) -> str:
     """A file that lies beside this one."""
     return resources.files("unskew.reporting").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def as_script(text: str) -> str:
+def escape_script(text: str) -> str:
     """A script as it stands in a page: a browser would end it at ``</script`` and reads every line end as one sign."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     return re.sub(r"<(?=/script|!--)", r"\\x3c", text, flags=re.IGNORECASE)
 
 
-def as_data(value: object) -> str:
+def to_json(value: object) -> str:
     r"""Plain values as JSON that no page takes for its own mark-up; six digits, and null for what is not finite.
 
     >>> as_data({"<": [1 / 3, float("nan")]})
@@ -61,7 +61,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def allowed(text: str) -> str:
+def csp_hash(text: str) -> str:
     """How a content-security policy names one text that may stand in the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
@@ -79,12 +79,12 @@ def page(title: str, body: str, data: object) -> str:
     """
     from unskew import __version__
 
-    library, style = as_script(plotly_script()), part_of_page("report.css")
-    own = as_script(part_of_page("tables.js") + part_of_page("report.js"))
+    library, style = escape_script(plotly_script()), page_file("report.css")
+    own = escape_script(page_file("tables.js") + page_file("report.js"))
     # The library makes an empty style element that it fills by calls, and empties attributes: the empty text is allowed.
     policy = (
-        f"default-src 'none'; script-src {allowed(library)} {allowed(own)}; style-src {allowed(style)} {allowed('')}; "
-        f"style-src-attr 'unsafe-hashes' {allowed('')}; img-src data: blob:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(own)}; style-src {csp_hash(style)} {csp_hash('')}; "
+        f"style-src-attr 'unsafe-hashes' {csp_hash('')}; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     # It also brings styles for maps, unless they are there; there are no maps here.
     maps = "".join(f'<meta id="{name}">' for name in re.findall(r'getElementById\("([0-9a-f]{40,})"\)', library))
@@ -102,7 +102,7 @@ def page(title: str, body: str, data: object) -> str:
 </head>
 <body>
 {body}
-<script type="application/json" id="data">{as_data(data)}</script>
+<script type="application/json" id="data">{to_json(data)}</script>
 <script>{library}</script>
 <script>{own}</script>
 </body>

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import Comparison
-from unskew.errors import ConfigError, shown
-from unskew.filesystem import make_folder, place, write_atomic
-from unskew.progress import tell
+from unskew.errors import ConfigError, short_repr
+from unskew.filesystem import make_folder, parse_path, write_atomic
+from unskew.progress import report_progress
 from unskew.records.result import Result
 from unskew.reporting import html_elements
-from unskew.reporting.chart_data import style_of
+from unskew.reporting.chart_data import method_style
 from unskew.reporting.page import page, plotly_script
-from unskew.reporting.run_groups import Part, parts_of
+from unskew.reporting.run_groups import RunGroup, group_runs
 from unskew.reporting.run_reader import read_runs
-from unskew.reporting.sections import REAL, content, part_html, summary_line
+from unskew.reporting.sections import REAL, group_content, group_html, summary_line
 
 NAME = "report.html"
 MARK = b'<meta name="generator" content="unskew '
@@ -51,13 +51,13 @@ def report(
     folders = [_folder(one) for one in (runs if isinstance(runs, list | tuple) else [runs])]
     if not folders:
         raise ConfigError("Name at least one run folder, or a folder that holds some.")
-    file = place(out) if out is not None else Path(NAME) if len(folders) > 1 else folders[0] / NAME
-    check_file(file)
+    file = parse_path(out) if out is not None else Path(NAME) if len(folders) > 1 else folders[0] / NAME
+    check_report_file(file)
     found, notes = read_runs(folders)
-    parts, more = parts_of(found)
+    parts, more = group_runs(found)
     make_folder(file.parent)
     # A name may hold what no text file can, such as half a character.
-    write_atomic(file, whole(parts, [*notes, *more], images, title).encode(errors="replace"))
+    write_atomic(file, render_report(parts, [*notes, *more], images, title).encode(errors="replace"))
     return file
 
 
@@ -69,11 +69,11 @@ def _folder(source: Any) -> Path:
             )
         return source.folder
     if not isinstance(source, str | Path):
-        raise ConfigError(f"A report is made of folders, or of what run and compare gave, not of {shown(source)}.")
-    return place(source)
+        raise ConfigError(f"A report is made of folders, or of what run and compare gave, not of {short_repr(source)}.")
+    return parse_path(source)
 
 
-def check_file(file: Path) -> None:
+def check_report_file(file: Path) -> None:
     """Refuse to write over what is no report.
 
     Raises:
@@ -89,23 +89,25 @@ def check_file(file: Path) -> None:
                 raise ConfigError(f"{file} is there and is no report; choose another file with --out.")
 
 
-def shows_real(file: Path) -> bool:
+def shows_real_images(file: Path) -> bool:
     """Whether a report holds real images of clients' data."""
     return REAL in file.read_text(encoding="utf-8", errors="replace")
 
 
-def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True, title: str | None = None) -> str:
+def render_report(
+    parts: Sequence[RunGroup], notes: Iterable[str], images: bool = True, title: str | None = None
+) -> str:
     """The page on these parts; a method has one colour in all of them."""
     labels = list(dict.fromkeys(one.label for part in parts for one in part.series))
-    styles = {label: style_of(number) for number, label in enumerate(labels)}
-    data = [content(part, styles) for part in parts]
+    styles = {label: method_style(number) for number, label in enumerate(labels)}
+    data = [group_content(part, styles) for part in parts]
     runs = sum(len(one.runs) for part in parts for one in part.series)
     title = title or (f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs")
     head = f'<header><h1>{html_elements.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
     pieces = [head]
     notes = list(notes)
     if notes:
-        pieces.append(html_elements.listed(notes, "told"))
+        pieces.append(html_elements.bullet_list(notes, "told"))
     pieces.append(
         '<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>'
     )
@@ -116,8 +118,8 @@ def whole(parts: Sequence[Part], notes: Iterable[str], images: bool = True, titl
         )
         pieces.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
     for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
-        tell("parts written", number, len(parts))
-        inside = part_html(part, shown_, f"part-{number}", images)
+        report_progress("parts written", number, len(parts))
+        inside = group_html(part, shown_, f"part-{number}", images)
         line = f'<p class="soft">{html_elements.text(summary_line(part))}</p>'
         if len(parts) == 1:
             pieces.append(f'<main class="part" id="part-0">{line}{inside}</main>')

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import counted_unalike
+from unskew.comparison.compare import weighting_mismatch_note
 from unskew.errors import ConfigError
-from unskew.methods.registry import CATALOGUE, REFERENCES, check_names, rule_class, slots_of
-from unskew.reporting.run_groups import Part, Series
-from unskew.reporting.run_reader import RunFiles, number
+from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class, rule_slots
+from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.reporting.run_reader import RunFiles, is_usable_number
 from unskew.reporting.tables import Cell, Table
 
 PICTURES, LARGEST = 4, 200_000
@@ -35,26 +35,26 @@ class MethodFacts:
     text: str
 
 
-def facts(spelling: str) -> list[MethodFacts]:
+def method_facts(spelling: str) -> list[MethodFacts]:
     """The methods of a sum. Only those of the catalogue are looked up: another one's name would run its code."""
     try:
-        pieces = check_names(spelling)
+        pieces = check_expression(spelling)
     except ConfigError:  # a method that only Python knows
         return [MethodFacts(spelling, "", OWN, "", "")]
     found = []
     for piece in pieces:
         name = piece.partition(":")[0].strip()
         known = name.lower() if "." not in name else name
-        if known not in CATALOGUE and known not in REFERENCES:
+        if known not in METHODS and known not in REFERENCES:
             found.append(MethodFacts(name, "", OWN, "", ""))
             continue
         kind = rule_class(known)
         text = inspect.getdoc(sys.modules[kind.__module__]) or ""
-        found.append(MethodFacts(known, ", ".join(slots_of(kind)), kind.summary, kind.paper, text))
+        found.append(MethodFacts(known, ", ".join(rule_slots(kind)), kind.summary, kind.paper, text))
     return found
 
 
-def paragraphs(text: str) -> list[tuple[str, str]]:
+def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
     r"""A docstring as ``("text", ...)`` and ``("formula", ...)``, where a paragraph that ends with ``::`` leads to a formula.
 
     >>> paragraphs("With x::\n\n    a <- b\n\nMore.")
@@ -70,7 +70,7 @@ def paragraphs(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def warnings_of(part: Part) -> list[tuple[str, str]]:
+def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
     """What users were told while the runs went on, once each: the runs, and the sentence."""
     told: dict[str, list[str]] = {}
     for one in part.series:
@@ -78,12 +78,12 @@ def warnings_of(part: Part) -> list[tuple[str, str]]:
             for text in run.warnings:
                 told.setdefault(text, []).append(f"{one.label}, seed {run.summary['seed']}")
     found = [("; ".join(runs), text) for text, runs in told.items()]
-    uneven = counted_unalike({one.label: one.runs[0].summary.get("weights") for one in part.ranked})
+    uneven = weighting_mismatch_note({one.label: one.runs[0].summary.get("weights") for one in part.ranked})
     unequal = any(len({row["samples"] for row in run.clients}) > 1 for one in part.series for run in one.runs)
     return [("all runs", uneven), *found] if uneven and unequal else found
 
 
-def made_with(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
+def versions_and_machines(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
     """Versions and machines, each with the number of runs that were made with them."""
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for run in runs:
@@ -93,7 +93,7 @@ def made_with(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
     return list(found.values())
 
 
-def again(part: Part) -> list[str]:
+def repeat_commands(part: RunGroup) -> list[str]:
     """The commands that repeat the part: one comparison, or each of its runs where they are not of one."""
     series = part.ranked or part.series
     seeds = {tuple(run.summary["seed"] for run in one.runs) for one in series}
@@ -105,7 +105,7 @@ def again(part: Part) -> list[str]:
         [str(one.runs[0].folder / "config.yaml") for one in series],
         ["--seeds", ",".join(map(str, *seeds))],
     )
-    if alike(one.runs[0].config for one in series):
+    if same_comparison(one.runs[0].config for one in series):
         words = ["unskew", "compare", *(one.method for one in series), *which, "--config", files[0]]
     else:  # each is a method with fields of its own, as after a tuning
         words = ["unskew", "compare", *files, *which]
@@ -113,21 +113,21 @@ def again(part: Part) -> list[str]:
     return [shlex.join([*words, *([] if part.language else ["--target", f"{part.target:g}"])])]
 
 
-def alike(configs: Iterable[dict[str, Any]]) -> bool:
+def same_comparison(configs: Iterable[dict[str, Any]]) -> bool:
     """Whether these configurations differ only in what a comparison decides itself."""
     own = ("method", "seed", "synthetic")
     first, *others = ({name: value for name, value in config.items() if name not in own} for config in configs)
     return all(other == first for other in others)
 
 
-def periods(one: Series) -> Table | None:
+def averaging_periods(one: MethodRuns) -> Table | None:
     """How often a method averaged each layer in the last round of its first run; None if it says nothing of it."""
     run = one.runs[0]
     found = run.history[-1].get("fedals_periods")
-    if not isinstance(found, list) or not found or not all(map(number, found)):
+    if not isinstance(found, list) or not found or not all(map(is_usable_number, found)):
         return None
     steps = run.config.get("local_steps")
-    counted = number(steps)
+    counted = is_usable_number(steps)
     rows = [
         [
             Cell(str(layer), layer),
@@ -140,12 +140,12 @@ def periods(one: Series) -> Table | None:
     return Table(f"periods of {one.label}", f"How often {one.label} averages each layer", columns, rows, 0)
 
 
-def pictures(one: Series) -> list[tuple[str, str]]:
+def sample_pictures(one: MethodRuns) -> list[tuple[str, str]]:
     """Pictures of what clients made with a method, of its first run that has some: a title and a data address."""
     for run in one.runs:
         places = [
             ("samples", run.folder / "samples"),
-            *([("synthetic", place) for place in synthetic_folders(run)] if makes(one) else []),
+            *([("synthetic", place) for place in synthetic_folders(run)] if generates_data(one) else []),
         ]
         found = [
             (f"{what}, {path.stem}, seed {run.summary['seed']}", address)
@@ -158,9 +158,9 @@ def pictures(one: Series) -> list[tuple[str, str]]:
     return []
 
 
-def makes(one: Series) -> bool:
+def generates_data(one: MethodRuns) -> bool:
     """Whether clients make something before training; a folder of such may be that of another run beside it."""
-    return "data" in {slot for fact in facts(one.method) for slot in fact.slots.split(", ")}
+    return "data" in {slot for fact in method_facts(one.method) for slot in fact.slots.split(", ")}
 
 
 def synthetic_folders(run: RunFiles) -> list[Path]:

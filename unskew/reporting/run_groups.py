@@ -9,8 +9,15 @@ from typing import Any
 from unskew.comparison.compare import Comparison, default_target
 from unskew.comparison.references import is_reference
 from unskew.filesystem import read_json
-from unskew.reporting.run_reader import RunFiles, number
-from unskew.tasks.primary_metric import SCORES, Metric, client_metric, metric, objective_of, score_of
+from unskew.reporting.run_reader import RunFiles, is_usable_number
+from unskew.tasks.primary_metric import (
+    SCORES,
+    MetricInfo,
+    client_metric_name,
+    metric_info,
+    objective_metric,
+    primary_metric_name,
+)
 
 PLACE = ("data", "partition", "clients", "server", "model")
 """Fields that the title of a part tells."""
@@ -24,7 +31,7 @@ HOW = (
 
 
 @dataclass
-class Series:
+class MethodRuns:
     """One method with its options, over seeds.
 
     Attributes:
@@ -39,7 +46,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Part:
+class RunGroup:
     """Methods on the same data and with the same model.
 
     Attributes:
@@ -49,11 +56,11 @@ class Part:
     """
 
     title: str
-    series: list[Series]
+    series: list[MethodRuns]
     target: float
 
     @property
-    def ranked(self) -> list[Series]:
+    def ranked(self) -> list[MethodRuns]:
         """The methods without the reference rows."""
         return [one for one in self.series if not is_reference(one.method)]
 
@@ -66,18 +73,18 @@ class Part:
     @property
     def scored(self) -> str:
         """The task's own metric."""
-        return score_of(self.series[0].runs[0].summary)
+        return primary_metric_name(self.series[0].runs[0].summary)
 
     @property
-    def objective(self) -> Metric:
+    def objective(self) -> MetricInfo:
         """The metric that methods are judged by."""
-        return objective_of(self.series[0].runs[0].summary)
+        return objective_metric(self.series[0].runs[0].summary)
 
     @property
-    def at_clients(self) -> Metric:
+    def at_clients(self) -> MetricInfo:
         """The metric of single clients that goes with it."""
         own = self.series[0].runs[0].summary.get("own_metrics")
-        return metric(client_metric(self.objective.name, self.scored), own)
+        return metric_info(client_metric_name(self.objective.name, self.scored), own)
 
     @property
     def counts(self) -> bool:
@@ -94,15 +101,15 @@ class Part:
         )
 
 
-def parts_of(runs: Sequence[RunFiles]) -> tuple[list[Part], list[str]]:
+def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
     """The parts of a report in the order in which their first runs come, and sentences on what was left out."""
     notes: list[str] = []
-    groups: dict[str, dict[str, Series]] = {}
+    groups: dict[str, dict[str, MethodRuns]] = {}
     for run in runs:
-        part = _key({name: run.config.get(name) for name in SHARED}) + objective_of(run.summary).name
+        part = _key({name: run.config.get(name) for name in SHARED}) + objective_metric(run.summary).name
         rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW)}
         method = run.summary["method"]
-        one = groups.setdefault(part, {}).setdefault(method + _key(rest), Series(method, method))
+        one = groups.setdefault(part, {}).setdefault(method + _key(rest), MethodRuns(method, method))
         twin = next((other for other in one.runs if other.summary["seed"] == run.summary["seed"]), None)
         if twin is None:
             one.runs.append(run)
@@ -112,8 +119,8 @@ def parts_of(runs: Sequence[RunFiles]) -> tuple[list[Part], list[str]]:
     for series in map(list, map(dict.values, groups.values())):
         for one in series:
             one.runs.sort(key=lambda run: run.summary["seed"])
-        name_apart(series)
-        parts.append(Part(_title(series[0].runs[0]), order(series), _target(series)))
+        disambiguate_names(series)
+        parts.append(RunGroup(_title(series[0].runs[0]), order_methods(series), _target(series)))
     return parts, notes
 
 
@@ -124,7 +131,7 @@ def _key(value: object) -> str:
     return repr(list(map(_key, value))) if isinstance(value, list) else repr(value)
 
 
-def name_apart(series: Sequence[Series]) -> None:
+def disambiguate_names(series: Sequence[MethodRuns]) -> None:
     """Methods that are there with several configurations are called by what differs, too."""
     for method in {one.method for one in series}:
         same = [one for one in series if one.method == method]
@@ -133,16 +140,16 @@ def name_apart(series: Sequence[Series]) -> None:
         differ = [name for name in names if len({_key(config.get(name)) for config in configs}) > 1]
         for one in same:
             config = one.runs[0].config
-            told = ", ".join(f"{name}={plain(config.get(name))}" for name in differ)
+            told = ", ".join(f"{name}={plain_value(config.get(name))}" for name in differ)
             one.label = f"{method} ({told})" if told else method
 
 
-def plain(value: object) -> str:
+def plain_value(value: object) -> str:
     """A value of a configuration in a few words."""
     return "none" if value is None else str(value)
 
 
-def order(series: list[Series]) -> list[Series]:
+def order_methods(series: list[MethodRuns]) -> list[MethodRuns]:
     """As a comparison's table has them, where there is one; FedAvg is first else."""
     table = _table(series)
     listed = [row.get("method") for row in table]
@@ -151,7 +158,7 @@ def order(series: list[Series]) -> list[Series]:
     return sorted(series, key=lambda one: (is_reference(one.method), one.method != "fedavg"))
 
 
-def _table(series: Sequence[Series]) -> list[dict[str, Any]]:
+def _table(series: Sequence[MethodRuns]) -> list[dict[str, Any]]:
     """The rows of the comparison that all runs are of, if they are of one."""
     folders = {run.folder.parent.parent for one in series for run in one.runs}
     path = min(folders) / "comparison.json"
@@ -164,11 +171,13 @@ def _table(series: Sequence[Series]) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
-def _target(series: Sequence[Series]) -> float:
+def _target(series: Sequence[MethodRuns]) -> float:
     """The accuracy that was asked for, or that ``unskew compare`` counted rounds to, or would."""
     asked = [run.config.get("target") for one in series for run in one.runs]
     listed = [row.get("target") for row in _table(series)]
-    found: list[float] = [value for value in (*asked, *listed) if isinstance(value, int | float) and number(value)]
+    found: list[float] = [
+        value for value in (*asked, *listed) if isinstance(value, int | float) and is_usable_number(value)
+    ]
     ranked = [one for one in series if not is_reference(one.method)] or series
     if found:
         return float(found[0])

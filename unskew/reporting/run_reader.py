@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import averaged, is_figure
-from unskew.comparison.references import is_local, served_alone
+from unskew.comparison.compare import averaged_keys, is_metric
+from unskew.comparison.references import is_local, without_global_model
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import from_json, read_file, read_json
-from unskew.progress import tell
-from unskew.records.recorder import warning_text
+from unskew.filesystem import parse_json, read_file, read_json
+from unskew.progress import report_progress
+from unskew.records.recorder import strip_warning_prefix
 from unskew.records.result import read_history
-from unskew.tasks.primary_metric import SCORES, score_of
+from unskew.tasks.primary_metric import SCORES, primary_metric_name
 
 MOST_RUNS = 500
 LARGEST = 1e300
@@ -56,7 +56,7 @@ class RunFiles:
     curves: dict[str, Any] = field(default_factory=dict)
 
 
-def number(value: object) -> bool:
+def is_usable_number(value: object) -> bool:
     """Whether a value of a file is a number that can be worked with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
@@ -87,7 +87,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
         raise ConfigError(f"These folders hold {len(places)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
     runs: list[RunFiles] = []
     for path in places.values():
-        tell("runs read", len(runs), len(places))
+        report_progress("runs read", len(runs), len(places))
         runs.append(read_run(path))
     return runs, notes
 
@@ -115,7 +115,7 @@ def read_run(folder: Path) -> RunFiles:
     check_summary(summary, folder / "summary.json")
     history = read_history(folder)
     path = folder / "metrics.jsonl"
-    if not history or not all(number(row.get(name)) for row in history for name in PER_ROUND):
+    if not history or not all(is_usable_number(row.get(name)) for row in history for name in PER_ROUND):
         raise CheckpointError(f"{path} is damaged: it lacks rounds, or their traffic or times.")
     config = load_yaml(folder / "config.yaml")
     if not all(isinstance(name, str) for name in config):
@@ -131,8 +131,8 @@ def read_run(folder: Path) -> RunFiles:
     alone = is_local(summary["method"])  # it has no global model
     if alone:
         asked = summary.get("own_metrics", ())
-        history, clients = ([served_alone(row, asked) for row in rows] for rows in (history, clients))
-        summary = served_alone(summary, asked)
+        history, clients = ([without_global_model(row, asked) for row in rows] for rows in (history, clients))
+        summary = without_global_model(summary, asked)
     return RunFiles(
         folder,
         config,
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> RunFiles:
         history,
         clients,
         about,
-        list(dict.fromkeys(filter(None, map(warning_text, warnings)))),
+        list(dict.fromkeys(filter(None, map(strip_warning_prefix, warnings)))),
         {} if alone else read_curves(folder / "curves.json"),
     )
 
@@ -172,13 +172,15 @@ def read_curves(path: Path) -> dict[str, Any]:
     damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
     for kind in CURVES & set(found):
         points = [found[kind].get(way) for way in "xy"] if isinstance(found[kind], dict) else [None]
-        if not all(isinstance(one, list) and len(one) <= MOST_POINTS and all(map(number, one)) for one in points):
+        if not all(
+            isinstance(one, list) and len(one) <= MOST_POINTS and all(map(is_usable_number, one)) for one in points
+        ):
             raise damaged
     matrix = found.get("confusion", {"counts": [], "classes": []})
     names, rows = (matrix.get(name) for name in ("classes", "counts")) if isinstance(matrix, dict) else (None, None)
     if not isinstance(names, list) or not isinstance(rows, list) or len(rows) != len(names):
         raise damaged
-    if not all(isinstance(row, list) and len(row) == len(rows) and all(map(number, row)) for row in rows):
+    if not all(isinstance(row, list) and len(row) == len(rows) and all(map(is_usable_number, row)) for row in rows):
         raise damaged
     return {name: found[name] for name in (*sorted(CURVES), "confusion") if name in found}
 
@@ -189,18 +191,18 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: A figure is missing, or is none.
     """
-    figures = set(filter(is_figure, summary))
-    scored = score_of(summary)
+    figures = set(filter(is_metric, summary))
+    scored = primary_metric_name(summary)
     needed = (scored, f"best_{scored}")
     directions = summary.get("own_metrics", {})
     if not isinstance(directions, dict) or not isinstance(summary.get("objective", ""), str):
         raise CheckpointError(f"{path} is not the summary of a run: objective or own_metrics is not what it must be.")
-    optional = {*averaged(summary), *figures} - set(needed)
+    optional = {*averaged_keys(summary), *figures} - set(needed)
     checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
         (WORDS, lambda value: isinstance(value, str)),
         (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
-        ((*needed, *NUMBERS), number),
-        (sorted(optional), lambda value: value is None or number(value)),
+        ((*needed, *NUMBERS), is_usable_number),
+        (sorted(optional), lambda value: value is None or is_usable_number(value)),
     ]
     for names, fits in checks:
         for name in names:
@@ -234,18 +236,18 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
         return []
     damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
     try:
-        rows = [from_json(line) for line in read_file(path).splitlines()]
+        rows = [parse_json(line) for line in read_file(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise damaged from error
     for row in rows:
-        if not isinstance(row, dict) or not all(number(row.get(name)) for name in ("client", "samples")):
+        if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
             raise damaged
         holds = row.get("holds", {})
         if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
             raise damaged
         shares = [row.get(name) for one in SCORES for name in (one, f"personal_{one}")]
-        if not all(number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
-            value is None or number(value) for value in shares
+        if not all(is_usable_number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
+            value is None or is_usable_number(value) for value in shares
         ):
             raise damaged
     return rows

@@ -11,7 +11,7 @@ from unskew.reporting import html_elements
 T = TypeVar("T")
 
 
-def guarded(title: str, write: Callable[[], T], instead: Callable[[str], T]) -> T:
+def guard_section(title: str, write: Callable[[], T], instead: Callable[[str], T]) -> T:
     """Write a section, or what stands in its place if that fails; a failure is also a Python warning.
 
     Args:
@@ -32,6 +32,6 @@ def guarded(title: str, write: Callable[[], T], instead: Callable[[str], T]) -> 
         return instead(sentence)
 
 
-def section(title: str, write: Callable[[], str]) -> str:
+def section_html(title: str, write: Callable[[], str]) -> str:
     """The HTML of a section; of a broken one its heading and the error."""
-    return guarded(title, write, lambda text: f'<h3>{title}</h3><p class="warned">{html_elements.text(text)}</p>')
+    return guard_section(title, write, lambda text: f'<h3>{title}</h3><p class="warned">{html_elements.text(text)}</p>')

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from unskew.reporting import chart_data, html_elements, run_description, tables
-from unskew.reporting.label_distribution import holdings
+from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
-from unskew.reporting.run_groups import Part, Series
-from unskew.reporting.section_errors import guarded, section
-from unskew.reporting.synthetic_vs_real import beside
+from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.reporting.section_errors import guard_section, section_html
+from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.verdict import verdict
 from unskew.tasks.formatting import value_text
 
@@ -33,24 +33,29 @@ UNITS = (
 )
 
 
-def content(part: Part, styles: Styles) -> dict[str, Any]:
+def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
     """What the figures of a part show."""
     curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {
         "methods": [{"label": one.label, **styles[one.label]} for one in part.series],
-        "curves": guarded("Curves", lambda: chart_data.curves(part), lambda _: curves),
-        "measured": guarded("What the methods did", lambda: chart_data.measured(part), lambda _: measured),
-        "holdings": guarded("Who holds what", lambda: holdings(part), lambda _: []),
-        "boxes": guarded("Accuracy of clients", lambda: chart_data.boxes(part), lambda _: {}),
-        "classifier": guarded("Classifier", lambda: chart_data.classifier(part), lambda _: {"axes": {}, "lines": {}}),
+        "curves": guard_section("Curves", lambda: chart_data.learning_curves(part), lambda _: curves),
+        "measured": guard_section(
+            "What the methods did", lambda: chart_data.diagnostic_charts(part), lambda _: measured
+        ),
+        "holdings": guard_section("Who holds what", lambda: label_distributions(part), lambda _: []),
+        "boxes": guard_section("Accuracy of clients", lambda: chart_data.client_boxes(part), lambda _: {}),
+        "classifier": guard_section(
+            "Classifier", lambda: chart_data.classifier_curves(part), lambda _: {"axes": {}, "lines": {}}
+        ),
         "axes": {
-            name: chart_data.axis(one, " on a client's own data") for name, one in chart_data.at_clients(part).items()
+            name: chart_data.axis_title(one, " on a client's own data")
+            for name, one in chart_data.per_client_metrics(part).items()
         },
     }
 
 
-def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = True) -> str:
+def group_html(part: RunGroup, shown: Mapping[str, Any], group: str, images: bool = True) -> str:
     """A part of the page, from its content; ``group`` is its name there. ``images``: whether it may hold any."""
     sections: list[tuple[str, Callable[[], str]]] = [
         ("Result", partial(_verdict, part)),
@@ -65,28 +70,28 @@ def part_html(part: Part, shown: Mapping[str, Any], group: str, images: bool = T
         ("What the methods did", partial(_methods, part, shown["measured"], images)),
         ("Run it again", partial(_again, part)),
     ]
-    return "\n".join(filter(None, (section(title, write) for title, write in sections)))
+    return "\n".join(filter(None, (section_html(title, write) for title, write in sections)))
 
 
-def _verdict(part: Part) -> str:
+def _verdict(part: RunGroup) -> str:
     lines = verdict(part)
-    return f"<h3>Result</h3>{html_elements.listed(lines, 'verdict')}" if lines else ""
+    return f"<h3>Result</h3>{html_elements.bullet_list(lines, 'verdict')}" if lines else ""
 
 
-def _comparison(part: Part, methods: Sequence[Mapping[str, str]]) -> str:
-    both = (tables.comparison(part), tables.comparison(part, references=True))
+def _comparison(part: RunGroup, methods: Sequence[Mapping[str, str]]) -> str:
+    both = (tables.comparison_table(part), tables.comparison_table(part, references=True))
     units = f'<p class="soft">{UNITS}</p>'
     return f"{html_elements.legend(methods)}<h3>Comparison</h3>{''.join(html_elements.table(one) for one in both if one)}{units}"
 
 
-def _costs(part: Part) -> str:
-    return f"<h3>Cost</h3>{html_elements.table(tables.costs(part))}{_server_cost(part)}"
+def _costs(part: RunGroup) -> str:
+    return f"<h3>Cost</h3>{html_elements.table(tables.cost_table(part))}{_server_cost(part)}"
 
 
-def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
+def _curves(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     axes = {"round": "rounds", "mb": "traffic", "seconds": "seconds"}
     titles = {name: title.removesuffix(" (%)") for name, title in shown["figures"].items()}
-    reached = tables.reaching_target(part)
+    reached = tables.target_table(part)
     band = (
         "Lines are means over seeds, bands one standard deviation. "
         if any(len(s.runs) > 1 for s in part.series)
@@ -94,8 +99,8 @@ def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
     )
     return (
         '<h3>Curves</h3><div class="controls">'
-        + html_elements.choice("figure", "show", titles, group)
-        + html_elements.choice("axis", "against", axes, group)
+        + html_elements.radio_buttons("figure", "show", titles, group)
+        + html_elements.radio_buttons("axis", "against", axes, group)
         + '<label><input type="checkbox" data-role="log" autocomplete="off"> logarithmic</label></div>'
         + html_elements.plot("curves")
         + f'<p class="soft">{band}Draw a frame to zoom in. With the figure in focus, '
@@ -104,8 +109,8 @@ def _curves(part: Part, shown: Mapping[str, Any], group: str) -> str:
     )
 
 
-def _differences(part: Part) -> str:
-    table = tables.differences(part)
+def _differences(part: RunGroup) -> str:
+    table = tables.difference_table(part)
     if table is None:
         return ""
     note = "If the interval excludes zero, the difference is significant at the 5 % level. With few seeds intervals are wide."
@@ -118,18 +123,18 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
         return f'<h3>Who holds what</h3><p class="soft">{missing}</p>'
     maps = any("map" in one for one in shown)
     chooser = (
-        html_elements.select("partition", "partition of", {str(k): one["title"] for k, one in enumerate(shown)})
+        html_elements.dropdown("partition", "partition of", {str(k): one["title"] for k, one in enumerate(shown)})
         if len(shown) > 1
         else ""
     )
     cells = (
-        html_elements.choice("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group)
+        html_elements.radio_buttons("cells", "cells", {"shares": "share of the client", "counts": "samples"}, group)
         if maps
         else ""
     )
     numbers = "".join(
         f'<div data-partition="{k}"{" hidden" if k else ""}>'
-        + html_elements.facts(
+        + html_elements.definition_list(
             {**{name: _short(value) for name, value in one["figures"].items()}, "partition hash": one["hash"]}
         )
         + "</div>"
@@ -150,19 +155,19 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
 
 
-def _clients(part: Part, shown: Mapping[str, Any]) -> str:
-    table = tables.fairness(part)
+def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
+    table = tables.fairness_table(part)
     if table is None:
         return '<h3>Accuracy of clients</h3><p class="soft">No client was evaluated in these runs.</p>'
     title = part.at_clients.title
     head = f"<h3>{html_elements.text(title[0].upper() + title[1:])} of clients</h3>"
     if shown:
-        known = chart_data.at_clients(part)
+        known = chart_data.per_client_metrics(part)
         choices = {
             name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
             for name in shown
         }
-        head += f'<div class="controls">{html_elements.select("whose", "show", choices)}</div>'
+        head += f'<div class="controls">{html_elements.dropdown("whose", "show", choices)}</div>'
         head += html_elements.plot("boxes") + (
             '<p class="soft">A dot is a client of one seed, a box the quartiles of all, its whiskers the best and the worst '
             "client, the diamond the worst decile of the table: the mean of the worst tenth, averaged over seeds.</p>"
@@ -174,30 +179,30 @@ def _clients(part: Part, shown: Mapping[str, Any]) -> str:
     return f'{head}{html_elements.table(table)}<p class="soft">{note}</p>'
 
 
-def _classifier(part: Part, shown: Mapping[str, Any], group: str) -> str:
+def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     kinds = {kind: chart_data.KINDS[kind][0] for kind, lines in shown["lines"].items() if lines}
     if not kinds:
         return ""
     best = chart_data.best_classifiers(part)
     pieces = [
-        f'<h3>Classifier on the test set</h3><div class="controls">{html_elements.choice("kind", "curve", kinds, group)}</div>'
+        f'<h3>Classifier on the test set</h3><div class="controls">{html_elements.radio_buttons("kind", "curve", kinds, group)}</div>'
     ]
     pieces.append(html_elements.plot("classifier"))
     pieces.append(
         f'<p class="soft">The {len(best)} best methods, first seed of each. With more than two classes ROC and precision are '
         "means over the classes, each against all others, and calibration is that of the predicted class.</p>"
     )
-    pieces += [html_elements.table(found) for one in best if (found := tables.confusion(one)) is not None]
+    pieces += [html_elements.table(found) for one in best if (found := tables.confusion_table(one)) is not None]
     return "".join(pieces)
 
 
-def _server_cost(part: Part) -> str:
+def _server_cost(part: RunGroup) -> str:
     if any("server/gflops" in run.summary for one in part.series for run in one.runs):
         return ""
     return '<p class="soft">Memory and arithmetic of the server are measured with <code>diagnose: [server]</code>.</p>'
 
 
-def _methods(part: Part, shown: Mapping[str, Any], images: bool) -> str:
+def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
     pieces = ["<h3>What the methods did</h3>"]
     names = {name: title if title == name else f"{title} ({name})" for name, title in shown["titles"].items()}
     names = {name: title for name, title in names.items() if name in shown["lines"] or name in shown["dots"]}
@@ -205,18 +210,20 @@ def _methods(part: Part, shown: Mapping[str, Any], images: bool) -> str:
         own = {name: sum(name.startswith(late) for late in LATER) for name in names}
         options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
         pieces.append(
-            f'<div class="controls">{html_elements.select("measure", "figure", options)}</div>{html_elements.plot("measured")}'
+            f'<div class="controls">{html_elements.dropdown("measure", "figure", options)}</div>{html_elements.plot("measured")}'
         )
     seen: set[str] = set()
     for one in part.series:
-        for fact in run_description.facts(one.method):
+        for fact in run_description.method_facts(one.method):
             if fact.name not in seen:
                 seen.add(fact.name)
                 line = "; ".join(filter(None, (fact.summary, fact.paper, fact.slots and f"slot: {fact.slots}")))
                 pieces.append(f"<h4>{html_elements.text(fact.name)}</h4><p>{html_elements.text(line)}</p>")
                 if fact.text:
                     pieces.append(
-                        html_elements.folded("Formula, and what the paper leaves open", html_elements.prose(fact.text))
+                        html_elements.collapsible(
+                            "Formula, and what the paper leaves open", html_elements.docstring_html(fact.text)
+                        )
                     )
         pieces.append(_periods(one))
         if images:
@@ -224,16 +231,16 @@ def _methods(part: Part, shown: Mapping[str, Any], images: bool) -> str:
     return "".join(pieces)
 
 
-def _periods(one: Series) -> str:
-    table = run_description.periods(one)
+def _periods(one: MethodRuns) -> str:
+    table = run_description.averaging_periods(one)
     if table is None:
         return ""
     note = "Layers are numbered in order of depth, as <code>unskew models</code> lists them."
     return f'{html_elements.table(table)}<p class="soft">{note}</p>'
 
 
-def _pictures(one: Series) -> str:
-    found = run_description.pictures(one)
+def _pictures(one: MethodRuns) -> str:
+    found = run_description.sample_pictures(one)
     if not found:
         return ""
     images = "".join(
@@ -243,10 +250,10 @@ def _pictures(one: Series) -> str:
     return f'<h4>What clients made with {html_elements.text(one.label)}</h4><div class="pictures">{images}</div>'
 
 
-def _beside(one: Series) -> str:
-    if not run_description.makes(one) or not any(synthetic_folders(run) for run in one.runs):
+def _beside(one: MethodRuns) -> str:
+    if not run_description.generates_data(one) or not any(synthetic_folders(run) for run in one.runs):
         return ""
-    found = beside(one)
+    found = synthetic_and_real(one)
     title = f"<h4>Images made with {html_elements.text(one.label)} beside real ones</h4>"
     if found is None:
         return f'{title}<p class="soft">Real images are not shown: the data of the run are not at hand.</p>'
@@ -266,8 +273,8 @@ def _strip(address: str, title: str) -> str:
     return f'<td><img src="{address}" alt="{html_elements.text(title)}"></td>' if address else "<td>none</td>"
 
 
-def _warnings(part: Part) -> str:
-    told = run_description.warnings_of(part)
+def _warnings(part: RunGroup) -> str:
+    told = run_description.collect_warnings(part)
     lines = [f"{text} ({runs})" for runs, text in told]
     lines += [
         f"{run.summary['updates_skipped']} updates were not finite and left out ({one.label}, seed {run.summary['seed']})"
@@ -275,27 +282,30 @@ def _warnings(part: Part) -> str:
         for run in one.runs
         if run.summary.get("updates_skipped")
     ]
-    return f"<h3>Warnings</h3>{html_elements.listed(lines, 'told')}" if lines else ""
+    return f"<h3>Warnings</h3>{html_elements.bullet_list(lines, 'told')}" if lines else ""
 
 
-def _again(part: Part) -> str:
+def _again(part: RunGroup) -> str:
     runs = [run for one in part.series for run in one.runs]
-    pieces = ["<h3>Run it again</h3>", *(html_elements.command(line) for line in run_description.again(part)[:20])]
+    pieces = [
+        "<h3>Run it again</h3>",
+        *(html_elements.copyable_command(line) for line in run_description.repeat_commands(part)[:20]),
+    ]
     pieces.append('<p class="soft">A single run is repeated by <code>unskew run FOLDER/config.yaml</code>.</p>')
-    pieces.append(html_elements.folded("Every run and its folder", html_elements.table(tables.runs(part))))
+    pieces.append(html_elements.collapsible("Every run and its folder", html_elements.table(tables.runs_table(part))))
     for one in part.series:
         written = yaml.safe_dump(one.runs[0].config, sort_keys=False, allow_unicode=True)
         seed = one.runs[0].summary["seed"]
         inside = f"<pre><code>{html_elements.text(written)}</code></pre>"
-        pieces.append(html_elements.folded(f"Configuration of {one.label}, seed {seed}", inside))
-    for count, made in run_description.made_with(runs):
+        pieces.append(html_elements.collapsible(f"Configuration of {one.label}, seed {seed}", inside))
+    for count, made in run_description.versions_and_machines(runs):
         title = f"Versions and machine of {count} run{'s' if count > 1 else ''}"
         note = "" if len(made) > 1 else '<p class="soft">The folders do not say more: an earlier version made them.</p>'
-        pieces.append(f"<h4>{title}</h4>{html_elements.facts(made)}{note}")
+        pieces.append(f"<h4>{title}</h4>{html_elements.definition_list(made)}{note}")
     return "".join(pieces)
 
 
-def summary_line(part: Part) -> str:
+def summary_line(part: RunGroup) -> str:
     """What a part is, in one line."""
     seeds = sorted({run.summary["seed"] for one in part.series for run in one.runs})
     rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})

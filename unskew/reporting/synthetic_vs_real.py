@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from unskew.config.loader import experiment
-from unskew.data.clients import take
+from unskew.data.clients import take_rows
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.readers.hub import from_cache
-from unskew.data.readers.images import with_size
+from unskew.data.readers.images import resize_images
 from unskew.errors import UnskewError
 from unskew.generators import synthetic_dataset
 from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.reporting.run_description import synthetic_folders
-from unskew.reporting.run_groups import Series
+from unskew.reporting.run_groups import MethodRuns
 from unskew.reporting.run_reader import RunFiles
 
 CLASSES, IMAGES, SIDE = 6, 4, 32
@@ -28,7 +28,7 @@ CLASSES, IMAGES, SIDE = 6, 4, 32
 
 
 @dataclass(frozen=True)
-class Row:
+class ImageRow:
     """Images of one class as data addresses, each a strip of some: real ones, and those that the client made."""
 
     name: str
@@ -36,7 +36,7 @@ class Row:
     made: str
 
 
-def beside(one: Series) -> tuple[str, list[Row]] | None:
+def synthetic_and_real(one: MethodRuns) -> tuple[str, list[ImageRow]] | None:
     """A client and its rows, of the first run whose synthetic set and data are both at hand; None if there is none."""
     for run in one.runs:
         found = _at_hand(run)
@@ -65,7 +65,7 @@ def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
     return (made, federation) if same and images and known else None
 
 
-def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[Row]:
+def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[ImageRow]:
     """A row for each of the classes of which the client made most, in their order."""
     own = federation.clients[client]
     labels = made.y[made.source == client]
@@ -73,9 +73,9 @@ def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[Row]:
     most = sorted(counts.argsort(descending=True, stable=True)[:CLASSES].tolist())
     rows = []
     for k in (k for k in most if counts[k]):
-        real = take(own.x, (own.y == k).nonzero().flatten()[:IMAGES])
-        mine = take(made.x, ((made.source == client) & (made.y == k)).nonzero().flatten()[:IMAGES])
-        rows.append(Row(federation.names[k], _strip(real), _strip(mine)))
+        real = take_rows(own.x, (own.y == k).nonzero().flatten()[:IMAGES])
+        mine = take_rows(made.x, ((made.source == client) & (made.y == k)).nonzero().flatten()[:IMAGES])
+        rows.append(ImageRow(federation.names[k], _strip(real), _strip(mine)))
     return rows
 
 
@@ -85,7 +85,7 @@ def _strip(images: Tensor) -> str:
 
     if not len(images):
         return ""
-    images = with_size(images, SIDE, SIDE) if max(images.shape[2:]) > SIDE else images
+    images = resize_images(images, SIDE, SIDE) if max(images.shape[2:]) > SIDE else images
     apart = [
         np.pad(image, ((0, 0), (0, 1), (0, 0)), constant_values=255) for image in images.permute(0, 2, 3, 1).numpy()
     ]

@@ -9,13 +9,13 @@ from typing import Any
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
-from unskew.records.recorder import reaching
+from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
-from unskew.reporting.run_groups import Part, Series
-from unskew.reporting.run_reader import RunFiles, number
-from unskew.tasks.formatting import F1, megabytes, method_title, metrics_in, percent, value_text
-from unskew.tasks.formatting import number as loss_text
-from unskew.tasks.primary_metric import Metric, metric
+from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.reporting.run_reader import RunFiles, is_usable_number
+from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
+from unskew.tasks.formatting import format_number as loss_text
+from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 
 @dataclass(frozen=True)
@@ -48,45 +48,45 @@ class Table:
     groups: list[str] = field(default_factory=list)
 
 
-def share(value: float | None, spread: float | None = None) -> Cell:
+def percent_cell(value: float | None, spread: float | None = None) -> Cell:
     """A share in per cent."""
     if value is None:
         return Cell("-")
-    return Cell(percent(value, spread), 100 * value, None if spread is None else 100 * spread)
+    return Cell(format_percent(value, spread), 100 * value, None if spread is None else 100 * spread)
 
 
-def value_of(one: Metric) -> Callable[..., Cell]:
+def metric_cell(one: MetricInfo) -> Callable[..., Cell]:
     """Return what writes a metric into a cell."""
-    return share if one.percent else loss
+    return percent_cell if one.percent else loss_cell
 
 
-def head(title: str, one: Metric) -> str:
+def metric_title(title: str, one: MetricInfo) -> str:
     """Return the title of a column that holds a metric."""
     return f"{title}, %" if one.percent else title
 
 
-def amount(value: float | None) -> Cell:
+def megabytes_cell(value: float | None) -> Cell:
     """Bytes in MB."""
-    return Cell("-") if value is None else Cell(megabytes(value), value / 1e6)
+    return Cell("-") if value is None else Cell(format_megabytes(value), value / 1e6)
 
 
-def figure(value: float | None, digits: int = 1) -> Cell:
+def number_cell(value: float | None, digits: int = 1) -> Cell:
     """A plain number."""
     return Cell("-") if value is None else Cell(f"{value:,.{digits}f}", float(value))
 
 
-def loss(value: float | None, spread: float | None = None) -> Cell:
+def loss_cell(value: float | None, spread: float | None = None) -> Cell:
     """A loss or a perplexity."""
     return Cell(loss_text(value, spread), value, spread)
 
 
-def over_seeds(part: Part) -> str:
+def std_note(part: RunGroup) -> str:
     """What figures with a spread are."""
     most = max(len(one.runs) for one in part.series)
     return f"mean ± standard deviation over {most} seeds" if most > 1 else "1 seed"
 
 
-def comparison(part: Part, references: bool = False) -> Table | None:
+def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     """A line per method, or per reference, with the figures of ``comparison.json``; None if there is none."""
     everything, judge, own = part.comparison().rows(), part.objective, part.at_clients
     rows = [row for row in everything if row["reference"] == references]
@@ -97,19 +97,19 @@ def comparison(part: Part, references: bool = False) -> Table | None:
     columns: dict[str, Any] = {}
     if part.language:
         losses = {"loss, last round": "loss", "loss, best round": "best_loss", "perplexity": "perplexity"}
-        columns |= {title: (loss, name) for title, name in losses.items()}
-        columns["next token, %"] = (share, "accuracy")
+        columns |= {title: (loss_cell, name) for title, name in losses.items()}
+        columns["next token, %"] = (percent_cell, "accuracy")
     else:
         found = {"last round": judge.name, "best round": f"best_{judge.name}"}
         found |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
-        columns |= {head(title, judge): (value_of(judge), name) for title, name in found.items()}
-        columns |= {f"{title}, %": (share, name) for title, name in several.items()}
-        columns |= {head(one.title, one): (value_of(one), one.name) for one in metrics_in(rows[0])}
-        columns["loss"] = (loss, "loss")
-        columns |= {name.upper(): (loss, name) for name in ("mae", "rmse") if name in rows[0]}
-    per, write = " %" if own.percent else "", value_of(own)
+        columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in found.items()}
+        columns |= {f"{title}, %": (percent_cell, name) for title, name in several.items()}
+        columns |= {metric_title(one.title, one): (metric_cell(one), one.name) for one in secondary_metrics(rows[0])}
+        columns["loss"] = (loss_cell, "loss")
+        columns |= {name.upper(): (loss_cell, name) for name in ("mae", "rmse") if name in rows[0]}
+    per, write = " %" if own.percent else "", metric_cell(own)
     columns[f"clients, mean{per}"] = (write, f"client_{own.name}_mean")
-    columns[head("worst decile", own)] = (write, f"client_{own.name}_worst_decile")
+    columns[metric_title("worst decile", own)] = (write, f"client_{own.name}_worst_decile")
     if personal:
         columns[f"personal, mean{per}"] = (write, f"personal_{own.name}_mean")
         columns[f"personal, worst decile{per}"] = (write, f"personal_{own.name}_worst_decile")
@@ -118,9 +118,11 @@ def comparison(part: Part, references: bool = False) -> Table | None:
         spread = row["seeds"] > 1
         cells = [write(row.get(name), row.get(f"{name}_std") if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
-        reached = [] if not part.counts else [figure(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
-        costs = [amount(row["bytes_up"]), amount(row["bytes_down"]), figure(row["seconds"])]
-        lines.append([Cell(method_title(row)), figure(row["seeds"], 0), *cells, *reached, *costs])
+        reached = (
+            [] if not part.counts else [number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
+        )
+        costs = [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), number_cell(row["seconds"])]
+        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *costs])
     counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
     titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
@@ -129,18 +131,18 @@ def comparison(part: Part, references: bool = False) -> Table | None:
             "References, not ranked: all data in one place (pooled); each client alone, with its own model (local)"
         )
         return Table("references", caption, titles, lines)
-    return Table("comparison", f"{what}, {over_seeds(part)}", titles, lines)
+    return Table("comparison", f"{what}, {std_note(part)}", titles, lines)
 
 
-def differences(part: Part) -> Table | None:
+def difference_table(part: RunGroup) -> Table | None:
     """Every method minus every other, seed by seed on the same partition; None of a single method."""
-    judge = metric("loss") if part.language else part.objective
+    judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
     factor = 100 if judge.percent else 1
     rows, groups = [], []
     for base in part.ranked:
         for one in part.ranked:
-            pairs = [(a, b) for a in one.runs for b in base.runs if alike(a, b)]
+            pairs = [(a, b) for a in one.runs for b in base.runs if can_be_paired(a, b)]
             if one is base or not pairs:
                 continue
             cells = []
@@ -148,10 +150,10 @@ def differences(part: Part) -> Table | None:
                 values = [
                     factor * (a.summary[name] - b.summary[name])
                     for a, b in pairs
-                    if number(a.summary.get(name)) and number(b.summary.get(name))
+                    if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
                 ]
                 cells += _difference(values, 1 if judge.percent else 4)
-            rows.append([Cell(one.label), Cell(base.label), figure(len(pairs), 0), *cells])
+            rows.append([Cell(one.label), Cell(base.label), number_cell(len(pairs), 0), *cells])
             groups.append(base.label)
     if not rows:
         return None
@@ -161,7 +163,7 @@ def differences(part: Part) -> Table | None:
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
 
 
-def alike(a: RunFiles, b: RunFiles) -> bool:
+def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
     """Whether two runs share seed and partition, so that they can be paired."""
     return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
 
@@ -181,25 +183,25 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
     ]
 
 
-def reaching_target(part: Part) -> Table | None:
+def target_table(part: RunGroup) -> Table | None:
     """What the target takes of each method; None for language models, which have no target."""
     if not part.counts:
         return None
     rows, judge = [], part.objective
     for one in part.ranked:
-        found = [row for run in one.runs if (row := reaching(run.history, part.target, judge)) is not None]
+        found = [row for run in one.runs if (row := first_reaching(run.history, part.target, judge)) is not None]
         cells = [Cell("")] * 3
         if len(found) == len(one.runs):
             rounds, seconds = (mean_std([row[name] for row in found])[0] for name in ("round", "seconds"))
             sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in found])[0]
-            cells = [figure(rounds), amount(sent), figure(seconds)]
+            cells = [number_cell(rounds), megabytes_cell(sent), number_cell(seconds)]
         rows.append([Cell(one.label), Cell(f"{len(found)} of {len(one.runs)}", len(found)), *cells])
     what = f"{value_text(judge, part.target, sign=' %')} test {judge.title}"
     caption = f"Cost of reaching {what} (mean over seeds; blank if a seed never reaches it)"
     return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
 
 
-def fairness(part: Part) -> Table | None:
+def fairness_table(part: RunGroup) -> Table | None:
     """How accuracy is spread over clients, for the global model and for the clients' own."""
     rows, judge = [], part.at_clients
     for one in part.series:
@@ -208,25 +210,25 @@ def fairness(part: Part) -> Table | None:
             ("personal", "personal", f"personal_{judge.name}"),
         ):
             keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
-            means = [mean([run.summary.get(key) for run in one.runs]) for key in keys]
+            means = [mean_or_none([run.summary.get(key) for run in one.runs]) for key in keys]
             if means[0] is None:
                 continue
-            scored = [[row[name] for row in run.clients if number(row.get(name))] for run in one.runs]
-            better = mean([_better(run, judge) for run in one.runs]) if label == "personal" else None
+            scored = [[row[name] for row in run.clients if is_usable_number(row.get(name))] for run in one.runs]
+            better = mean_or_none([_better(run, judge) for run in one.runs]) if label == "personal" else None
             shares = (
                 judge.percent and judge.name != "r2" and not judge.lower_is_better
             )  # R² may be negative, and is no amount that clients get a part of
-            gap = mean([gini(values) for values in scored if values]) if shares else None
-            cells = [value_of(judge)(value) for value in means]
+            gap = mean_or_none([gini(values) for values in scored if values]) if shares else None
+            cells = [metric_cell(judge)(value) for value in means]
             label = "own" if is_local(one.method) else label
-            rows.append([Cell(one.label), Cell(label), *cells, figure(gap, 3), share(better)])
+            rows.append([Cell(one.label), Cell(label), *cells, number_cell(gap, 3), percent_cell(better)])
     if not rows:
         return None
     columns = [
-        head("mean", judge),
+        metric_title("mean", judge),
         "std over clients",
-        head("worst decile", judge),
-        head("worst client", judge),
+        metric_title("worst decile", judge),
+        metric_title("worst client", judge),
         "Gini",
         "clients it serves better, %",
     ]
@@ -236,34 +238,34 @@ def fairness(part: Part) -> Table | None:
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 
 
-def mean(values: Sequence[float | None]) -> float | None:
+def mean_or_none(values: Sequence[float | None]) -> float | None:
     """Of those that are there; None if there are none."""
     there = [value for value in values if value is not None]
     return mean_std(there)[0] if there else None
 
 
-def _better(run: RunFiles, judge: Metric) -> float | None:
+def _better(run: RunFiles, judge: MetricInfo) -> float | None:
     """Share of the clients whose own model is better for them than the global one."""
     pairs = [
         (row[f"personal_{judge.name}"], row[judge.name])
         for row in run.clients
-        if number(row.get(f"personal_{judge.name}")) and number(row.get(judge.name))
+        if is_usable_number(row.get(f"personal_{judge.name}")) and is_usable_number(row.get(judge.name))
     ]
-    return mean([float(judge.rank(mine) > judge.rank(everyones)) for mine, everyones in pairs])
+    return mean_or_none([float(judge.rank(mine) > judge.rank(everyones)) for mine, everyones in pairs])
 
 
 MOST_CLASSES = 20
 """Classes of a confusion matrix that is shown."""
 
 
-def confusion(one: Series) -> Table | None:
+def confusion_table(one: MethodRuns) -> Table | None:
     """Return the confusion matrix of a method's first run; None if there is none, or it is too large to show."""
     matrix = one.runs[0].curves.get("confusion")
     if matrix is None or len(matrix["classes"]) > MOST_CLASSES:
         return None
     names = [str(name) for name in matrix["classes"]]
     rows = [
-        [Cell(name), *(figure(count, 0) for count in counts)]
+        [Cell(name), *(number_cell(count, 0) for count in counts)]
         for name, counts in zip(names, matrix["counts"], strict=False)
     ]
     caption = f"Confusion matrix of {one.label}, seed {one.runs[0].summary['seed']}: a row per true class"
@@ -271,24 +273,24 @@ def confusion(one: Series) -> Table | None:
 
 
 COSTS: dict[str, tuple[str, Any]] = {
-    "seconds": ("seconds of the run", figure),
-    "client_seconds": ("seconds of a client", lambda value: figure(value, 2)),
-    "bytes_up": ("MB up", amount),
-    "bytes_down": ("MB down", amount),
-    "buffer_bytes_up": ("of these statistics, MB up", amount),
-    "report_bytes_up": ("only to be measured, MB up", amount),
-    "server/gflops": ("server, GFLOP a round", lambda value: figure(value, 3)),
-    "server/bytes": ("server's memory, MB", amount),
-    "synthetic_seconds": ("making images, seconds", figure),
-    "updates_skipped": ("updates left out", figure),
+    "seconds": ("seconds of the run", number_cell),
+    "client_seconds": ("seconds of a client", lambda value: number_cell(value, 2)),
+    "bytes_up": ("MB up", megabytes_cell),
+    "bytes_down": ("MB down", megabytes_cell),
+    "buffer_bytes_up": ("of these statistics, MB up", megabytes_cell),
+    "report_bytes_up": ("only to be measured, MB up", megabytes_cell),
+    "server/gflops": ("server, GFLOP a round", lambda value: number_cell(value, 3)),
+    "server/bytes": ("server's memory, MB", megabytes_cell),
+    "synthetic_seconds": ("making images, seconds", number_cell),
+    "updates_skipped": ("updates left out", number_cell),
 }
 """Figures of the summary that are costs."""
 
 
-def costs(part: Part) -> Table:
+def cost_table(part: RunGroup) -> Table:
     """What each method takes, mean over seeds; columns are there where some run has the figure, and it is not zero."""
     found = {
-        name: [mean([_cost(run, name) for run in one.runs]) for one in part.series]
+        name: [mean_or_none([_cost(run, name) for run in one.runs]) for one in part.series]
         for name in COSTS
         if any(_cost(run, name) for one in part.series for run in one.runs)
     }
@@ -303,31 +305,37 @@ def costs(part: Part) -> Table:
 def _cost(run: RunFiles, name: str) -> float | None:
     value = run.summary.get(name)
     counted = "bytes" not in name or not is_reference(run.summary["method"])
-    return value if number(value) and counted else None
+    return value if is_usable_number(value) and counted else None
 
 
-def runs(part: Part) -> Table:
+def runs_table(part: RunGroup) -> Table:
     """Every run with the figures of its ``summary.json``."""
     judge, own = part.objective, part.at_clients
-    write, per = value_of(judge), " %" if own.percent else ""
-    pairs: list[tuple[Series, RunFiles]] = [(one, run) for one in part.series for run in one.runs]
+    write, per = metric_cell(judge), " %" if own.percent else ""
+    pairs: list[tuple[MethodRuns, RunFiles]] = [(one, run) for one in part.series for run in one.runs]
     rows = [
         [
             Cell(method_title({"method": one.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
             Cell(str(run.folder)),
-            figure(s["seed"], 0),
+            number_cell(s["seed"], 0),
             write(s.get(judge.name)),
             write(s.get(f"best_{judge.name}")),
-            figure(_cost(run, "best_round"), 0),
-            loss(s.get("loss")),
-            *(value_of(own)(s.get(f"client_{own.name}_{what}")) for what in ("mean", "worst_decile", "worst")),
-            amount(s["bytes_up"]),
-            amount(s["bytes_down"]),
-            figure(s["seconds"]),
+            number_cell(_cost(run, "best_round"), 0),
+            loss_cell(s.get("loss")),
+            *(metric_cell(own)(s.get(f"client_{own.name}_{what}")) for what in ("mean", "worst_decile", "worst")),
+            megabytes_cell(s["bytes_up"]),
+            megabytes_cell(s["bytes_down"]),
+            number_cell(s["seconds"]),
         ]
         for one, run in pairs
         for s in (run.summary,)
     ]
-    columns = [head("last round", judge), head("best round", judge), "best round", "loss", f"clients, mean{per}"]
-    columns += [head("worst decile", own), head("worst client", own), "MB up", "MB down", "seconds"]
+    columns = [
+        metric_title("last round", judge),
+        metric_title("best round", judge),
+        "best round",
+        "loss",
+        f"clients, mean{per}",
+    ]
+    columns += [metric_title("worst decile", own), metric_title("worst client", own), "MB up", "MB down", "seconds"]
     return Table("runs", "Every run, as its summary.json has it", ["method", "folder", "seed", *columns], rows, 2)

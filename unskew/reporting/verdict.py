@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
-from unskew.reporting.run_groups import Part, Series
-from unskew.reporting.run_reader import number
-from unskew.reporting.tables import alike
-from unskew.tasks.formatting import megabytes, value_text
-from unskew.tasks.primary_metric import Metric, metric
+from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.reporting.run_reader import is_usable_number
+from unskew.reporting.tables import can_be_paired
+from unskew.tasks.formatting import format_megabytes, value_text
+from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 
-def verdict(part: Part) -> list[str]:
+def verdict(part: RunGroup) -> list[str]:
     """The best method by the objective after the last round, whether its lead is conclusive, and its cost.
 
     Reference rows take no part. The lead is over the second best method, paired by seed.
     """
-    judge = metric("loss") if part.language else part.objective
+    judge = metric_info("loss") if part.language else part.objective
     name, low = judge.name, judge.lower_is_better
     means = {one.label: mean_std(_values(one, name))[0] for one in part.ranked if _values(one, name)}
     ranked = sorted(
@@ -36,15 +36,19 @@ def verdict(part: Part) -> list[str]:
     ]
 
 
-def _values(one: Series, name: str) -> list[float]:
-    return [run.summary[name] for run in one.runs if number(run.summary.get(name))]
+def _values(one: MethodRuns, name: str) -> list[float]:
+    return [run.summary[name] for run in one.runs if is_usable_number(run.summary.get(name))]
 
 
-def _lead(best: Series, second: Series, judge: Metric) -> str:
+def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
     """How far the best is ahead of the second, and whether that is conclusive."""
     name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
-    pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if alike(a, b)]
-    leads = [factor * (a[name] - b[name]) for a, b in pairs if number(a.get(name)) and number(b.get(name))]
+    pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a, b)]
+    leads = [
+        factor * (a[name] - b[name])
+        for a, b in pairs
+        if is_usable_number(a.get(name)) and is_usable_number(b.get(name))
+    ]
     if not leads:
         return f"It cannot be compared with {second.label}, the second best: they have no seed in common."
     digits, unit = (1, " points") if judge.percent else (4, "")
@@ -58,8 +62,8 @@ def _lead(best: Series, second: Series, judge: Metric) -> str:
     return f"{told}: inconclusive, because the interval includes zero. More seeds narrow it."
 
 
-def _cost(one: Series) -> str:
+def _cost(one: MethodRuns) -> str:
     """Traffic and time of a method, means over seeds."""
     sent = mean_std([run.summary["bytes_up"] + run.summary["bytes_down"] for run in one.runs])[0]
     seconds = mean_std([run.summary["seconds"] for run in one.runs])[0]
-    return f"{one.label} sent {megabytes(sent)} MB and took {seconds:,.1f} s per run"
+    return f"{one.label} sent {format_megabytes(sent)} MB and took {seconds:,.1f} s per run"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from unskew.filesystem import write_atomic
 from unskew.reproduction.legacy_outcomes import notes
-from unskew.reproduction.outcomes import outcome_files, place_of, run_identity
-from unskew.reproduction.preset import load_preset, names
+from unskew.reproduction.outcomes import outcome_files, outcome_path, run_identity
+from unskew.reproduction.preset import load_preset, preset_names
 from unskew.reproduction.settings import settings_note
 from unskew.reproduction.study import Line, StudyRuns, load_study, study_names
 from unskew.reproduction.sweep import Sweep
-from unskew.reproduction.tables import entries, lines, markdown
+from unskew.reproduction.tables import markdown, table_entries, table_lines
 
 BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
@@ -61,7 +61,9 @@ class Pages:
         preset = load_preset(name)
         found = list(self._sweep(name, scale).found(self.seeds))
         note = settings_note(preset, scale, (cell for cell, _ in found))
-        return _as_text(lines(preset, entries(preset, found), whole=True), note, notes(cell for cell, _ in found))
+        return _as_text(
+            table_lines(preset, table_entries(preset, found), whole=True), note, notes(cell for cell, _ in found)
+        )
 
     def _sweep(self, name: str, scale: str) -> Sweep:
         return Sweep(load_preset(name), scale, Path("runs"), self.runs, {})
@@ -102,7 +104,7 @@ class Pages:
             "`unskew reproduce PRESET --scale SCALE --show` prints a table from its files.",
         ]
         papers, listed = dict[str, list[str]](), set[Path]()
-        for name in [*names(), *study_names()]:
+        for name in [*preset_names(), *study_names()]:
             preset = load_study(name) if name in study_names() else load_preset(name)
             for scale, page in shown.get(name, {"cpu": None}).items():
                 rows, note = self._rows_of_study(name, scale) if name in study_names() else self._rows(name, scale)
@@ -126,15 +128,17 @@ class Pages:
         found = list(self._sweep(name, scale).found(self.seeds))
         for cell, outcome in found:
             seed = cell.config.seed
-            rows.setdefault((cell.column, cell.row), {})[seed] = place_of(outcome["run"])
-            if cell.parent is not None and (place := place_of(run_identity(cell.parent))) in self.outcomes:
+            rows.setdefault((cell.column, cell.row), {})[seed] = outcome_path(outcome["run"])
+            if cell.parent is not None and (place := outcome_path(run_identity(cell.parent))) in self.outcomes:
                 rows.setdefault((cell.column, f"{cell.row}: common rounds"), {})[seed] = place
         return rows, settings_note(load_preset(name), scale, (cell for cell, _ in found))
 
     def _rows_of_study(self, name: str, scale: str) -> tuple[Rows, str]:
         study = StudyRuns(load_study(name), scale, self.runs)
         by_part = study.found(self.seeds)
-        files = {("", part): {s: place_of(o["run"]) for s, o in by_seed.items()} for part, by_seed in by_part.items()}
+        files = {
+            ("", part): {s: outcome_path(o["run"]) for s, o in by_seed.items()} for part, by_seed in by_part.items()
+        }
         return files, study.note()
 
 

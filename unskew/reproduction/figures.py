@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from unskew.plots.curves import signs
-from unskew.plots.figure import MARKERS, PALETTE, new_figure, over_rounds, save_figure
+from unskew.plots.curves import plot_signs
+from unskew.plots.figure import MARKERS, PALETTE, new_figure, save_figure, set_round_axis
 from unskew.reproduction.outcomes import Outcome
-from unskew.reproduction.preset import Cell, Preset
-from unskew.reproduction.tables import Entry, expanded, shown
+from unskew.reproduction.preset import Preset, PresetCell
+from unskew.reproduction.tables import TableEntry, expand_values, value_format
 
 SIGNS = ("coefficients/positive", "coefficients/negative")
 """Values that are drawn together, as bars up and down for each row."""
@@ -20,7 +20,7 @@ MARKED = 50
 """Points of a curve, above which marks would hide it."""
 
 
-def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path) -> Path:
+def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path: Path) -> Path:
     """One panel per value and column: the mean over seeds against rounds or traffic, its standard deviation shaded.
 
     Values that have no curve, such as a sum over the run, are left out. Where a value's ``_min`` and ``_max`` are shown, too,
@@ -31,7 +31,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
         runs: Its runs and their outcomes.
         path: Image file to write.
     """
-    values = expanded(preset.values, [outcome["summary"] for _, outcome in runs])
+    values = expand_values(preset.values, [outcome["summary"] for _, outcome in runs])
     values = [value for value in values if value in SIGNS or any(_points(outcome, value) for _, outcome in runs)]
     banded = {value for value in values if {f"{value}_min", f"{value}_max"} <= set(values)}
     values = [value for value in values if value.removesuffix("_min").removesuffix("_max") not in banded - {value}]
@@ -47,11 +47,11 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
     for (column, row), axis in zip(barred, axes.ravel()[len(panels) :], strict=False):
         mine = [o for c, o in runs if (c.column, c.row) == (column, row)]
         (rounds, above), (_, below) = (_over_seeds(mine, value) for value in SIGNS)
-        signs(axis, rounds, above.mean(0).tolist(), below.mean(0).tolist())
+        plot_signs(axis, rounds, above.mean(0).tolist(), below.mean(0).tolist())
         axis.set_title(f"{column}: {row}", fontsize=8)
     lines: dict[str, Any] = {}
     for (column, value), axis in zip(panels, axes.ravel(), strict=False):
-        label, factor, _ = shown(value)
+        label, factor, _ = value_format(value)
         for of_one_number in (" after the last round", ", mean over rounds"):
             label = label.replace(of_one_number, "")
         for number, row in enumerate(rows):
@@ -79,7 +79,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[Cell, Outcome]], path: Path
             axis.xaxis.set_major_formatter("{x:g}")
             axis.set_xlabel("MB up and down, per client")
         else:
-            over_rounds(axis)
+            set_round_axis(axis)
         axis.grid(alpha=0.3)
     shown_rows = [row for row in rows if row in lines]
     axes[0][0].legend([lines[row] for row in shown_rows], shown_rows, frameon=False, fontsize=8)
@@ -107,7 +107,7 @@ def _points(outcome: Outcome, value: str) -> dict[int, float]:
     return {t: y for t, y in pairs if y is not None}
 
 
-def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
+def draw_points(preset: Preset, entries: Sequence[TableEntry], path: Path) -> Path:
     """One panel per value: mean and standard deviation over seeds, a line per row over the columns, or one over the rows.
 
     Hollow markers are the paper's numbers.
@@ -135,7 +135,7 @@ def draw_points(preset: Preset, entries: Sequence[Entry], path: Path) -> Path:
             if papers:
                 axis.plot(*zip(*papers, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
         axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
-        axis.set_ylabel(shown(value)[0])
+        axis.set_ylabel(value_format(value)[0])
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     return save_figure(figure, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from unskew.reproduction.preset import Cell
+from unskew.reproduction.preset import PresetCell
 
 MARK = " †"
 """After the name of a row that shows earlier outcomes."""
@@ -26,7 +26,7 @@ EARLIER = {
 """By rule: the option that its earlier outcomes were made with, and what that means."""
 
 
-def as_earlier(cell: Cell) -> Cell | None:
+def legacy_identity(cell: PresetCell) -> PresetCell | None:
     """The run of a cell as it was before a default changed, marked; None where none has changed.
 
     >>> from unskew.config.loader import experiment
@@ -49,12 +49,12 @@ def _as_earlier(part: str) -> str:
     return f"{part}{',' if colon else ':'}{option}"
 
 
-def unmarked(row: str) -> str:
+def without_mark(row: str) -> str:
     """The name of a row as the preset has it."""
     return row.removesuffix(MARK)
 
 
-def notes(cells: Iterable[Cell]) -> list[str]:
+def notes(cells: Iterable[PresetCell]) -> list[str]:
     """What the marks of a table mean."""
     methods = {cell.config.method for cell in cells if cell.row.endswith(MARK)}
     return [

@@ -58,17 +58,17 @@ def _defaults(kind: type[Experiment]) -> dict[str, Any]:
     return {**kind().model_dump(mode="json"), "lr": 0.01}
 
 
-def name_of(run: dict[str, Any]) -> str:
+def identity_hash(run: dict[str, Any]) -> str:
     """A name for what a run is, from all that it is."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def key_of(config: Experiment, parent: Experiment | None = None) -> str:
+def experiment_hash(config: Experiment, parent: Experiment | None = None) -> str:
     """A name for what a run is."""
-    return name_of(run_identity(config, parent))
+    return identity_hash(run_identity(config, parent))
 
 
-def keep(
+def store_outcome(
     folder: Path, config: Experiment, parent: Experiment | None, history: list[dict[str, Any]], summary: dict[str, Any]
 ) -> Path:
     """Write the outcome of a finished run into ``folder``."""
@@ -78,7 +78,7 @@ def keep(
     return write_outcome(folder, run_identity(config, parent), {"summary": summary, "curve": curve})
 
 
-def place_of(run: dict[str, Any]) -> Path:
+def outcome_path(run: dict[str, Any]) -> Path:
     """Where a reader finds an outcome in the folder of all: data, method, partition, seed. Only the hash at the end decides.
 
     >>> place_of({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
@@ -89,7 +89,7 @@ def place_of(run: dict[str, Any]) -> Path:
     else:
         folder = Path(_readable(run["data"])) / _readable(run["method"])
         what = run.get("partition", _defaults(Experiment)["partition"])
-    return folder / f"{_readable(what)}-seed{run['seed']}-{name_of(run)[:DIGITS]}.json"
+    return folder / f"{_readable(what)}-seed{run['seed']}-{identity_hash(run)[:DIGITS]}.json"
 
 
 def _readable(text: str) -> str:
@@ -102,7 +102,7 @@ def _readable(text: str) -> str:
 def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], indent: int | None = 1) -> Path:
     """Write the result of a run into ``folder``, under a name that ends with the hash of what the run is."""
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    path = folder / place_of(run)
+    path = folder / outcome_path(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps({"run": run, **result, "made_with": machine}, indent=indent) + "\n").encode())
     return path
@@ -122,7 +122,7 @@ def outcome_files(folder: Path) -> Files:
     return files
 
 
-def kept(files: Path | Files, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
+def stored_outcome(files: Path | Files, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
     """The outcome of a run if it is there; see ``read_outcome``."""
     return read_outcome(files, run_identity(config, parent))
 
@@ -137,11 +137,11 @@ def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
     Raises:
         DataError: Its file cannot be read.
     """
-    key = name_of(run)
+    key = identity_hash(run)
     for path in (outcome_files(files) if isinstance(files, Path) else files).get(key[:DIGITS], ()):
         try:
             outcome: Outcome = json.loads(path.read_text(encoding="utf-8"))
-            if name_of(outcome["run"]) == key:
+            if identity_hash(outcome["run"]) == key:
                 return outcome
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path} is damaged; remove it, and the run is made again.") from error

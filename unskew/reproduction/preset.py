@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.sources.registry import DRAWN
-from unskew.errors import ConfigError, plain, unknown
+from unskew.errors import ConfigError, plain_message, unknown_name
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Ten times as fast where the package yaml was built with it."""
@@ -27,7 +27,7 @@ SCALES = ("smoke", "cpu", "paper")
 Options = dict[str, Any]
 
 
-class Scale(BaseModel):
+class PresetScale(BaseModel):
     """What differs from the paper's settings."""
 
     model_config = ConfigDict(extra="forbid")
@@ -61,11 +61,11 @@ class Preset(BaseModel):
     """Rows whose differences per seed from another row are a table of their own."""
     common: dict[str, Options] = Field(default_factory=dict)
     published: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
-    scales: dict[str, Scale] = Field(default_factory=dict)
+    scales: dict[str, PresetScale] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Cell:
+class PresetCell:
     """One run of a table: its experiment and, if it begins where another run ended, that one."""
 
     row: str
@@ -73,18 +73,18 @@ class Cell:
     config: Experiment
     parent: Experiment | None = None
 
-    def of_seed(self, seed: int) -> Cell:
+    def of_seed(self, seed: int) -> PresetCell:
         """The same run with another seed."""
         parent = self.parent and self.parent.model_copy(update={"seed": seed})
         return replace(self, config=self.config.model_copy(update={"seed": seed}), parent=parent)
 
 
-def names() -> list[str]:
+def preset_names() -> list[str]:
     """All presets that are tables of runs, as ``paper/table``."""
-    return [name for name in files_named(".yaml") if not name.endswith(".study")]
+    return [name for name in presets_named(".yaml") if not name.endswith(".study")]
 
 
-def files_named(ending: str) -> list[str]:
+def presets_named(ending: str) -> list[str]:
     """All presets whose file ends so, as ``paper/name``; in the order of their numbers."""
     root = files("unskew") / "presets"
     paths = [
@@ -104,13 +104,15 @@ def load_preset(name: str) -> Preset:
     Raises:
         ConfigError: There is none of this name.
     """
-    if name not in names():
-        raise ConfigError(unknown("preset", name, names()))
+    if name not in preset_names():
+        raise ConfigError(unknown_name("preset", name, preset_names()))
     try:
         return Preset.model_validate({"name": name, **read_yaml(name)})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"The preset {name} is not valid at {first['loc']}: {plain(first['msg'])}.") from error
+        raise ConfigError(
+            f"The preset {name} is not valid at {first['loc']}: {plain_message(first['msg'])}."
+        ) from error
 
 
 def read_yaml(name: str) -> Options:
@@ -118,10 +120,10 @@ def read_yaml(name: str) -> Options:
     text = (files("unskew") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
     values: Options = yaml.load(text, Loader=LOADER)  # nosec B506
     base = values.pop("extends", None)
-    return values if base is None else merged(read_yaml(base), values)
+    return values if base is None else merge_values(read_yaml(base), values)
 
 
-def merged(base: Options, over: Options) -> Options:
+def merge_values(base: Options, over: Options) -> Options:
     """``over`` on top of ``base``, sections by their entries; rows, columns and published numbers replace.
 
     >>> merged({"settings": {"lr": 1, "rounds": 2}, "rows": {"a": {}}}, {"settings": {"lr": 3}, "rows": {"b": {}}})
@@ -132,11 +134,11 @@ def merged(base: Options, over: Options) -> Options:
         both = (
             isinstance(value, dict) and isinstance(base.get(key), dict) and key not in ("rows", "columns", "published")
         )
-        result[key] = merged(base[key], value) if both else value
+        result[key] = merge_values(base[key], value) if both else value
     return result
 
 
-def filled(options: Options, values: Options) -> Options:
+def fill_placeholders(options: Options, values: Options) -> Options:
     """``options`` with every ``$name`` replaced; a string that is nothing but a number becomes one.
 
     >>> filled({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
@@ -150,7 +152,7 @@ def filled(options: Options, values: Options) -> Options:
     return result
 
 
-def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool = False) -> list[Cell]:
+def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool = False) -> list[PresetCell]:
     """The runs of a table at one scale and seed.
 
     Args:
@@ -165,8 +167,8 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
         ConfigError: A setting of the preset is wrong.
     """
     if scale not in SCALES:
-        raise ConfigError(unknown("scale", scale, SCALES))
-    at_scale = preset.scales.get(scale, Scale())
+        raise ConfigError(unknown_name("scale", scale, SCALES))
+    at_scale = preset.scales.get(scale, PresetScale())
     values = {**preset.with_, **at_scale.with_}
     base = {**preset.settings, **at_scale.settings, **(at_scale.otherwise if otherwise else {})}
     if otherwise:
@@ -179,7 +181,7 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
             shared = {**base, **its}
 
             def build(options: Options, shared: Options = shared) -> Experiment:
-                whole = {**filled({**shared, **options}, values), **extra, "seed": seed}
+                whole = {**fill_placeholders({**shared, **options}, values), **extra, "seed": seed}
                 if whole["data"] in DRAWN:
                     whole.pop("data_path", None)
                 return experiment(whole)
@@ -187,10 +189,10 @@ def cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool
             # The common run takes from the row what changes the data or the model, but not its method.
             rest = {k: v for k, v in mine.items() if k != "method"}
             parent = None if after is None else build({**rest, **preset.common[after], "to_be_continued": True})
-            table.append(Cell(row, column, build(mine), parent))
+            table.append(PresetCell(row, column, build(mine), parent))
     return table
 
 
-def seeds_of(preset: Preset, scale: str) -> int:
+def num_seeds(preset: Preset, scale: str) -> int:
     """How many seeds a scale asks for."""
-    return preset.scales.get(scale, Scale()).seeds or preset.seeds
+    return preset.scales.get(scale, PresetScale()).seeds or preset.seeds

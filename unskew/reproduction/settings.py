@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.reproduction.legacy_outcomes import unmarked
-from unskew.reproduction.preset import Cell, Preset, cells
+from unskew.reproduction.legacy_outcomes import without_mark
+from unskew.reproduction.preset import Preset, PresetCell, preset_cells
 
 STATED = ("data", "model", "clients", "rounds", "target")
 """Settings that a table states if they are not the paper's."""
@@ -15,23 +15,23 @@ STATED = ("data", "model", "clients", "rounds", "target")
 
 def published_settings(preset: Preset) -> dict[tuple[str, str], Experiment]:
     """Return the paper's experiment of each row and column, as ``{(row, column): experiment}``."""
-    paper = cells(preset.model_copy(update={"scales": {}}), "paper", 0, {})
+    paper = preset_cells(preset.model_copy(update={"scales": {}}), "paper", 0, {})
     return {(cell.row, cell.column): cell.config for cell in paper}
 
 
-def settings_note(preset: Preset, scale: str, table: Iterable[Cell]) -> str:
+def settings_note(preset: Preset, scale: str, table: Iterable[PresetCell]) -> str:
     """Return a sentence with the settings of a table's runs that are not the paper's; empty if there are none."""
     paper, pairs = published_settings(preset), dict[str, dict[tuple[Any, Any], None]]()
     for cell in table:
-        theirs = paper.get((unmarked(cell.row), cell.column))
+        theirs = paper.get((without_mark(cell.row), cell.column))
         for name in STATED if theirs is not None else ():
             pair = getattr(cell.config, name), getattr(theirs, name)
             if pair[0] != pair[1]:
                 pairs.setdefault(name, {})[pair] = None
-    return stated(scale, {name: pairs[name] for name in STATED if name in pairs})
+    return describe_settings(scale, {name: pairs[name] for name in STATED if name in pairs})
 
 
-def stated(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
+def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
     """Return a sentence that states settings, each with ours and the paper's values; empty without settings.
 
     >>> print(stated("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]}))
@@ -44,13 +44,13 @@ def stated(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
     return f"Scale {scale} is not the paper's setting: {'; '.join(texts)}." if texts else ""
 
 
-def comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
+def is_comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
     """Return whether a number of the paper belongs next to ours: it has the same data, and for traffic the same target."""
     if theirs is None or ours.data != theirs.data:
         return False
     return (not value.endswith("to_target") and value != "saving") or ours.target == theirs.target
 
 
-def same_model(ours: Experiment, theirs: Experiment | None) -> bool:
+def has_same_model(ours: Experiment, theirs: Experiment | None) -> bool:
     """Return whether the difference between our number and the paper's says anything: both have the same model."""
     return theirs is not None and (ours.model, ours.model_options) == (theirs.model, theirs.model_options)

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.engines.cpu import cores
-from unskew.errors import ConfigError, DataError, plain, unknown
-from unskew.option_parsing import build, own_object
+from unskew.engines.cpu import num_cores
+from unskew.errors import ConfigError, DataError, plain_message, unknown_name
+from unskew.option_parsing import build_from_options, import_own
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
-from unskew.reproduction.preset import SCALES, Options, files_named, read_yaml
-from unskew.reproduction.settings import stated
-from unskew.runs.parallel import beside, check_parallel, on_cluster, side_by_side
-from unskew.runs.process_pool import Work
+from unskew.reproduction.preset import SCALES, Options, presets_named, read_yaml
+from unskew.reproduction.settings import describe_settings
+from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_cluster
+from unskew.runs.process_pool import Job
 
 STUDIES = {
     "quadratic": "unskew.reproduction.studies.quadratic_figure:QuadraticStudy",
@@ -83,7 +83,7 @@ class StudyPreset(BaseModel):
 
 def study_names() -> list[str]:
     """All presets that are studies."""
-    return files_named(".study.yaml")
+    return presets_named(".study.yaml")
 
 
 def load_study(name: str) -> StudyPreset:
@@ -93,12 +93,14 @@ def load_study(name: str) -> StudyPreset:
         ConfigError: There is none of this name, or it is not valid.
     """
     if name not in study_names():
-        raise ConfigError(unknown("preset", name, study_names()))
+        raise ConfigError(unknown_name("preset", name, study_names()))
     try:
         return StudyPreset.model_validate({"name": name, **read_yaml(f"{name}.study")})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"The preset {name} is not valid at {first['loc']}: {plain(first['msg'])}.") from error
+        raise ConfigError(
+            f"The preset {name} is not valid at {first['loc']}: {plain_message(first['msg'])}."
+        ) from error
 
 
 def make_study(kind: str, settings: Options) -> Study:
@@ -108,9 +110,9 @@ def make_study(kind: str, settings: Options) -> Study:
         ConfigError: There is no such study or setting, or a value is wrong.
     """
     if kind not in STUDIES:
-        raise ConfigError(unknown("study", kind, STUDIES))
-    cls: type[Study] = own_object(STUDIES[kind])
-    return build(cls, settings, kind, f"{kind}: ", "setting")
+        raise ConfigError(unknown_name("study", kind, STUDIES))
+    cls: type[Study] = import_own(STUDIES[kind])
+    return build_from_options(cls, settings, kind, f"{kind}: ", "setting")
 
 
 class StudyRuns:
@@ -136,7 +138,7 @@ class StudyRuns:
         parts: Sequence[str] | None = None,
     ):
         if scale not in SCALES:
-            raise ConfigError(unknown("scale", scale, SCALES))
+            raise ConfigError(unknown_name("scale", scale, SCALES))
         self.preset, self.results, self.data_path, self.scale_name = preset, results, data_path, scale
         self.scale = preset.scales.get(scale, StudyScale())
         self.seeds = self.scale.seeds or preset.seeds
@@ -151,7 +153,9 @@ class StudyRuns:
         """Return a sentence with the settings that are not the paper's; empty if there are none."""
         paper = make_study(self.preset.study, self.preset.settings)
         pairs = {name: [(getattr(self.study, name), getattr(paper, name))] for name in self.settings}
-        return stated(self.scale_name, {name: both for name, both in pairs.items() if both[0][0] != both[0][1]})
+        return describe_settings(
+            self.scale_name, {name: both for name, both in pairs.items() if both[0][0] != both[0][1]}
+        )
 
     def parts(self) -> list[str]:
         """The parts that are asked for."""
@@ -189,12 +193,12 @@ class StudyRuns:
         wanted = [(part, seed) for seed in seeds for part in self.parts()]
         missing = [one for one in wanted if read_outcome(self.results, self.identity(*one)) is None]
         if isinstance(parallel, str) and "@" in parallel:
-            at_once: int = on_cluster(parallel, len(missing), small=True)
+            at_once: int = run_on_cluster(parallel, len(missing), small=True)
         else:
-            at_once = min(cores() if isinstance(parallel, str) else parallel, len(missing))
-        if beside(at_once):
-            works = [Work(one, _beside, one) for one in missing]
-            for _, (part, seed) in side_by_side(works, at_once, self):
+            at_once = min(num_cores() if isinstance(parallel, str) else parallel, len(missing))
+        if run_in_pool(at_once):
+            works = [Job(one, _beside, one) for one in missing]
+            for _, (part, seed) in run_jobs(works, at_once, self):
                 yield part, seed, self.outcome(part, seed)
             wanted = [one for one in wanted if one not in missing]
         for part, seed in wanted:

@@ -8,19 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.single_run import LastFederation, last
+from unskew.comparison.single_run import FederationCache, last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
-from unskew.reproduction.legacy_outcomes import as_earlier
-from unskew.reproduction.outcomes import Outcome, keep, kept, key_of, outcome_files
-from unskew.reproduction.preset import Cell, Preset, cells
-from unskew.runs.parallel import beside, check_parallel, places, side_by_side
+from unskew.reproduction.legacy_outcomes import legacy_identity
+from unskew.reproduction.outcomes import Outcome, experiment_hash, outcome_files, store_outcome, stored_outcome
+from unskew.reproduction.preset import Preset, PresetCell, preset_cells
+from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
 from unskew.runs.preparation import SYNTHETIC
-from unskew.runs.process_pool import Work
+from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import check_method
 
@@ -55,11 +55,11 @@ class Sweep:
         self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
         self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
         self.otherwise = False
-        self._last = LastFederation()
+        self._last = FederationCache()
 
-    def cells(self, seed: int) -> list[Cell]:
+    def cells(self, seed: int) -> list[PresetCell]:
         """The chosen runs for a seed."""
-        table = cells(self.preset, self.scale, seed, self.extra, self.otherwise)
+        table = preset_cells(self.preset, self.scale, seed, self.extra, self.otherwise)
         return [
             c for c in table if (not self.rows or c.row in self.rows) and (not self.columns or c.column in self.columns)
         ]
@@ -76,7 +76,7 @@ class Sweep:
             return str(error)
         return None
 
-    def known(self, seeds: Sequence[int]) -> list[tuple[Cell, Outcome]]:
+    def known(self, seeds: Sequence[int]) -> list[tuple[PresetCell, Outcome]]:
         """What is there of the table, also of the scale's other settings if there is nothing of the first; needs no data."""
         outcomes = list(self.found(seeds))
         at_scale = self.preset.scales.get(self.scale)
@@ -85,7 +85,7 @@ class Sweep:
             outcomes = list(self.found(seeds))
         return outcomes
 
-    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[Cell, Outcome]]:
+    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[PresetCell, Outcome]]:
         """Every chosen run and its outcome, seed by seed; before the first is trained, every row's method is checked.
 
         Args:
@@ -96,18 +96,18 @@ class Sweep:
         size = self._check(seeds[0])
         table = [cell for seed in seeds for cell in self.cells(seed)]
         works = [] if parallel == 1 else self._works(table)
-        at_once = places(parallel, [work.arguments[0] for work in works], size)
-        if beside(at_once):
-            for _ in side_by_side(works, at_once, (self.runs, self.results)):
+        at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
+        if run_in_pool(at_once):
+            for _ in run_jobs(works, at_once, (self.runs, self.results)):
                 pass
         for cell in table:
             yield cell, self._outcome(cell)
 
-    def _works(self, table: Sequence[Cell]) -> list[Work]:
+    def _works(self, table: Sequence[PresetCell]) -> list[Job]:
         """The runs that are not made yet, each once, and before them the common rounds that they begin with."""
-        works: dict[str, Work] = {}
+        works: dict[str, Job] = {}
         for cell in table:
-            if kept(self.results, cell.config, cell.parent) is not None:
+            if stored_outcome(self.results, cell.config, cell.parent) is not None:
                 continue
             config, after = cell.config, tuple[str, ...]()
             if cell.parent is not None:
@@ -115,25 +115,25 @@ class Sweep:
                 after = (begun.name,)
                 config = config.model_copy(update={"start_from": str(begun)})
                 follow = partial(self._followers, title, True)
-                works.setdefault(begun.name, Work(begun.name, _beside, (cell.parent, None), follow))
-            name, follow = key_of(cell.config, cell.parent), partial(self._followers, self._title(cell), False)
-            works.setdefault(name, Work(name, _beside, (config, cell.parent), follow, after))
+                works.setdefault(begun.name, Job(begun.name, _beside, (cell.parent, None), follow))
+            name, follow = experiment_hash(cell.config, cell.parent), partial(self._followers, self._title(cell), False)
+            works.setdefault(name, Job(name, _beside, (config, cell.parent), follow, after))
         return list(works.values())
 
-    def found(self, seeds: Sequence[int]) -> Iterator[tuple[Cell, Outcome]]:
+    def found(self, seeds: Sequence[int]) -> Iterator[tuple[PresetCell, Outcome]]:
         """The runs whose outcomes are there already, else those of the same run before a default changed; nothing is run."""
         files, cells = outcome_files(self.results), self.cells(0)
         for seed in seeds:
             for cell in (cell.of_seed(seed) for cell in cells):
-                for one in filter(None, (cell, as_earlier(cell))):
-                    outcome = kept(files, one.config, one.parent)
+                for one in filter(None, (cell, legacy_identity(cell))):
+                    outcome = stored_outcome(files, one.config, one.parent)
                     if outcome is not None:
                         yield one, outcome
                         break
 
-    def folder(self, cell: Cell) -> Path | None:
+    def folder(self, cell: PresetCell) -> Path | None:
         """The folder of a cell's finished run, if it is still there."""
-        folder = self.runs / key_of(cell.config, cell.parent)
+        folder = self.runs / experiment_hash(cell.config, cell.parent)
         return folder if (folder / "summary.json").is_file() else None
 
     def federation(self, config: Experiment) -> Federation:
@@ -146,7 +146,7 @@ class Sweep:
         Gives the parameters of the largest model.
         """
         files = outcome_files(self.results)
-        open_ = [cell for cell in self.cells(seed) if kept(files, cell.config, cell.parent) is None]
+        open_ = [cell for cell in self.cells(seed) if stored_outcome(files, cell.config, cell.parent) is None]
         sizes = [
             check_method(cell.config, self.federation(cell.config), None, method(cell.config.method))[0].size
             for cell in open_
@@ -155,18 +155,20 @@ class Sweep:
         return max(sizes, default=0)
 
     @staticmethod
-    def _title(cell: Cell) -> str:
+    def _title(cell: PresetCell) -> str:
         return f"{cell.row}, {cell.column}, seed {cell.config.seed}"
 
-    def _common(self, cell: Cell, parent: Experiment) -> tuple[Path, str]:
+    def _common(self, cell: PresetCell, parent: Experiment) -> tuple[Path, str]:
         """The folder and the title of the rounds that a run has in common with others."""
-        return self.runs / key_of(parent), f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
+        return self.runs / experiment_hash(
+            parent
+        ), f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
 
     def _followers(self, title: str, common: bool) -> list[Callback]:
         return list(self.follow(title, common))
 
-    def _outcome(self, cell: Cell) -> Outcome:
-        outcome = kept(self.results, cell.config, cell.parent)
+    def _outcome(self, cell: PresetCell) -> Outcome:
+        outcome = stored_outcome(self.results, cell.config, cell.parent)
         if outcome is not None:
             return outcome
         config = cell.config
@@ -175,18 +177,18 @@ class Sweep:
             self._run(cell.parent, None, title, common=True)
             config = config.model_copy(update={"start_from": str(start)})
         folder = self._run(config, cell.parent, self._title(cell))
-        outcome = kept(self.results, cell.config, cell.parent)
+        outcome = stored_outcome(self.results, cell.config, cell.parent)
         assert outcome is not None, f"the run in {folder} was not kept"
         return outcome
 
     def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
         callbacks = partial(self._followers, title, common)
-        return carried_out((self.runs, self.results), self._last, config, parent, callbacks)
+        return run_cell((self.runs, self.results), self._last, config, parent, callbacks)
 
 
-def carried_out(
+def run_cell(
     folders: tuple[Path, Path],
-    data: LastFederation,
+    data: FederationCache,
     config: Experiment,
     parent: Experiment | None,
     follow: Callable[[], list[Callback]],
@@ -201,7 +203,7 @@ def carried_out(
         follow: Gives its followers, if it is made.
     """
     runs, results = folders
-    folder, shared = runs / key_of(config, parent), runs / SYNTHETIC
+    folder, shared = runs / experiment_hash(config, parent), runs / SYNTHETIC
     if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
         history, summary = read_history(folder), json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     else:
@@ -212,7 +214,7 @@ def carried_out(
         else:
             result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)
         history, summary = result.history, result.summary
-    keep(results, config, parent, history, summary)
+    store_outcome(results, config, parent, history, summary)
     return folder
 
 
@@ -220,4 +222,4 @@ def _beside(
     folders: tuple[Path, Path], config: Experiment, parent: Experiment | None, callbacks: list[Callback]
 ) -> None:
     """A run in a process of its own, which keeps its outcome."""
-    carried_out(folders, last, config, parent, lambda: callbacks)
+    run_cell(folders, last, config, parent, lambda: callbacks)

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unskew.comparison.compare import mean_std
-from unskew.comparison.cost_to_target import saving
+from unskew.comparison.cost_to_target import traffic_saving
 from unskew.comparison.intervals import interval95
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
-from unskew.records.recorder import reaching
-from unskew.reproduction.legacy_outcomes import unmarked
+from unskew.records.recorder import first_reaching
+from unskew.reproduction.legacy_outcomes import without_mark
 from unskew.reproduction.outcomes import Outcome
-from unskew.reproduction.preset import Cell, Preset
-from unskew.reproduction.settings import comparable, published_settings, same_model
+from unskew.reproduction.preset import Preset, PresetCell
+from unskew.reproduction.settings import has_same_model, is_comparable, published_settings
 
 VALUES: dict[str, tuple[str, float, int]] = {
     "accuracy": ("accuracy after the last round, %", 100, 2),
@@ -70,7 +70,7 @@ MEANS = ("coefficients/", "surrogate/")
 COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled
 
 
-def shown(name: str) -> tuple[str, float, int]:
+def value_format(name: str) -> tuple[str, float, int]:
     """How a value is called, its factor and its decimals.
 
     Raises:
@@ -91,7 +91,7 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
         mine = summary.get("bytes_to_target")
         if mine is None or base is None:
             return None
-        return saving(mine, base.get("bytes_to_target"), base["bytes_up"] + base["bytes_down"])
+        return traffic_saving(mine, base.get("bytes_to_target"), base["bytes_up"] + base["bytes_down"])
     if name == "bytes_total":
         return float(summary["bytes_up"] + summary["bytes_down"])
     if name not in ("bytes_per_client", "scalars_per_client"):
@@ -102,7 +102,7 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
     return each if name == "bytes_per_client" else each / 4 * COUNTED_OVER / summary["rounds"]
 
 
-def expanded(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
+def expand_values(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
     """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
     whole: list[str] = []
@@ -112,7 +112,7 @@ def expanded(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """One number of a table, over seeds, in the table's unit.
 
     Attributes:
@@ -150,11 +150,13 @@ def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
     summary, curve = outcome["summary"], outcome["curve"]
     if target is None or summary.get("target") == target:
         return {name: summary.get(name) for name in TO_TARGET}
-    row = reaching((dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)), target)
+    row = first_reaching(
+        (dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)), target
+    )
     return {name: None if row is None else row[of] for name, of in TO_TARGET.items()}
 
 
-def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[Entry]:
+def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]) -> list[TableEntry]:
     """The numbers of a table from its runs."""
     by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     configs, published = dict[tuple[str, str], Experiment](), published_settings(preset)
@@ -167,8 +169,8 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
         }
     table = []
     first = next(iter(preset.rows))
-    for value in expanded(preset.values, [s for runs in by.values() for s in runs.values()]):
-        factor = shown(value)[1]
+    for value in expand_values(preset.values, [s for runs in by.values() for s in runs.values()]):
+        factor = value_format(value)[1]
 
         def numbers(at: tuple[str, str], value: str = value, factor: float = factor) -> dict[int, float]:
             bases = by.get((at[0], first), {}) if at[1] != first else {}
@@ -180,13 +182,13 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
             if not mine:
                 continue
             mean, std = mean_std(list(mine.values()))
-            paper = preset.published.get(value, {}).get(column, {}).get(unmarked(row))
-            config, theirs = configs[column, row], published.get((unmarked(row), column))
-            if not comparable(value, config, theirs):
+            paper = preset.published.get(value, {}).get(column, {}).get(without_mark(row))
+            config, theirs = configs[column, row], published.get((without_mark(row), column))
+            if not is_comparable(value, config, theirs):
                 paper = None
             apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))] if row != first else []
             table.append(
-                Entry(
+                TableEntry(
                     value,
                     row,
                     column,
@@ -194,24 +196,28 @@ def entries(preset: Preset, outcomes: Iterable[tuple[Cell, Outcome]]) -> list[En
                     mean,
                     std,
                     paper,
-                    mean - paper if paper is not None and same_model(config, theirs) else None,
+                    mean - paper if paper is not None and has_same_model(config, theirs) else None,
                     (*mean_std(apart), len(apart)) if apart else None,
                     interval95(apart),
                 )
             )
-        for (column, row), base_row in ((at, preset.pairs.get(unmarked(at[1]))) for at in by if value != "saving"):
+        for (column, row), base_row in ((at, preset.pairs.get(without_mark(at[1]))) for at in by if value != "saving"):
             mine, base = numbers((column, row)), numbers((column, base_row or ""))
             apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))]
             if apart:
                 mean, std = mean_std(apart)
                 seeds, difference = sorted(set(mine) & set(base)), (mean, std, len(apart))
                 table.append(
-                    Entry(value, row, column, seeds, mean, std, None, None, difference, interval95(apart), base_row)
+                    TableEntry(
+                        value, row, column, seeds, mean, std, None, None, difference, interval95(apart), base_row
+                    )
                 )
     return table
 
 
-def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple[str, list[str], list[list[str]]]]:
+def table_lines(
+    preset: Preset, table: list[TableEntry], whole: bool = False
+) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of one table per value and column, as text; of a table with one row, one per value.
 
     Args:
@@ -224,16 +230,16 @@ def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple
     single = len(preset.rows) == 1
     pairs, table = [e for e in table if e.against is not None], [e for e in table if e.against is None]
     for value in dict.fromkeys(e.value for e in table):
-        label, _, digits = shown(value)
+        label, _, digits = value_format(value)
         columns = dict.fromkeys(e.column for e in table if e.value == value)
         for column in [None] if single else columns:
             some = [e for e in table if e.value == value and column in (None, e.column)]
             header = ["", "ours", "seeds", f"minus {first}, per seed", "95 % of it", "paper", "ours minus paper"]
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
             paper = preset.published.get(value, {}).get(column, {}) if whole and column is not None else {}
-            if any(e.published is None and unmarked(e.row) in paper for e in some):
+            if any(e.published is None and without_mark(e.row) in paper for e in some):
                 paper = {}  # the paper's numbers are of other data
-            absent = [row for row in preset.rows if row in paper and row not in {unmarked(e.row) for e in some}]
+            absent = [row for row in preset.rows if row in paper and row not in {without_mark(e.row) for e in some}]
             rows += [[row, "not run", "", "", "", f"{paper[row]:.{digits}f}", ""] for row in absent]
             # A column that says nothing is left out.
             keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
@@ -248,19 +254,19 @@ def lines(preset: Preset, table: list[Entry], whole: bool = False) -> list[tuple
     return tables
 
 
-def _line(name: str, e: Entry, digits: int) -> list[str]:
+def _line(name: str, e: TableEntry, digits: int) -> list[str]:
     return [
         name,
         f"{e.mean:.{digits}f} ± {e.std:.{digits}f}" if len(e.seeds) > 1 else f"{e.mean:.{digits}f}",
         ", ".join(map(str, e.seeds)),
-        "" if e.paired is None else signed(*e.paired, digits=digits, seeds=len(e.seeds)),
+        "" if e.paired is None else signed_difference(*e.paired, digits=digits, seeds=len(e.seeds)),
         "" if e.interval is None else " to ".join(f"{end:+.{digits}f}" for end in e.interval),
         "" if e.published is None else f"{e.published:.{digits}f}",
         "" if e.difference is None else f"{e.difference:+.{digits}f}",
     ]
 
 
-def signed(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
+def signed_difference(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
     """A difference over ``count`` of ``seeds``, with its sign, and its spread if there is more than one.
 
     >>> signed(1.234, 0.5, 3, 1, 3), signed(1.234, 0.0, 1, 1, 3)
@@ -270,7 +276,7 @@ def signed(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
     return f"{mean:+.{digits}f}{spread}" + (f" ({count} of {seeds})" if count < seeds else "")
 
 
-def as_json(table: list[Entry]) -> list[dict[str, Any]]:
+def as_json(table: list[TableEntry]) -> list[dict[str, Any]]:
     """The entries for machines."""
     return [asdict(e) for e in table]
 

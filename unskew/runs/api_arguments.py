@@ -11,13 +11,13 @@ import torch
 
 from unskew.data.federation import Federation
 from unskew.data.spec import DataSpec
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 from unskew.methods.registry import MethodLike
 from unskew.methods.registry import method as method_of
 from unskew.runs.build_model import ModelLike
 
 
-def values_of(
+def config_from_arguments(
     options: Mapping[str, Any], federation: Federation | None, model: ModelLike | Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The values of an experiment; data and a model that are given stand there by their names.
@@ -33,7 +33,7 @@ def values_of(
             value, known = values.get(field.name), names.get(field.name)
             same = value is known or (isinstance(value, str | Integral) and value == known)
             if field.name in values and not same:
-                raise ConfigError(f"{field.name}={shown(value)} has no effect on a federation that is given.")
+                raise ConfigError(f"{field.name}={short_repr(value)} has no effect on a federation that is given.")
         values = {**names, **values}
     if federation is not None and model is None and "model" not in options and len(federation.shape) == 1:
         texts = federation.test[0].dtype == torch.int64 and federation.task == "classification"
@@ -64,22 +64,22 @@ def check_callbacks(callbacks: object) -> None:
         ConfigError: It is no list of objects with the functions of ``unskew.records.recorder.Callback``.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
-        raise ConfigError(f"callbacks is a list of objects that follow a run, not {shown(callbacks)}.")
+        raise ConfigError(f"callbacks is a list of objects that follow a run, not {short_repr(callbacks)}.")
     for one in callbacks:
         missing = [name for name in ("start", "round", "end") if not callable(getattr(one, name, None))]
         if missing or isinstance(one, type):
             raise ConfigError(
-                f"{shown(one)} cannot follow a run: callbacks are objects with the functions start(config, rounds_done), "
+                f"{short_repr(one)} cannot follow a run: callbacks are objects with the functions start(config, rounds_done), "
                 "round(row) and end(summary)."
             )
 
 
-def unnamed(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:
+def model_object(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:
     """The model itself, where it is given and not named."""
     return None if isinstance(model, str | Mapping) else model
 
 
-def spelling_of(method: MethodLike) -> str:
+def method_expression(method: MethodLike) -> str:
     """How configurations, tables and folders call a method: as it was written, or by its name."""
     if isinstance(method, str):
         return method

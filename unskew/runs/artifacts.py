@@ -17,7 +17,7 @@ from unskew.runs.input_spec import write_inputs
 from unskew.simulation.server import Server
 
 
-def write_finished(
+def write_artifacts(
     folder: Path,
     config: Experiment,
     federation: Federation,

@@ -10,8 +10,8 @@ from torch import nn
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.data.normalization import Normalisation
-from unskew.data.readers.encoders import categories_of
+from unskew.data.normalization import Normalization
+from unskew.data.readers.encoders import category_counts
 from unskew.errors import ConfigError
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
@@ -47,7 +47,7 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
                 federation.classes,
                 config.model_options,
                 federation.task,
-                categories_of(federation.encoders),
+                category_counts(federation.encoders),
             )
         except RuntimeError as error:  # such as a layer larger than the memory
             raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
@@ -59,11 +59,11 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
     return spec
 
 
-def as_wanted(federation: Federation, spec: ModelSpec) -> Federation:
+def match_model_input_range(federation: Federation, spec: ModelSpec) -> Federation:
     """The federation with its images as intensities from 0 to 1, if the model normalises them itself; else as it is."""
     if not spec.intensities:
         return federation
     normalisation, x = federation.normalisation, federation.test[0]
     scale = normalisation.scale if normalisation is not None else 1 / 255 if x.dtype == torch.uint8 else 1.0
     channels = x.shape[1]
-    return replace(federation, normalisation=Normalisation((0.0,) * channels, (1.0,) * channels, scale))
+    return replace(federation, normalisation=Normalization((0.0,) * channels, (1.0,) * channels, scale))

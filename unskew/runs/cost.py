@@ -15,15 +15,15 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.data.task_options import trained_for
+from unskew.data.task_options import apply_task_options
 from unskew.engines import processes, timing
-from unskew.engines.base import Setup
-from unskew.engines.cpu import cores, plain_torch, threads
+from unskew.engines.base import EngineConfig
+from unskew.engines.cpu import default_torch_modes, num_cores, num_threads
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.registry import pick_device
-from unskew.errors import ConfigError, shown
-from unskew.protocol.data_preparation import Prepared
-from unskew.protocol.messages import changed
+from unskew.errors import ConfigError, short_repr
+from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.messages import replace_fields
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import ModelLike
 from unskew.runs.session import Session
@@ -44,7 +44,7 @@ class TooLongError(Exception):
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
+def time_limited(seconds: float) -> Iterator[None]:
     """Context manager that ends what takes longer; without effect outside the main thread and on Windows.
 
     Raises:
@@ -116,7 +116,7 @@ def check_budget(minutes: object) -> None:
         ConfigError: If it is not a positive, finite number.
     """
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
-        raise ConfigError(f"A budget of {shown(minutes)} minutes is not valid; use a number above 0.")
+        raise ConfigError(f"A budget of {short_repr(minutes)} minutes is not valid; use a number above 0.")
 
 
 def check_within(cost: Cost | None, minutes: float) -> None:
@@ -180,7 +180,7 @@ def estimate(
     return Cost(seconds, total / min(at_once, number), number, tuple(notes))
 
 
-@plain_torch()
+@default_torch_modes()
 def seconds_of_run(
     config: Experiment,
     method: Method,
@@ -197,31 +197,31 @@ def seconds_of_run(
     """
     plain = {"engine": "inline", "diagnose": (), "trackers": (), "early_stopping": None, "keep": "last"}
     config_here = config.model_copy(update={**plain, "save_samples": False, "start_from": None})
-    original = trained_for(federation, config.loss, config.class_weights)
+    original = apply_task_options(federation, config.loss, config.class_weights)
     spec, _ = check_method(config_here, original, model, method)
-    prepared = Prepared(original, config_here.training)
+    prepared = PreparedData(original, config_here.training)
     for rule in method.data:
         if not rule.makes:
             prepared = rule.prepare(prepared, config.seed)
     device = pick_device(config.device)
     session = Session(config_here, prepared, original, spec, method, device, None, ())
     cohort = session.sampler.size
-    per_run = max(1, cores() // at_once)
+    per_run = max(1, num_cores() // at_once)
     workers = 1
-    if config.engine in ("auto", "processes") and device.type == "cpu" and processes.available():
+    if config.engine in ("auto", "processes") and device.type == "cpu" and processes.fork_available():
         workers = min(config.workers or per_run, cohort)
-    client, steps = typical(session.setup)
+    client, steps = typical_client(session.setup)
     turns = config.rounds * math.ceil(cohort / workers)
-    with torch.random.fork_rng(), threads(1 if workers > 1 else max(1, torch.get_num_threads() // at_once)):
-        alone = timing.seconds_of(timing.steps_of(session.setup, None, 1, 1), 0)
+    with torch.random.fork_rng(), num_threads(1 if workers > 1 else max(1, torch.get_num_threads() // at_once)):
+        alone = timing.median_seconds(timing.steps_workload(session.setup, None, 1, 1), 0)
         usual = turns * steps * alone * sum(count for _, _, count in runs.values()) / at_once
         if usual < worth:
             return None, True
         few = max(1, min(math.ceil(steps), math.ceil(SLOT / max(alone, 1e-9))))
-        limit, idle = max(LIMIT, SHARE * usual), first_acting(method)
+        limit, idle = max(LIMIT, SHARE * usual), first_active_round(method)
         try:
-            with limited(limit):
-                begin, train, server = measured(session, config.rounds, client, few)
+            with time_limited(limit):
+                begin, train, server = measured_seconds(session, config.rounds, client, few)
         except TooLongError:
             return limit / 2 * max(1, config.rounds - idle), False
         began = time.perf_counter()
@@ -234,12 +234,12 @@ def seconds_of_run(
     return math.ceil(cohort / workers) * of_clients + acting * server + evaluations * evaluation, True
 
 
-def first_acting(method: Method) -> int:
+def first_active_round(method: Method) -> int:
     """Return the first round in which all rules of a method act."""
     return max((getattr(rule, "start_round", 0) for rule in method.rules), default=0)
 
 
-def typical(setup: Setup) -> tuple[int, float]:
+def typical_client(setup: EngineConfig) -> tuple[int, float]:
     """Find the client of about mean size.
 
     Returns:
@@ -253,7 +253,7 @@ def typical(setup: Setup) -> tuple[int, float]:
     return min(sizes, key=lambda k: abs(sizes[k] - mean)), sum(steps) / len(steps)
 
 
-def measured(session: Session, rounds: int, client: int, steps: int) -> tuple[float, float, float]:
+def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> tuple[float, float, float]:
     """Train a client in the first round and, if that was fast, in the last one, in which each method acts.
 
     Args:
@@ -273,10 +273,10 @@ def measured(session: Session, rounds: int, client: int, steps: int) -> tuple[fl
         began = time.perf_counter()
         updates = []
         if server.rule.steps_without != "clients":
-            updates = [changed(trainer.train(server.broadcast(t, client)), arrived=t)]
+            updates = [replace_fields(trainer.train(server.broadcast(t, client)), arrived=t)]
         trained = time.perf_counter()
         figures = server.step(t, updates)
         found = figures["begin_seconds"], figures["train_seconds"], time.perf_counter() - trained
-        if t >= first_acting(session.method) and trained - began > ENOUGH:
+        if t >= first_active_round(session.method) and trained - began > ENOUGH:
             break
     return found

@@ -14,7 +14,7 @@ from unskew.runs.metrics import RunMetrics
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
-from unskew.tasks.primary_metric import WORST, held_out_name
+from unskew.tasks.primary_metric import WORST, validation_metric_name
 
 
 class EarlyStopping:
@@ -37,7 +37,7 @@ class EarlyStopping:
     ):
         self.config, self.evaluator, self.history, self.metrics = config, evaluator, history, metrics
         self.objective = metrics.objective
-        self.score = held_out_name(self.objective.name)
+        self.score = validation_metric_name(self.objective.name)
         self.worst = self.objective.name == WORST
         self.selects = config.early_stopping is not None or config.keep == "best"
         if not (self.selects or self.worst):
@@ -104,7 +104,7 @@ class EarlyStopping:
         }
 
 
-class BestModel:
+class BestModelKeeper:
     """The model of the best evaluated round so far, which ``keep: best`` makes the model of the run.
 
     The model itself is at the server, ``Server.best``, so that checkpoints have it.
@@ -122,7 +122,7 @@ class BestModel:
         self.active, self.stopping, self.server = config.keep == "best", stopping, server
         self.round = 0
         self.value = -math.inf
-        own = personal_models.keeps(server.method, server.spec) or (
+        own = personal_models.keeps_client_state(server.method, server.spec) or (
             config.buffers == "local" and server.spec.buffer_sizes
         )
         if self.active and own:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unskew.config.experiment import Experiment
 from unskew.config.sections import CsvConfig
 from unskew.data.federation import Federation
-from unskew.data.normalization import Normalisation
+from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
 from unskew.data.readers.text import is_text
@@ -32,7 +32,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Kind = Literal["uint8", "float", "tokens"]
 
 
-class Standardised(BaseModel):
+class StandardizedTask(BaseModel):
     """``(x * scale - mean) / std``, per channel or feature."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,7 +42,7 @@ class Standardised(BaseModel):
     scale: Finite = 1.0
 
 
-class Column(BaseModel):
+class InputColumn(BaseModel):
     """A column of a table; see ``unskew.data.readers.encoders.Encoder``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,7 +56,7 @@ class Column(BaseModel):
     marks: bool = False
 
 
-class Inputs(BaseModel):
+class InputSpec(BaseModel):
     """What goes into a trained model and what its outputs are called.
 
     Attributes:
@@ -80,9 +80,9 @@ class Inputs(BaseModel):
     kind: Kind
     classes: Annotated[int, Field(ge=1, le=1 << 30)]
     class_names: tuple[str, ...] = ()
-    normalisation: Standardised | None = None
-    targets: Standardised | None = None
-    columns: tuple[Column, ...] = ()
+    normalisation: StandardizedTask | None = None
+    targets: StandardizedTask | None = None
+    columns: tuple[InputColumn, ...] = ()
     features: tuple[str, ...] = ()
     image: str | None = None
     text: tuple[str, ...] = ()
@@ -110,29 +110,29 @@ class Inputs(BaseModel):
         return TASKS[self.task]
 
     @property
-    def known(self) -> Normalisation | None:
+    def known(self) -> Normalization | None:
         """What is done to inputs first, as the rest of the package has it."""
         one = self.normalisation
-        return None if one is None else Normalisation(one.mean, one.std, one.scale)
+        return None if one is None else Normalization(one.mean, one.std, one.scale)
 
 
-def inputs_of(federation: Federation, config: Experiment) -> Inputs:
+def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
     """What a model that is trained on these data expects."""
     x, known, spec = federation.test[0], federation.normalisation, config.data_spec
     kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
     texts, objective = is_text(config.data), federation.objective
-    targets = Standardised(mean=objective.mean, std=objective.std) if isinstance(objective, Regression) else None
-    return Inputs(
+    targets = StandardizedTask(mean=objective.mean, std=objective.std) if isinstance(objective, Regression) else None
+    return InputSpec(
         task=federation.task,
         shape=federation.shape,
         kind=kinds.get(x.dtype, "float"),
         classes=federation.classes,
         # Texts without labels have no classes; what a federation names there are the kinds of texts.
         class_names=() if federation.task == "language" else federation.class_names,
-        normalisation=None if known is None else Standardised(mean=known.mean, std=known.std, scale=known.scale),
+        normalisation=None if known is None else StandardizedTask(mean=known.mean, std=known.std, scale=known.scale),
         targets=targets,
-        columns=tuple(Column(**asdict(one)) for one in federation.encoders),
+        columns=tuple(InputColumn(**asdict(one)) for one in federation.encoders),
         features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),
         image=config.image if x.dim() == 4 else None,
         text=(spec.text.columns or ("text",)) if texts else (),
@@ -146,10 +146,10 @@ def inputs_of(federation: Federation, config: Experiment) -> Inputs:
 
 def write_inputs(folder: Path, federation: Federation, config: Experiment) -> None:
     """Write ``inputs.json``."""
-    write_atomic(folder / NAME, inputs_of(federation, config).model_dump_json(indent=1).encode())
+    write_atomic(folder / NAME, input_spec_of(federation, config).model_dump_json(indent=1).encode())
 
 
-def read_inputs(folder: Path) -> Inputs:
+def read_inputs(folder: Path) -> InputSpec:
     """What the model of a run folder expects.
 
     Raises:
@@ -157,7 +157,7 @@ def read_inputs(folder: Path) -> Inputs:
     """
     path = folder / NAME
     try:
-        inputs = Inputs.model_validate(read_json(path))
+        inputs = InputSpec.model_validate(read_json(path))
         named = inputs.class_names if inputs.task != "language" else ()  # earlier runs named their kinds of texts
         if named and len(named) != inputs.classes:
             raise ValueError("another number of names than of classes")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.metrics import AUTO, MetricLike, is_own, name_of, path_of
+from unskew.config.metrics import AUTO, MetricLike, is_custom_metric, metric_name, metric_reference
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.option_parsing import imported_callable
+from unskew.option_parsing import import_callable
 from unskew.simulation.update_buffer import TAKEN
 from unskew.tasks.metrics import METRICS, MetricSet, OwnMetric
-from unskew.tasks.primary_metric import RECALL, WORST, Metric, metric
+from unskew.tasks.primary_metric import RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
@@ -35,19 +35,19 @@ class RunMetrics:
         computed: Metrics computed from all predictions at once.
     """
 
-    objective: Metric
+    objective: MetricInfo
     scored: str
     computed: MetricSet
 
     @property
     def own(self) -> dict[str, str]:
         """Directions of the user's metrics by name."""
-        return {name: direction_of(f) for name, f in self.computed.own.items()}
+        return {name: metric_direction(f) for name, f in self.computed.own.items()}
 
     @property
-    def judging(self) -> list[Metric]:
+    def judging(self) -> list[MetricInfo]:
         """The task's own metric and the objective, each once."""
-        return [metric(self.scored), *([self.objective] if self.objective.name != self.scored else [])]
+        return [metric_info(self.scored), *([self.objective] if self.objective.name != self.scored else [])]
 
 
 def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
@@ -57,18 +57,18 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
         ConfigError: If a metric does not fit the task, or a function cannot be imported or has a name that is in use.
     """
     task, names = federation.objective, federation.names
-    known = [str(one) for one in config.metrics if not is_own(one)]
-    own = {name_of(one): function_of(one) for one in config.metrics if is_own(one)}
+    known = [str(one) for one in config.metrics if not is_custom_metric(one)]
+    own = {metric_name(one): metric_function(one) for one in config.metrics if is_custom_metric(one)}
     where = f"the task of {federation.name} is {federation.task}"
     if known and task.name != "classification":
         raise ConfigError(f"metrics={known[0]} is for one class per sample; {where}, which has figures of its own.")
     objective = config.objective
-    name = task.scored if objective == AUTO else name_of(objective)
-    if is_own(objective) and name not in own:
-        own[name] = function_of(objective)
+    name = task.scored if objective == AUTO else metric_name(objective)
+    if is_custom_metric(objective) and name not in own:
+        own[name] = metric_function(objective)
     if own and task.name == "language":
         raise ConfigError(f"The metric {next(iter(own))} takes one value per sample; {where}. Use loss or perplexity.")
-    check_free(own)
+    check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.figures, *own]
     if task.name == "classification":
         possible += [*(one for one in METRICS if one != "recall"), *(f"{RECALL}{one}" for one in names)]
@@ -80,19 +80,19 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     if asked in METRICS and asked not in known:
         known.append(asked)
     computed = MetricSet(tuple(known), own, tuple(names))
-    return RunMetrics(metric(name, {one: direction_of(f) for one, f in own.items()}), task.scored, computed)
+    return RunMetrics(metric_info(name, {one: metric_direction(f) for one, f in own.items()}), task.scored, computed)
 
 
-def function_of(value: MetricLike) -> OwnMetric:
+def metric_function(value: MetricLike) -> OwnMetric:
     """Return the function of a metric, imported if it is named by a path.
 
     Raises:
         ConfigError: If it cannot be imported, or an untrusted file names it.
     """
-    return imported_callable(value, f"the metric {value!r}") if isinstance(value, str) else value
+    return import_callable(value, f"the metric {value!r}") if isinstance(value, str) else value
 
 
-def direction_of(function: OwnMetric) -> str:
+def metric_direction(function: OwnMetric) -> str:
     """Return ``"lower"`` or ``"higher"``, the direction that the attribute ``lower_is_better`` of a function says.
 
     Raises:
@@ -100,11 +100,13 @@ def direction_of(function: OwnMetric) -> str:
     """
     lower: Any = getattr(function, "lower_is_better", False)
     if not isinstance(lower, bool):
-        raise ConfigError(f"The metric {path_of(function)} has lower_is_better={lower!r}; set it to True or False.")
+        raise ConfigError(
+            f"The metric {metric_reference(function)} has lower_is_better={lower!r}; set it to True or False."
+        )
     return "lower" if lower else "higher"
 
 
-def check_free(own: Mapping[str, OwnMetric]) -> None:
+def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
     """Validate that no metric of the user's has the name of another figure.
 
     Raises:

@@ -14,13 +14,13 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
-from unskew.engines.cpu import cores
-from unskew.engines.mmap_pickle import lay_out
+from unskew.engines.cpu import num_cores
+from unskew.engines.mmap_pickle import dump_mmap
 from unskew.engines.registry import pick_device
-from unskew.errors import ConfigError, shown
-from unskew.runs.process_pool import Crew, Work, sendable
-from unskew.runs.ray_pool import ClusterCrew
-from unskew.simulation.round_loop import Interrupted, interruptible
+from unskew.errors import ConfigError, short_repr
+from unskew.runs.process_pool import Job, ProcessPool, raise_if_unpicklable
+from unskew.runs.ray_pool import RayJobPool
+from unskew.simulation.round_loop import RunInterrupted, interruptible
 
 SMALL = 1_000_000
 """Parameters of a model up to which ``auto`` takes a core for each run: so small ones gain little from a second thread."""
@@ -29,7 +29,7 @@ MOST = 256
 ON_CLUSTER = re.compile(rf"([0-9]{{1,3}}|auto)@{ADDRESS}")
 
 
-class At(int):
+class ParallelOn(int):
     """A number of runs at a time on a cluster.
 
     Attributes:
@@ -57,7 +57,7 @@ def check_parallel(parallel: object) -> None:
         number = there[2] != "local" and (there[1] == "auto" or 1 <= int(there[1]) <= MOST)
     if not number and parallel != "auto":
         raise ConfigError(
-            f"parallel={shown(parallel)} is no number of runs at a time; write 1 to {MOST}, or auto, on a Ray cluster "
+            f"parallel={short_repr(parallel)} is no number of runs at a time; write 1 to {MOST}, or auto, on a Ray cluster "
             "8@HOST:PORT, or auto@auto."
         )
 
@@ -73,7 +73,7 @@ def read_parallel(text: str) -> int | str:
     return parallel
 
 
-def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int:
+def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: int) -> int:
     """How many runs are made at a time.
 
     Args:
@@ -92,7 +92,7 @@ def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int
                 "leave out engine=ray and ray.address."
             )
         deadline = min((one.ray.deadline for one in configs if one.ray.deadline is not None), default=None)
-        return on_cluster(parallel, len(configs), size <= SMALL, deadline)
+        return run_on_cluster(parallel, len(configs), size <= SMALL, deadline)
     if parallel == 1 or len(configs) < 2:
         return 1
     clusters = [one for one in configs if one.engine == "ray" and one.ray.address in (None, "local")]
@@ -107,23 +107,23 @@ def places(parallel: int | str, configs: Sequence[Experiment], size: int) -> int
         one.engine == "vectorized" or one.workers is not None or pick_device(one.device).type != "cpu"
         for one in configs
     )
-    return 1 if divided or clusters or size > SMALL else min(cores(), len(configs))
+    return 1 if divided or clusters or size > SMALL else min(num_cores(), len(configs))
 
 
-def on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> At:
+def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
     """``N@ADDRESS`` for so many works."""
     number, _, address = parallel.partition("@")
-    at = At(works if number == "auto" else min(int(number), works))
+    at = ParallelOn(works if number == "auto" else min(int(number), works))
     at.address, at.auto, at.small, at.deadline = address, number == "auto", small, deadline
     return at
 
 
-def beside(at_once: int) -> bool:
+def run_in_pool(at_once: int) -> bool:
     """Whether runs are made by others than this process."""
-    return at_once > 1 or (isinstance(at_once, At) and at_once > 0)
+    return at_once > 1 or (isinstance(at_once, ParallelOn) and at_once > 0)
 
 
-def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
+def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
     """Carry out works, ``places`` at a time; gives the name and the result of each when it is done.
 
     The first that fails ends the others after their round, and its error is raised.
@@ -140,20 +140,20 @@ def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Itera
     """
     with tempfile.TemporaryDirectory(prefix="unskew-") as folder, interruptible() as stopped:
         path = Path(folder) / "given"
-        with sendable():
-            lay_out(given, path)
-        crew: Crew | ClusterCrew
-        if isinstance(places, At):
+        with raise_if_unpicklable():
+            dump_mmap(given, path)
+        crew: ProcessPool | RayJobPool
+        if isinstance(places, ParallelOn):
             number = int(places)
-            crew = ClusterCrew(
-                places.address, number, places.auto, places.small, places.deadline, path, paths_in(given)
+            crew = RayJobPool(
+                places.address, number, places.auto, places.small, places.deadline, path, paths_to_share(given)
             )
         else:
-            crew = Crew(max(1, min(places, len(works))), path)
+            crew = ProcessPool(max(1, min(places, len(works))), path)
         try:
             yield from crew.carry_out(works, stopped)
             if stopped:
-                raise Interrupted(stopped[0])
+                raise RunInterrupted(stopped[0])
         except BaseException:
             crew.wind_up()
             raise
@@ -161,7 +161,7 @@ def side_by_side(works: Sequence[Work], places: int, given: Any = None) -> Itera
             crew.close()
 
 
-def paths_in(given: Any) -> list[Path]:
+def paths_to_share(given: Any) -> list[Path]:
     """Folders that works are given."""
     parts = given if isinstance(given, tuple) else vars(given).values() if hasattr(given, "__dict__") else ()
     return [part for part in parts if isinstance(part, Path)]

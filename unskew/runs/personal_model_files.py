@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from unskew.filesystem import make_folder, writing
+from unskew.filesystem import disk_errors, make_folder
 from unskew.simulation.evaluate import Models
 
 NAME = "personal"
@@ -21,7 +21,7 @@ MOST = 1 << 30
 """Bytes: more are not kept unasked."""
 
 
-def keeping(models: Models, folder: Path | None, warn: Callable[[str], None]) -> Models:
+def kept_personal_models(models: Models, folder: Path | None, warn: Callable[[str], None]) -> Models:
     """The same models, each written into the run folder before it is given.
 
     Args:
@@ -49,12 +49,12 @@ def _kept(
                     "fewer clients train one."
                 )
         if keeps:
-            with writing(_file(folder, client)):
+            with disk_errors(_file(folder, client)):
                 _file(folder, client).write_bytes(save({"v": v.cpu().contiguous(), "b": b.cpu().contiguous()}))
         yield v, b
 
 
-def tuned_model(folder: Path, client: int) -> tuple[Tensor, Tensor] | None:
+def load_personal_model(folder: Path, client: int) -> tuple[Tensor, Tensor] | None:
     """What a client trained for itself, ``v [d]`` and ``b [m]``; None if that is not kept.
 
     Args:

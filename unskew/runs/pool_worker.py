@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from unskew.engines.cpu import keep_freed_memory, take_share, watch_parent
-from unskew.engines.mmap_pickle import taken_up
+from unskew.engines.cpu import exit_with_parent, keep_freed_memory, set_core_limit
+from unskew.engines.mmap_pickle import load_mmap
 from unskew.errors import EngineError
 from unskew.records.recorder import Callback, Row
 from unskew.simulation import round_loop
 
 
-class _Relay(Callback):
+class _CallbackRelay(Callback):
     """Follows a run, and tells the process that began it."""
 
     def __init__(self, pipe: Connection):
@@ -44,7 +44,7 @@ class _Relay(Callback):
         self._tell("end", summary)
 
 
-def work_beside(pipe: Connection, path: str, share: int, ending: int = signal.SIGTERM) -> None:
+def run_job(pipe: Connection, path: str, share: int, ending: int = signal.SIGTERM) -> None:
     """The life of a process: one work after another, until nobody asks for more.
 
     Args:
@@ -62,8 +62,8 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
         os.setpgrp()  # a terminal's Ctrl-C is for the process that began us, which passes it on
     signal.signal(signal.SIGTERM, _end)
     round_loop.NOTICE = b""  # it says so itself
-    watch_parent(ending)
-    take_share(share)
+    exit_with_parent(ending)
+    set_core_limit(share)
     keep_freed_memory()
     given: list[Any] = []
     while True:
@@ -73,9 +73,9 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
             return
         try:
             if not given:
-                given.append(taken_up(Path(path)))
+                given.append(load_mmap(Path(path)))
             function, arguments = pickle.loads(task)  # nosec B301
-            answer: tuple[Any, ...] = ("done", function(given[0], *arguments, callbacks=[_Relay(pipe)]))
+            answer: tuple[Any, ...] = ("done", function(given[0], *arguments, callbacks=[_CallbackRelay(pipe)]))
         except KeyboardInterrupt:
             answer = ("stopped", None)
         except Exception as error:

@@ -35,16 +35,16 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]
         pairs = [precision_recall_curve(y == c, p[:, c])[:2] for c in classes]
         tpr = np.mean([np.interp(grid, *roc) for roc in rocs], axis=0)
         precision = np.mean([np.interp(grid, recall[::-1], values[::-1]) for values, recall in pairs], axis=0)
-        found["roc"], found["pr"] = curve(grid, tpr), curve(grid, precision)
+        found["roc"], found["pr"] = one_curve(grid, tpr), one_curve(grid, precision)
     right, sure = (y == 1, p[:, 1]) if len(classes) == 1 else (p.argmax(1) == y, p.max(1))
     share, mean = calibration_curve(right, sure.clip(0, 1), n_bins=BINS)
-    found["calibration"] = curve(mean, share)
+    found["calibration"] = one_curve(mean, share)
     if p.shape[1] <= MOST_CLASSES:
         matrix = confusion_matrix(y, p.argmax(1), labels=range(p.shape[1]))
         found["confusion"] = {"classes": list(class_names), "counts": matrix.tolist()}
     return found
 
 
-def curve(x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
+def one_curve(x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
     """Return the points of a curve as they are written."""
     return {"x": x.round(4).tolist(), "y": y.round(4).tolist()}

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unskew.data.readers.images import with_channels, with_size
+from unskew.data.readers.images import convert_channels, resize_images
 from unskew.data.validation import as_inputs
-from unskew.engines.batches import Normaliser
+from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError, DataError
-from unskew.progress import tell
-from unskew.runs.input_spec import Inputs
+from unskew.progress import report_progress
+from unskew.runs.input_spec import InputSpec
 from unskew.tasks.regression import Regression
 
 BATCH = 256
@@ -29,9 +29,9 @@ class Predictor:
         dtype: Its numbers.
     """
 
-    def __init__(self, module: nn.Module, inputs: Inputs, dtype: torch.dtype):
+    def __init__(self, module: nn.Module, inputs: InputSpec, dtype: torch.dtype):
         self.module, self.inputs = module.eval(), inputs
-        self.normalise = Normaliser(inputs.known, inputs.shape, dtype, torch.device("cpu"))
+        self.normalise = InputNormalizer(inputs.known, inputs.shape, dtype, torch.device("cpu"))
 
     @property
     def class_names(self) -> list[str]:
@@ -70,7 +70,7 @@ class Predictor:
         with torch.no_grad():
             parts: list[Tensor] = []
             for part in torch.split(ready, BATCH):
-                tell("predicted", BATCH * len(parts), len(ready))
+                report_progress("predicted", BATCH * len(parts), len(ready))
                 parts.append(said(self.module(self.normalise(part))))
         outputs = torch.cat(parts).double()
         bad = torch.isfinite(outputs).logical_not().any(1).nonzero()
@@ -141,7 +141,7 @@ class Predictor:
             raise DataError(f"{told} with values from 0 to 255 in uint8, not {tensor.dtype}.")
         if tensor.shape[1] not in (1, 3, channels):
             raise DataError(f"{told}, not {shape_text(tuple(tensor.shape[1:]))}.")
-        return with_channels(with_size(tensor, height, width), channels)
+        return convert_channels(resize_images(tensor, height, width), channels)
 
     def _tokens(self, tensor: Tensor, told: str) -> Tensor:
         """Rows of token ids, filled up or cut to the model's length."""

@@ -13,9 +13,9 @@ from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.filesystem import write_atomic
 from unskew.generators.synthetic_dataset import ABOUT, find
-from unskew.protocol.data_preparation import Prepared, Workspace
+from unskew.protocol.data_preparation import PreparedData, Workspace
 from unskew.protocol.rules import Method
-from unskew.records.recorder import Callback, hooks, warn
+from unskew.records.recorder import Callback, callback_hooks, notify_warning
 
 SYNTHETIC = "synthetic"
 """Folder of what was made, in a run folder or in that of several runs."""
@@ -36,7 +36,7 @@ def check_given_set(config: Experiment, method: Method) -> None:
         find(Path(config.synthetic))
 
 
-def kept_beside(folder: Path) -> Path | None:
+def find_synthetic_folder(folder: Path) -> Path | None:
     """Where a run of a comparison or a table finds what it and the others made, if it keeps nothing itself."""
     if (folder / SYNTHETIC).exists():
         return None
@@ -53,20 +53,20 @@ def prepare(
     folder: Path | None,
     shared: Path | None,
     callbacks: Sequence[Callback],
-) -> Prepared:
+) -> PreparedData:
     """Apply the data rules of ``method`` in order.
 
     What they make is kept in ``shared`` if there is one, else in the run folder, which then can be resumed from the start.
     """
 
     def tell(text: str, done: float, total: float) -> None:
-        for hook in hooks(callbacks, "prepare"):
+        for hook in callback_hooks(callbacks, "prepare"):
             hook(text, done, total)
 
     given = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
-    workspace = Workspace(where, shared is not None, device, given, tell, partial(warn, callbacks))
-    prepared = Prepared(federation, config.training)
+    workspace = Workspace(where, shared is not None, device, given, tell, partial(notify_warning, callbacks))
+    prepared = PreparedData(federation, config.training)
     for rule in method.data:
         if rule.makes and folder is not None:
             write_atomic(folder / "config.yaml", config.to_yaml().encode())

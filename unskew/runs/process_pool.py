@@ -17,18 +17,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from unskew.engines.cpu import cores
+from unskew.engines.cpu import num_cores
 from unskew.errors import ConfigError, EngineError, UnskewError
-from unskew.records.recorder import Callback, warn
-from unskew.runs.pool_worker import work_beside
-from unskew.simulation.round_loop import Interrupted
+from unskew.records.recorder import Callback, notify_warning
+from unskew.runs.pool_worker import run_job
+from unskew.simulation.round_loop import RunInterrupted
 
 GLANCE = 0.2
 """Seconds between two looks whether Ctrl-C was pressed."""
 
 
 @dataclass(frozen=True)
-class Work:
+class Job:
     """A run, or anything else that takes long.
 
     Attributes:
@@ -47,7 +47,7 @@ class Work:
 
 
 @contextlib.contextmanager
-def sendable() -> Iterator[None]:
+def raise_if_unpicklable() -> Iterator[None]:
     """Within, what cannot be pickled becomes a sentence."""
     try:
         yield
@@ -59,14 +59,14 @@ def sendable() -> Iterator[None]:
 
 
 @dataclass
-class Busy:
+class RunningJob:
     """A work that is being done."""
 
-    work: Work
+    work: Job
     callbacks: list[Callback]
 
     @classmethod
-    def of(cls, work: Work) -> Busy:
+    def of(cls, work: Job) -> RunningJob:
         """A work that begins, with its followers."""
         return cls(work, list(work.follow()))
 
@@ -76,7 +76,7 @@ class Busy:
         Raises:
             ConfigError: It cannot be sent.
         """
-        with sendable():
+        with raise_if_unpicklable():
             return pickle.dumps((self.work.function, self.work.arguments))
 
     def hears(self, message: Sequence[Any]) -> tuple[Hashable, Any] | None:
@@ -85,7 +85,7 @@ class Busy:
         if kind == "call":
             name, arguments = rest
             if name == "warn":
-                warn(self.callbacks, *arguments)
+                notify_warning(self.callbacks, *arguments)
                 return None
             for callback in self.callbacks:
                 told = getattr(callback, name, None)
@@ -98,11 +98,11 @@ class Busy:
                 error.add_note(text)
             raise error
         if kind == "stopped":
-            raise Interrupted(signal.SIGTERM)
+            raise RunInterrupted(signal.SIGTERM)
         return self.work.name, rest[0]
 
 
-def next_of(waiting: list[Work], done: Container[Hashable]) -> Work | None:
+def next_job(waiting: list[Job], done: Container[Hashable]) -> Job | None:
     """The first work whose time has come, which waits no longer."""
     work = next((work for work in waiting if all(name in done for name in work.after)), None)
     if work is not None:
@@ -111,27 +111,27 @@ def next_of(waiting: list[Work], done: Container[Hashable]) -> Work | None:
 
 
 @dataclass
-class Crew:
+class ProcessPool:
     """The processes, and who does what."""
 
     places: int
     given: Path
     processes: dict[Connection, BaseProcess] = field(default_factory=dict)
-    busy: dict[Connection, Busy] = field(default_factory=dict)
+    busy: dict[Connection, RunningJob] = field(default_factory=dict)
     done: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        share = max(1, cores() // self.places)
+        share = max(1, num_cores() // self.places)
         for _ in range(self.places):
             ours, theirs = context.Pipe()
             # Not daemons: these may have no worker processes of their own.
-            process = context.Process(target=work_beside, args=(theirs, str(self.given), share))
+            process = context.Process(target=run_job, args=(theirs, str(self.given), share))
             process.start()
             theirs.close()
             self.processes[ours] = process
 
-    def carry_out(self, works: Sequence[Work], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
+    def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
         """See ``side_by_side``; it ends early when there is something in ``stopped``."""
         waiting = list(works)
         while (waiting or self.busy) and not stopped:
@@ -139,14 +139,14 @@ class Crew:
             for ready in wait(list(self.busy), GLANCE):
                 yield from self._hear(cast(Connection, ready))
 
-    def _hand_out(self, waiting: list[Work]) -> None:
+    def _hand_out(self, waiting: list[Job]) -> None:
         for pipe in self.processes:
             if pipe in self.busy:
                 continue
-            work = next_of(waiting, self.done)
+            work = next_job(waiting, self.done)
             if work is None:
                 return
-            busy = Busy.of(work)
+            busy = RunningJob.of(work)
             task = busy.task()
             self.busy[pipe] = busy
             with contextlib.suppress(OSError):  # noticed, with its reason, when the answer is read
@@ -168,7 +168,7 @@ class Crew:
             yield found
 
     @staticmethod
-    def _died(process: BaseProcess, work: Work) -> NoReturn:
+    def _died(process: BaseProcess, work: Job) -> NoReturn:
         process.join(timeout=5)
         if process.exitcode == 1:  # Python ended before it came to the work
             raise EngineError(
@@ -186,7 +186,7 @@ class Crew:
             self.processes[pipe].terminate()
         while self.busy:
             for ready in wait(list(self.busy)):
-                with contextlib.suppress(Exception, Interrupted):  # the first reason to stop is the one that is told
+                with contextlib.suppress(Exception, RunInterrupted):  # the first reason to stop is the one that is told
                     list(self._hear(cast(Connection, ready)))
 
     def close(self) -> None:

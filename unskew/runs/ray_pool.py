@@ -23,13 +23,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from unskew.engines.ray.cluster import connect, load_ray, nodes_of
+from unskew.engines.ray.cluster import connect, list_nodes, load_ray
 from unskew.engines.ray.worker import check_versions, versions
 from unskew.errors import DataError, EngineError
-from unskew.filesystem import writing
-from unskew.records.recorder import warn
-from unskew.runs.pool_worker import work_beside
-from unskew.runs.process_pool import GLANCE, Busy, Work, next_of
+from unskew.filesystem import disk_errors
+from unskew.records.recorder import notify_warning
+from unskew.runs.pool_worker import run_job
+from unskew.runs.process_pool import GLANCE, Job, RunningJob, next_job
 
 ATTEMPTS = 5
 """Times that a run is begun whose node died."""
@@ -39,7 +39,7 @@ ENDING = 600.0
 """Seconds that runs have to finish their round."""
 
 
-def carried_out(given: list[Any], task: bytes, cores: int, cwd: str, marks: Sequence[str]) -> Iterator[Any]:
+def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: Sequence[str]) -> Iterator[Any]:
     """What a node does: a work in a process of its own; gives all that this says, its answer last.
 
     Args:
@@ -63,7 +63,7 @@ def carried_out(given: list[Any], task: bytes, cores: int, cwd: str, marks: Sequ
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         # It ends at once with this one: who begins its work anew elsewhere must find its folder free.
-        process = context.Process(target=work_beside, args=(theirs, str(path), cores, signal.SIGKILL))
+        process = context.Process(target=run_job, args=(theirs, str(path), cores, signal.SIGKILL))
         process.start()
         theirs.close()
         try:
@@ -115,16 +115,16 @@ def _unseen(mark: str) -> DataError:
 
 
 @dataclass
-class _Flying:
+class _RemoteJob:
     """A work that a node does."""
 
-    busy: Busy
+    busy: RunningJob
     task: bytes
     stream: Any = None
     attempts: int = 1
 
 
-class ClusterCrew:
+class RayJobPool:
     """Carries out works on a cluster; stands where the processes of one machine would.
 
     Args:
@@ -157,7 +157,7 @@ class ClusterCrew:
             check_versions(ray.get(ray.remote(versions).options(num_cpus=0).remote(), timeout=BEGINNING))
         except ray.exceptions.GetTimeoutError as error:
             raise EngineError(f"The cluster {address} has not begun a task within {BEGINNING:g} seconds.") from error
-        nodes = [(cores, gpus) for cores, gpus in nodes_of(ray) if cores]
+        nodes = [(cores, gpus) for cores, gpus in list_nodes(ray) if cores]
         if not nodes:
             raise EngineError(f"No node of the cluster {address} offers a core: start more nodes.")
         every = [cores for cores, _ in nodes]
@@ -165,23 +165,23 @@ class ClusterCrew:
         if auto:
             self.cores = 1 if small else min(every)
             self.most = min(number, sum(cores // self.cores for cores in every))
-        self.task = ray.remote(carried_out).options(
+        self.task = ray.remote(run_remote_job).options(
             num_cpus=self.cores,
             num_gpus=int(100 * min(1.0, sum(gpus for _, gpus in nodes) / self.most)) / 100,
             num_returns="streaming",
             max_retries=0,
         )
         self.given = ray.put(np.fromfile(given, dtype=np.uint8))
-        self.flying: list[_Flying] = []
+        self.flying: list[_RemoteJob] = []
 
-    def carry_out(self, works: Sequence[Work], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
+    def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
         """See ``unskew.runs.parallel``; it ends early when there is something in ``stopped``."""
         waiting, done, heard = list(works), set[Hashable](), time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
             while (waiting or self.flying) and not stopped:
-                while len(self.flying) < self.most and (work := next_of(waiting, done)) is not None:
-                    busy = Busy.of(work)
-                    self._submit(_Flying(busy, busy.task()), marks)
+                while len(self.flying) < self.most and (work := next_job(waiting, done)) is not None:
+                    busy = RunningJob.of(work)
+                    self._submit(_RemoteJob(busy, busy.task()), marks)
                 ready = self._ready()
                 heard = time.monotonic() if ready else heard
                 if self.deadline is not None and time.monotonic() - heard > self.deadline:
@@ -195,16 +195,16 @@ class ClusterCrew:
                         done.add(found[0])
                         yield found
 
-    def _submit(self, flying: _Flying, marks: Sequence[str]) -> None:
+    def _submit(self, flying: _RemoteJob, marks: Sequence[str]) -> None:
         flying.stream = self.task.remote([self.given], flying.task, self.cores, os.getcwd(), marks)
         self.flying.append(flying)
 
-    def _ready(self) -> list[_Flying]:
+    def _ready(self) -> list[_RemoteJob]:
         streams = [flying.stream for flying in self.flying]
         ready, _ = self.ray.wait(streams, num_returns=1, timeout=GLANCE, fetch_local=False)
         return [flying for flying in self.flying if any(flying.stream is one for one in ready)]
 
-    def _hear(self, flying: _Flying, marks: Sequence[str]) -> tuple[Hashable, Any] | None:
+    def _hear(self, flying: _RemoteJob, marks: Sequence[str]) -> tuple[Hashable, Any] | None:
         """One message of a work; one whose node died is begun again."""
         name = flying.busy.work.name
         try:
@@ -217,7 +217,7 @@ class ClusterCrew:
                     f"{name} could not be carried out on the cluster, in {ATTEMPTS} attempts: {reason} Go on with what is "
                     "there (resume)."
                 ) from error
-            warn(
+            notify_warning(
                 flying.busy.callbacks,
                 f"The node that was at {name} died; it is begun again, from what it saved. {reason}",
             )
@@ -249,7 +249,7 @@ class ClusterCrew:
                 self.ray.cancel(flying.stream, force=True)
 
 
-def _folders(works: Sequence[Work]) -> list[Path]:
+def _folders(works: Sequence[Job]) -> list[Path]:
     return [value for work in works for value in work.arguments if isinstance(value, Path)]
 
 
@@ -260,7 +260,7 @@ def _marked(folders: Sequence[Path]) -> Iterator[list[str]]:
     marks = [folder / f".{uuid4().hex}.new" for folder in there]
     try:
         for mark in marks:
-            with writing(mark):
+            with disk_errors(mark):
                 mark.touch()
         yield [str(mark) for mark in marks]
     finally:

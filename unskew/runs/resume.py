@@ -13,15 +13,15 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
-from unskew.config.paths import wherever
+from unskew.config.paths import without_data_locations
 from unskew.data.federation import ArrayClients
-from unskew.data.validation import single
+from unskew.data.validation import to_float32
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
-from unskew.protocol.data_preparation import Prepared
-from unskew.provenance import TRUST, FromFile
-from unskew.records.recorder import Recorder, rounds_of
+from unskew.protocol.data_preparation import PreparedData
+from unskew.provenance import TRUST, UntrustedText
+from unskew.records.recorder import Recorder, check_rounds
 from unskew.records.result import read_history
 from unskew.simulation import checkpoint, restore
 from unskew.simulation.server import Server
@@ -45,7 +45,7 @@ RESUMABLE = (
 """Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
 
 
-def begin_where(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
+def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
     """Take over the model, traffic and history of the run in ``parent``, and what both methods keep.
 
     What a client keeps under a rule that both methods have stays; rules that only the new method has begin as in their first
@@ -65,7 +65,7 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
         ConfigError: It is no run, or other data, or already as long.
         CheckpointError: It has another model, or is damaged.
     """
-    found = checkpoint.newest(parent / "checkpoints")
+    found = checkpoint.newest_checkpoint(parent / "checkpoints")
     if found is None:
         raise ConfigError(f"start_from={str(parent)!r} is no run folder with a checkpoint.")
     path, manifest, _ = found
@@ -79,13 +79,13 @@ def begin_where(parent: Path, config: Experiment, server: Server, recorder: Reco
     check_frozen(extra, server.spec)
     named = extra["config"].get("method")
     if isinstance(named, str):  # what this run names, too, is as trusted as this run
-        named = config.method if named == config.method else FromFile(named, str(path), TRUST)
+        named = config.method if named == config.method else UntrustedText(named, str(path), TRUST)
     try:
         before = method(named) if isinstance(named, str) else None
     except ConfigError:  # a method that only Python knew
         before = None
-    restore.branch(path, manifest, server, before)
-    recorder.adopt(rounds_of(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
+    restore.start_from_run(path, manifest, server, before)
+    recorder.adopt(check_rounds(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
     return done
 
 
@@ -108,7 +108,7 @@ def check_never_saved(folder: Path) -> None:
         )
 
 
-def data_identity(prepared: Prepared) -> str:
+def data_identity(prepared: PreparedData) -> str:
     """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
     federation, sizes = prepared.federation, ""
     if isinstance(federation.clients, ArrayClients):
@@ -119,7 +119,7 @@ def data_identity(prepared: Prepared) -> str:
     return f"partition {partition}, sizes {sizes}, test {len(federation.test[1])}, {server=}{synthetic}"
 
 
-def content_of(prepared: Prepared) -> str:
+def stored_content(prepared: PreparedData) -> str:
     """A checksum of what is trained and evaluated on; empty where clients are loaded one by one or lie in files."""
     federation = prepared.federation
     clients = federation.clients
@@ -128,19 +128,19 @@ def content_of(prepared: Prepared) -> str:
     crc = 0
     server = () if federation.server is None else (federation.server.x, federation.server.y)
     for part in chain(clients.inputs(), (clients.y, *federation.test), server):
-        rows = single(part.permute(0, 2, 3, 1) if part.dim() == 4 else part)  # as images lie in memory
+        rows = to_float32(part.permute(0, 2, 3, 1) if part.dim() == 4 else part)  # as images lie in memory
         raw: Any = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
     return f"{crc:08x}"
 
 
-def check_data(extra: dict[str, Any], prepared: Prepared) -> None:
+def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
     """Refuse to go on with other data.
 
     Raises:
         CheckpointError: They are not what the run was made with.
     """
-    before, now = (extra["data"], extra.get("content")), (data_identity(prepared), content_of(prepared))
+    before, now = (extra["data"], extra.get("content")), (data_identity(prepared), stored_content(prepared))
     if before[0] != now[0] or before[1] not in (None, now[1]):
         texts = [f"{identity}, content {content}" for identity, content in (now, before)]
         raise CheckpointError(
@@ -162,7 +162,7 @@ def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
         )
 
 
-def check_rounds(before: object, done: int, config: Experiment) -> None:
+def check_target_rounds(before: object, done: int, config: Experiment) -> None:
     """Refuse another number of rounds where it would change what was done.
 
     Raises:
@@ -184,7 +184,7 @@ def check_same(then: dict[str, Any], now: Experiment) -> None:
         CheckpointError: A field differs that decides what the run is.
     """
     neutral = Experiment().model_dump(mode="json")
-    current, before = wherever(now.model_dump(mode="json")), wherever({**neutral, **then})
+    current, before = without_data_locations(now.model_dump(mode="json")), without_data_locations({**neutral, **then})
     for name in current:
         was = before[name]
         if isinstance(was, dict) and isinstance(neutral[name], dict):  # a section may have more fields by now

@@ -10,26 +10,32 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
-from unskew.config.paths import anchored
+from unskew.config.paths import with_absolute_paths
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import TABLES
-from unskew.data.task_options import trained_for
-from unskew.engines.cpu import plain_torch
+from unskew.data.task_options import apply_task_options
+from unskew.engines.cpu import default_torch_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_run, locked, new_folder, place, read_json
-from unskew.methods.registry import MethodLike, check_names
+from unskew.filesystem import check_run, folder_lock, output_folder, parse_path, read_json
+from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
-from unskew.progress import told
+from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
 from unskew.provenance import TRUST
-from unskew.records.recorder import Callback, hooks
+from unskew.records.recorder import Callback, callback_hooks
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
-from unskew.runs.api_arguments import check_callbacks, check_federation, spelling_of, unnamed, values_of
-from unskew.runs.build_model import ModelLike, as_wanted
-from unskew.runs.preparation import SYNTHETIC, check_given_set, kept_beside, prepare
+from unskew.runs.api_arguments import (
+    check_callbacks,
+    check_federation,
+    config_from_arguments,
+    method_expression,
+    model_object,
+)
+from unskew.runs.build_model import ModelLike, match_model_input_range
+from unskew.runs.preparation import SYNTHETIC, check_given_set, find_synthetic_folder, prepare
 from unskew.runs.session import Session
 from unskew.runs.validation import check_method
 
@@ -64,14 +70,14 @@ def run(
         DataError: The data cannot be used.
         CheckpointError: The run cannot be resumed, or the disk is full.
     """
-    values = values_of(options, federation, model)
+    values = config_from_arguments(options, federation, model)
     built = None if method is None else method_of(method)
     if method is not None:
-        values["method"] = spelling_of(method)
+        values["method"] = method_expression(method)
     return run_experiment(
         experiment(values, built),
         federation=federation,
-        model=unnamed(model),
+        model=model_object(model),
         method=built,
         out=out,
         resume=resume,
@@ -95,16 +101,16 @@ def run_experiment(
     A ``method`` that is given is the one that ``config`` names.
     """
     check_federation(federation)
-    folder = None if out is None else place(out).absolute()
+    folder = None if out is None else parse_path(out).absolute()
     if resume:
-        with resumed(folder):
-            return _carried_out(config, federation, model, method, folder, True, callbacks, shared)
-    with new_folder(folder, False, partial(worth_keeping, folder)):
-        return _carried_out(config, federation, model, method, folder, False, callbacks, shared)
+        with resumed_folder(folder):
+            return _execute(config, federation, model, method, folder, True, callbacks, shared)
+    with output_folder(folder, False, partial(keep_on_error, folder)):
+        return _execute(config, federation, model, method, folder, False, callbacks, shared)
 
 
 @contextmanager
-def resumed(folder: Path | None) -> Iterator[None]:
+def resumed_folder(folder: Path | None) -> Iterator[None]:
     """Within, a folder with a run is ours alone.
 
     Raises:
@@ -114,11 +120,11 @@ def resumed(folder: Path | None) -> Iterator[None]:
     if folder is None:
         raise ConfigError("resume goes on with the run in out: name its folder there.")
     check_run(folder, resume=True)
-    with locked(folder):
+    with folder_lock(folder):
         yield
 
 
-def worth_keeping(folder: Path | None) -> bool:
+def keep_on_error(folder: Path | None) -> bool:
     """Whether a run that failed leaves a finished round behind, or what was made for it."""
     if folder is None:
         return False
@@ -126,8 +132,8 @@ def worth_keeping(folder: Path | None) -> bool:
     return (folder / SYNTHETIC).exists() or (metrics.is_file() and b"\n" in metrics.read_bytes())
 
 
-@plain_torch()
-def _carried_out(
+@default_torch_modes()
+def _execute(
     config: Experiment,
     federation: Federation | None,
     model: ModelLike | None,
@@ -139,18 +145,18 @@ def _carried_out(
 ) -> Result:
     """See ``run_experiment``; the folder is ours."""
     check_callbacks(callbacks)
-    config = anchored(config)
+    config = with_absolute_paths(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
     trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
     if config.save_samples and folder is None:
         raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
-    original = opened(config, callbacks) if federation is None else federation
-    tell_data(callbacks, original)
-    original = trained_for(original, config.loss, config.class_weights)
+    original = load_federation_for(config, callbacks) if federation is None else federation
+    notify_loaded(callbacks, original)
+    original = apply_task_options(original, config.loss, config.class_weights)
     spec, warnings = check_method(config, original, model, method)
     check_given_set(config, method)
-    original = as_wanted(original, spec)
+    original = match_model_input_range(original, spec)
     prepared = prepare(method, original, config, device, folder, shared, callbacks)
     everyone = [*callbacks, *trackers]
     session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
@@ -161,20 +167,20 @@ def _carried_out(
     return session.go(resume)
 
 
-def opened(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
+def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
     """The data of a run; callbacks that show what is made before the first round are told of reading that takes long."""
 
     def follow(text: str, done: float, total: float) -> None:
-        for hook in hooks(callbacks, "prepare"):
+        for hook in callback_hooks(callbacks, "prepare"):
             hook(text, done, total)
 
-    with told(follow):
+    with report_progress_to(follow):
         return federation_of(config.data_spec, config.seed)
 
 
-def tell_data(callbacks: Sequence[Callback], federation: Federation) -> None:
+def notify_loaded(callbacks: Sequence[Callback], federation: Federation) -> None:
     """Show the data to the callbacks that have a function ``loaded``, before anything is trained."""
-    for hook in hooks(callbacks, "loaded"):
+    for hook in callback_hooks(callbacks, "loaded"):
         hook(federation)
 
 
@@ -209,40 +215,40 @@ def resume(
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
     """
     check_federation(federation)
-    folder = place(folder).absolute()
-    with resumed(folder):
+    folder = parse_path(folder).absolute()
+    with resumed_folder(folder):
         stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
-        values = moved(stored, changes)
+        values = override_paths(stored, changes)
         built = None if method is None else method_of(method)
         if built is not None:
-            values["method"] = spelling_of(built)
+            values["method"] = method_expression(built)
         else:
-            check_known(str(values.get("method")))
+            check_method_known(str(values.get("method")))
         config = experiment(values, built)
         if federation is None and config.data == "arrays":
             raise CheckpointError(
                 f"The data of {folder} were given in Python; resume it there, with the same federation."
             )
         check_unfinished(folder, config.rounds)
-        shared = kept_beside(folder) if shared is None else place(shared)
-        return _carried_out(config, federation, model, built, folder, True, callbacks, shared)
+        shared = find_synthetic_folder(folder) if shared is None else parse_path(shared)
+        return _execute(config, federation, model, built, folder, True, callbacks, shared)
 
 
-def check_known(spelling: str) -> None:
+def check_method_known(spelling: str) -> None:
     """Refuse to go on without a method that only Python knows.
 
     Raises:
         ConfigError: There is one in the sum.
     """
     try:
-        check_names(spelling)
+        check_expression(spelling)
     except ConfigError as error:
         raise ConfigError(
             f"{error} If it is a rule of your own, give it again: unskew.resume(..., method=...)."
         ) from error
 
 
-def moved(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def override_paths(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A stored configuration with changes; a ``data_path`` takes the place of a path that the name of the data holds."""
     values, path = {**stored, **changes}, changes.get("data_path")
     if not path or "data" in changes:

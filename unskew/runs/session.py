@@ -12,46 +12,46 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.engines.auto_select import Asked, Choice, choose
-from unskew.engines.base import Engine, Setup
+from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
+from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
 from unskew.errors import CheckpointError
 from unskew.filesystem import make_folder, write_atomic
-from unskew.measurements.registry import make_diagnoses
+from unskew.measurements.registry import make_diagnostics
 from unskew.methods.fedavg import FedAvg
 from unskew.methods.registry import REFERENCES
 from unskew.models.spec import ModelSpec
-from unskew.protocol.data_preparation import Prepared
+from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder, write_about
 from unskew.records.result import Result
-from unskew.runs.artifacts import write_finished
-from unskew.runs.early_stopping import BestModel, EarlyStopping
-from unskew.runs.input_spec import inputs_of
+from unskew.runs.artifacts import write_artifacts
+from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
+from unskew.runs.input_spec import input_spec_of
 from unskew.runs.metrics import run_metrics
-from unskew.runs.personal_model_files import keeping
+from unskew.runs.personal_model_files import kept_personal_models
 from unskew.runs.prediction_curves import classifier_curves
 from unskew.runs.predictor import Predictor
 from unskew.runs.resume import (
-    begin_where,
     check_data,
     check_frozen,
     check_never_saved,
-    check_rounds,
     check_same,
-    content_of,
+    check_target_rounds,
     data_identity,
+    stored_content,
+    warm_start,
 )
-from unskew.runs.state_stores import store_of
-from unskew.runs.summary import kept_figures, names_of_classes, of_clients, over_clients, summarise
-from unskew.runs.validation import weights_of
+from unskew.runs.state_stores import make_client_store
+from unskew.runs.summary import client_metrics, client_rows, counted_class_names, kept_metrics, summarize
+from unskew.runs.validation import resolve_weighting
 from unskew.simulation import checkpoint, personal_models, restore, run_warnings
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import ClientScores, Evaluator, Models
-from unskew.simulation.generated_samples import MadeInputs
+from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 from unskew.simulation.network import Network
-from unskew.simulation.round_loop import Interrupted, train
+from unskew.simulation.round_loop import RunInterrupted, run_rounds
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
 from unskew.simulation.server_trainer import ServerTrainer
@@ -75,7 +75,7 @@ class Session:
     def __init__(
         self,
         config: Experiment,
-        prepared: Prepared,
+        prepared: PreparedData,
         original: Federation,
         spec: ModelSpec,
         method: Method,
@@ -94,9 +94,9 @@ class Session:
         self.task = task = federation.objective.unweighted
         self.metrics = run_metrics(config, original)
         self.figures = (*task.figures, *self.metrics.computed.names)
-        rule, weights = method.server or FedAvg(), weights_of(config, method)
+        rule, weights = method.server or FedAvg(), resolve_weighting(config, method)
         here, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
-        store = store_of(config, folder, here)
+        store = make_client_store(config, folder, here)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
         observed = any(figure.diagnosis in config.diagnose for figure in rule.figures)
         trainer = ServerTrainer(spec, federation, config.training, device, self.sampler.size, observed, weights)
@@ -110,7 +110,7 @@ class Session:
         self.network = Network(config.network.drop, config.seed, delays, flying, device)
         self.evaluator = Evaluator(spec, original, task, device, self.metrics.computed)
         self.recorder = Recorder(folder, callbacks)
-        self.setup = Setup(
+        self.setup = EngineConfig(
             spec,
             federation,
             method.client,
@@ -124,11 +124,13 @@ class Session:
             self.recorder.warn,
             self.recorder.retried,
         )
-        self.diagnoses = make_diagnoses(config.diagnose, self.evaluator, self.server, federation, self.recorder.history)
+        self.diagnoses = make_diagnostics(
+            config.diagnose, self.evaluator, self.server, federation, self.recorder.history
+        )
         self.stopping = EarlyStopping(config, self.evaluator, self.recorder.history, self.metrics)
-        self.best = BestModel(config, self.stopping, self.server)
-        self.samples: MadeInputs | None = None
-        self._content = lru_cache(partial(content_of, prepared))
+        self.best = BestModelKeeper(config, self.stopping, self.server)
+        self.samples: GeneratedSamplesRecorder | None = None
+        self._content = lru_cache(partial(stored_content, prepared))
         self._saved = 0
 
     def go(self, resume: bool) -> Result:
@@ -136,27 +138,29 @@ class Session:
         start = self._restore() if resume else self._branch()
         config, (engine, choice) = self.config, self.make_engine(resume)
         if self.config.save_samples:
-            engine = self.samples = MadeInputs(engine, self.method.client, self.prepared.federation, config.rounds - 1)
+            engine = self.samples = GeneratedSamplesRecorder(
+                engine, self.method.client, self.prepared.federation, config.rounds - 1
+            )
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
-            if personal_models.tunes(self.method) and not self.config.eval_clients:
+            if personal_models.has_fine_tuning(self.method) and not self.config.eval_clients:
                 texts.append("ft trains evaluated clients; with eval_clients 0 there are no personal figures.")
             for text in texts:
                 self.recorder.warn(text)
             rounds = range(start, start if self.stopping.due else self.config.rounds)
-            train(rounds, self.sampler, self.server, engine, self.network, self._finished)
+            run_rounds(rounds, self.sampler, self.server, engine, self.network, self._finished)
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
-                self.recorder.warn(run_warnings.stuck(self.network, len(rounds)))
-            if not self.server.overflows and (problem := run_warnings.diverged(self.recorder.history[-1])):
+                self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
+            if not self.server.overflows and (problem := run_warnings.divergence_warning(self.recorder.history[-1])):
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
             client_scores, clients = self._client_scores(engine)
-        except Interrupted as interruption:
+        except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder
             raise
@@ -165,11 +169,11 @@ class Session:
             self.recorder.close()
         client_scores |= self.stopping.summary()
         if self.best.active:
-            client_scores |= kept_figures(self.recorder.history, self.best.round, self.metrics)
-        summary = summarise(self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics)
+            client_scores |= kept_metrics(self.recorder.history, self.best.round, self.metrics)
+        summary = summarize(self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics)
         if self.folder is not None:
             self.recorder.check_folder()
-            write_finished(
+            write_artifacts(
                 self.folder, config, self.evaluator.federation, self.server, clients, summary, self._curves()
             )
         for store in (self.server.store, self.server.cache, self.network.store):
@@ -178,17 +182,17 @@ class Session:
             callback.end(copy.deepcopy(summary))
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         draw = partial(self.server.rule.draw, self.recorder.history)
-        predictor = partial(Predictor, module, inputs_of(self.evaluator.federation, config), self.spec.dtype)
+        predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), self.spec.dtype)
         history, vector = self.recorder.history, self.server.evaluated.cpu()
         return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
 
-    def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
+    def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """What trains the clients, and how it was chosen."""
         config = self.config
         if self.folder is not None and not resume:  # before engine.json, so that a run killed in between can be resumed
             write_atomic(self.folder / "config.yaml", config.to_yaml().encode())
-        asked = Asked(config.engine, config.workers, config.together, config.ray.address)
-        choice = choose(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
+        asked = EngineRequest(config.engine, config.workers, config.together, config.ray.address)
+        choice = choose_engine(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
         cluster = config.ray.model_dump()
         return make_engine(choice.engine, self.setup, choice.workers, choice.together, cluster), choice
 
@@ -197,11 +201,11 @@ class Session:
         self._saved = start
         if self.folder is not None:
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
-            write_about(self.folder, self.setup.device, names_of_classes(self.evaluator.federation))
+            write_about(self.folder, self.setup.device, counted_class_names(self.evaluator.federation))
             for name in ("summary.json", "clients.jsonl", "curves.json"):
                 (self.folder / name).unlink(missing_ok=True)
             make_folder(self.folder / "checkpoints")
-            checkpoint.drop(self.folder / "checkpoints", after=start)
+            checkpoint.drop_old_checkpoints(self.folder / "checkpoints", after=start)
         for callback in self.callbacks:
             callback.start(self.config.model_dump(mode="json"), start)
         self.recorder.start_clock()
@@ -223,7 +227,7 @@ class Session:
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        if problem := run_warnings.left_out(self.server, done, self.evaluator.federation.client_names):
+        if problem := run_warnings.nonfinite_update_warning(self.server, done, self.evaluator.federation.client_names):
             self.recorder.warn(problem)
         self.recorder.round(
             {
@@ -264,7 +268,7 @@ class Session:
     def _restore(self) -> int:
         """Load the newest whole checkpoint; returns the number of rounds done."""
         assert self.folder is not None
-        found = checkpoint.newest(self.folder / "checkpoints")
+        found = checkpoint.newest_checkpoint(self.folder / "checkpoints")
         if found is None:
             check_never_saved(self.folder)
             self.recorder.resume(0, 0.0)
@@ -274,7 +278,7 @@ class Session:
             self.recorder.warn(f"{problem} Going on from {path.name} instead.")
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], self.config)
-        check_rounds(extra["config"].get("rounds"), done, self.config)
+        check_target_rounds(extra["config"].get("rounds"), done, self.config)
         check_data(extra, self.prepared)
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
@@ -288,7 +292,7 @@ class Session:
         """Begin where the run ``start_from`` ended; returns the number of rounds it had (0 without one)."""
         if self.config.start_from is None:
             return 0
-        return begin_where(
+        return warm_start(
             Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.prepared)
         )
 
@@ -308,13 +312,13 @@ class Session:
             return self.evaluator.clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and self.spec.buffer_sizes
-        scores = score(partial(personal_models.shared, server) if own_statistics else None)
+        scores = score(partial(personal_models.with_client_buffers, server) if own_statistics else None)
         own: ClientScores | None = None
-        if personal_models.tunes(self.method):
-            tuned = partial(personal_models.tuned, server, engine, config.rounds, self.sampler.size)
-            own = score(keeping(tuned, self.folder, self.recorder.warn))
-        elif personal_models.personalises(self.method, self.spec):
-            own = score(partial(personal_models.kept, server))
+        if personal_models.has_fine_tuning(self.method):
+            tuned = partial(personal_models.fine_tuned_models, server, engine, config.rounds, self.sampler.size)
+            own = score(kept_personal_models(tuned, self.folder, self.recorder.warn))
+        elif personal_models.has_personal_models(self.method, self.spec):
+            own = score(partial(personal_models.kept_model, server))
         federation = self.evaluator.federation
-        figures = over_clients(scores, own, self.metrics, federation.client_names)
-        return figures, of_clients(federation, scores, own, self.server.last)
+        figures = client_metrics(scores, own, self.metrics, federation.client_names)
+        return figures, client_rows(federation, scores, own, self.server.last)

@@ -9,7 +9,7 @@ from unskew.errors import ConfigError
 from unskew.simulation.client_store import ClientStore, SharedStore
 
 
-def store_of(config: Experiment, folder: Path | None, here: ClientStore) -> ClientStore:
+def make_client_store(config: Experiment, folder: Path | None, here: ClientStore) -> ClientStore:
     """The store of a run's clients.
 
     Args:

@@ -7,12 +7,12 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
-from unskew.engines.auto_select import Choice
-from unskew.protocol.data_preparation import Prepared
-from unskew.records.recorder import Recorder, finite, reaching
+from unskew.engines.auto_select import EngineChoice
+from unskew.protocol.data_preparation import PreparedData
+from unskew.records.recorder import Recorder, finite_or_none, first_reaching
 from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
-from unskew.simulation.run_warnings import diverged
+from unskew.simulation.run_warnings import divergence_warning
 from unskew.simulation.server import Server
 from unskew.tasks.primary_metric import WORST
 
@@ -33,13 +33,13 @@ MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
 """Of federations that are no larger it is kept how many samples of each class a client holds."""
 
 
-def summarise(
+def summarize(
     config: Experiment,
-    prepared: Prepared,
+    prepared: PreparedData,
     server: Server,
     recorder: Recorder,
     client_scores: dict[str, Any],
-    choice: Choice,
+    choice: EngineChoice,
     metrics: RunMetrics,
 ) -> dict[str, Any]:
     """What ``summary.json`` holds: the run, its last and best figures, its traffic and its time.
@@ -98,24 +98,24 @@ def summarise(
         # A client that takes part in every round spends this much in all.
         "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
     }
-    if diverged(final):
+    if divergence_warning(final):
         summary["diverged"] = True
     if any("retries" in row for row in history):
         summary["retries"] = sum(row.get("retries", 0) for row in history)
     if traffic.reports:
         summary["report_bytes_up"] = traffic.reports
     if server.method.data and prepared.training.local_steps is None:
-        summary["local_epochs"] = passes(prepared)
+        summary["local_epochs"] = epochs_per_round(prepared)
     summary |= prepared.about
     if config.target is not None:
-        row = reaching(history, config.target, objective)
+        row = first_reaching(history, config.target, objective)
         summary["target"] = config.target
         summary["rounds_to_target"] = None if row is None else row["round"]
         summary["bytes_to_target"] = None if row is None else row["bytes_up"] + row["bytes_down"]
     return summary
 
 
-def kept_figures(history: Sequence[dict[str, Any]], round: int, metrics: RunMetrics) -> dict[str, Any]:
+def kept_metrics(history: Sequence[dict[str, Any]], round: int, metrics: RunMetrics) -> dict[str, Any]:
     """Return the round of the model that a run kept, and its figures on the test set.
 
     Args:
@@ -127,7 +127,7 @@ def kept_figures(history: Sequence[dict[str, Any]], round: int, metrics: RunMetr
     return {"kept_round": row["round"], **{f"kept_{one.name}": row[one.name] for one in metrics.judging}}
 
 
-def over_clients(
+def client_metrics(
     scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, client_names: Sequence[str]
 ) -> dict[str, Any]:
     """Return what a summary says of the evaluated clients.
@@ -145,14 +145,14 @@ def over_clients(
     return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
 
 
-def passes(prepared: Prepared) -> float:
+def epochs_per_round(prepared: PreparedData) -> float:
     """Epochs that a client makes in a round, mean over clients: fewer where others' samples bring no further steps."""
     training, sizes = prepared.training, prepared.federation.sizes.tolist()
     made = [training.steps(n, k) / len(training.cuts(n)) for k, n in enumerate(sizes)]
     return round(sum(made) / len(made), 3)
 
 
-def names_of_classes(federation: Federation) -> tuple[str, ...]:
+def counted_class_names(federation: Federation) -> tuple[str, ...]:
     """The classes whose samples ``clients.jsonl`` counts; none if there are too many of them, or of clients."""
     if not federation.objective.labelled:
         names = () if federation.kinds is None else federation.kinds[1]
@@ -161,7 +161,7 @@ def names_of_classes(federation: Federation) -> tuple[str, ...]:
     return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
 
 
-def of_clients(
+def client_rows(
     federation: Federation, scores: ClientScores, personal: ClientScores | None, took_part: Iterable[int] = ()
 ) -> list[dict[str, Any]]:
     """What ``clients.jsonl`` holds: a line for each client; of clients that are loaded one by one, for those evaluated.
@@ -183,7 +183,7 @@ def of_clients(
             figures[int(k)] |= {f"personal_{name}": float(of[i]) for name, of in known.items()}
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
-    if isinstance(clients, ArrayClients) and names_of_classes(federation):
+    if isinstance(clients, ArrayClients) and counted_class_names(federation):
         found = enumerate(federation.holdings()[0])
         holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
     if isinstance(clients, ArrayClients):
@@ -200,7 +200,7 @@ def of_clients(
             "samples": samples,
             "held_out": held,
             **({"holds": holds[k]} if k in holds else {}),
-            **finite(figures.get(k, {})),
+            **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, held) in sizes.items()
     ]

@@ -10,16 +10,16 @@ from functools import partial
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
-from unskew.errors import ConfigError, MethodConflict, unknown
+from unskew.errors import ConfigError, MethodConflictError, unknown_name
 from unskew.methods.fedavg import FedAvg
-from unskew.methods.registry import CATALOGUE, REFERENCES
+from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import options_of
-from unskew.protocol.federation_info import FederationFacts
+from unskew.option_parsing import option_defaults
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS
-from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, Sync, Weights
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
+from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.metrics import run_metrics
 
@@ -50,12 +50,14 @@ def check_method(
             )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
-    run = Proposed(federation, build, config.training, config.rounds, delayed, config.diagnose, config.to_be_continued)
+    run = PreRunContext(
+        federation, build, config.training, config.rounds, delayed, config.diagnose, config.to_be_continued
+    )
     warnings: list[str] = []
     for rule in method.rules:
         told = rule.check(run) or ()
         warnings += [told] if isinstance(told, str) else told
-        warnings += misspelt(rule)
+        warnings += misspelled_hooks(rule)
     if coded and model is None and config.model in MODELS and config.model != "table-mlp":
         warnings.append(
             f"{config.model} takes the codes of {', '.join(coded)} as numbers, which seldom mean anything; table-mlp "
@@ -73,12 +75,12 @@ def check_method(
             check_tokens(client.x, tokens, f"client {k}")
         check_tokens(federation.test[0], tokens, "the test set")
     if method.sync is not None:
-        half = method.sync.server_init(spec.flatten(), FederationFacts.of(federation))
+        half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.travels(half, 0, 0, None, spec)
     return spec, warnings
 
 
-def weights_of(config: Experiment, method: Method) -> Weights:
+def resolve_weighting(config: Experiment, method: Method) -> Weights:
     """How clients count: as the run says, or else as its method does."""
     if config.weights != "auto":
         return config.weights
@@ -93,7 +95,7 @@ def check_task(method: Method, federation: Federation) -> None:
     """
     task = federation.task
     for rule in method.rules:
-        check_declared(rule)
+        check_declarations(rule)
         if task not in rule.tasks:
             reason = f", because {rule.tasks_reason}" if rule.tasks_reason else ""
             raise ConfigError(
@@ -115,7 +117,7 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
     if "individual" in server.needs:
         readers.append(server.name)
     if readers:
-        raise MethodConflict(
+        raise MethodConflictError(
             f"{readers[0]} reads the update of each single client, but secure_aggregation=required lets the server see "
             "only their weighted sum. Take a method that needs sums only (unskew methods shows which), or turn it off."
         )
@@ -123,20 +125,20 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         raise ConfigError(f"diagnose={diagnose[0]} looks at single updates, which secure_aggregation=required forbids.")
 
 
-def misspelt(rule: Rule) -> list[str]:
+def misspelled_hooks(rule: Rule) -> list[str]:
     """Names of a rule of one's own that nobody calls, but that are nearly those of hooks: what to tell of them."""
-    kind = next(kind for kind in (ClientRule, ServerRule, Sync, DataRule, Rule) if isinstance(rule, kind))
+    kind = next(kind for kind in (ClientRule, ServerRule, SyncRule, DataRule, Rule) if isinstance(rule, kind))
     hooks = [name for name in dir(kind) if not name.startswith("_")]
     own = {name for cls in type(rule).__mro__ if not cls.__module__.startswith("unskew.") for name in vars(cls)}
     told = []
-    for name in sorted(own - set(hooks) - set(options_of(type(rule))) - set(dir(object))):
+    for name in sorted(own - set(hooks) - set(option_defaults(type(rule))) - set(dir(object))):
         near = [] if name.startswith("_") else difflib.get_close_matches(name, hooks, 1, 0.75)
         if near:
             told.append(f"{rule.name}: nothing calls or reads {type(rule).__name__}.{name}; did you mean {near[0]!r}?")
     return told
 
 
-def check_declared(rule: Rule) -> None:
+def check_declarations(rule: Rule) -> None:
     """Refuse what a rule says of itself that the core could not take at its word.
 
     Raises:
@@ -145,7 +147,7 @@ def check_declared(rule: Rule) -> None:
     name = getattr(rule, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"{type(rule).__name__} needs a name of letters, digits, '-', '_' and '.', not {name!r}.")
-    if (name in CATALOGUE or name in REFERENCES) and not type(rule).__module__.startswith("unskew."):
+    if (name in METHODS or name in REFERENCES) and not type(rule).__module__.startswith("unskew."):
         raise ConfigError(
             f"{type(rule).__name__} calls itself {name!r}, as a method of unskew does; give it another name."
         )
@@ -153,10 +155,10 @@ def check_declared(rule: Rule) -> None:
         raise ConfigError(f"{name}: needs is a tuple of words, such as needs = ('individual',), not {rule.needs!r}.")
     for what in rule.needs:
         if what not in NEEDS:
-            raise ConfigError(f"{name}: {unknown('need', str(what), NEEDS)}")
+            raise ConfigError(f"{name}: {unknown_name('need', str(what), NEEDS)}")
     if rule.weights not in (None, "samples", "uniform"):
         raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
-    for kind, hook in ((ServerRule, "step"), (Sync, "travels")):
+    for kind, hook in ((ServerRule, "step"), (SyncRule, "travels")):
         if isinstance(rule, kind) and getattr(type(rule), hook) is getattr(kind, hook):
             raise ConfigError(f"{name} is a {kind.__name__}, so it needs a method {hook!r} of its own.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from unskew.config.experiment import Experiment
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import from_json, read_file, read_json
+from unskew.filesystem import parse_json, read_file, read_json
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import ClientState, Tensors
 from unskew.protocol.rules import Method
-from unskew.runs.personal_model_files import NAME, tuned_model
-from unskew.simulation.checkpoint import CLIENTS, newest, reading
-from unskew.simulation.personal_models import personalises, serving, tunes
+from unskew.runs.personal_model_files import NAME, load_personal_model
+from unskew.simulation.checkpoint import CLIENTS, checkpoint_errors, newest_checkpoint
+from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 
 
 def client_number(folder: Path, client: int | str) -> int:
@@ -26,8 +26,8 @@ def client_number(folder: Path, client: int | str) -> int:
         CheckpointError: ``clients.jsonl`` is missing or damaged.
     """
     path = folder / "clients.jsonl"
-    with reading(path):
-        rows = [from_json(line) for line in read_file(path).splitlines()]
+    with checkpoint_errors(path):
+        rows = [parse_json(line) for line in read_file(path).splitlines()]
         names = {str(row["name"]): int(row["client"]) for row in rows if "name" in row}
         numbers = {int(row["client"]) for row in rows}
     if str(client) in names:
@@ -56,14 +56,14 @@ def model_of_client(
         CheckpointError: The checkpoint that holds it is gone or damaged.
     """
     number = client_number(folder, client)
-    if tunes(method):
+    if has_fine_tuning(method):
         return _tuned(folder, config, final, number)
-    own = personalises(method, spec)
+    own = has_personal_models(method, spec)
     if not own and config.buffers != "local":
         raise ConfigError(
             f"{config.method} has no personal models: all clients are served by the global one. Leave --client out."
         )
-    found = newest(folder / "checkpoints")
+    found = newest_checkpoint(folder / "checkpoints")
     if found is None:
         raise CheckpointError(f"The clients' own models are in the last checkpoint, and {folder} has none any more.")
     path, manifest, _ = found
@@ -71,9 +71,9 @@ def model_of_client(
         raise CheckpointError(
             f"The last checkpoint of {folder} is missing or damaged, which holds the clients' own models."
         )
-    with reading(path):
+    with checkpoint_errors(path):
         state = ClientState.of(_kept(path, list(manifest["files"]), number))
-        v, b = serving(method, spec, config.buffers, state, *final, own)
+        v, b = serving_model(method, spec, config.buffers, state, *final, own)
         if v.shape != final[0].shape or b.shape != final[1].shape:
             raise ValueError(f"the model of client {number} has another size")
     return v, b
@@ -81,10 +81,12 @@ def model_of_client(
 
 def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
     """What a client trained for itself at the end of the run."""
-    with reading(folder / "summary.json"):  # it is gone while a run goes on, whose earlier models are still there
+    with checkpoint_errors(
+        folder / "summary.json"
+    ):  # it is gone while a run goes on, whose earlier models are still there
         read_json(folder / "summary.json")
-    with reading(folder / NAME / str(number)):
-        found = tuned_model(folder, number)
+    with checkpoint_errors(folder / NAME / str(number)):
+        found = load_personal_model(folder, number)
         if found is not None and (found[0].shape, found[1].shape) != (final[0].shape, final[1].shape):
             raise ValueError(f"the model of client {number} has another size")
     if found is None:
@@ -98,7 +100,7 @@ def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], numbe
 
 
 def _is_last(folder: Path, round: int) -> bool:
-    with reading(folder / "summary.json"):
+    with checkpoint_errors(folder / "summary.json"):
         return bool(read_json(folder / "summary.json")["rounds"] == round)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from unskew.data.readers.labels import class_names_of, read_labels, read_targets
-from unskew.errors import ConfigError, DataError, unknown
-from unskew.runs.input_spec import Inputs
-from unskew.serving.input_files import Rows
+from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.runs.input_spec import InputSpec
+from unskew.serving.input_files import InputRows
 from unskew.tasks.classification import MultiLabel
-from unskew.tasks.metrics import METRICS, metric_figures
-from unskew.tasks.regression import regression_figures, regression_sums
+from unskew.tasks.metrics import METRICS, compute_metric_values
+from unskew.tasks.regression import regression_metrics, regression_sums
 
 ALL = "all"
 MOST_RECALLS = 10
@@ -22,7 +22,7 @@ MOST_RECALLS = 10
 
 
 def evaluate_rows(
-    outputs: np.ndarray, rows: Rows, inputs: Inputs, path: Path, by: str | None = None
+    outputs: np.ndarray, rows: InputRows, inputs: InputSpec, path: Path, by: str | None = None
 ) -> list[dict[str, Any]]:
     """Return the metrics over all rows, and then over those of each value of a column.
 
@@ -40,22 +40,22 @@ def evaluate_rows(
         ConfigError: If images have no column ``by``.
         DataError: If labels are missing, or are of a class that the model does not know.
     """
-    y = labels_of(rows, inputs, path)
+    y = encode_row_labels(rows, inputs, path)
     groups = {ALL: np.arange(len(y))}
     if by is not None:
         if rows.table is None:
             raise ConfigError(f"--by {by} names a column of a table, but {path} is not one.")
         if by not in rows.table.column_names:
-            raise DataError(f"{path}: {unknown('column', by, rows.table.column_names)}")
+            raise DataError(f"{path}: {unknown_name('column', by, rows.table.column_names)}")
         values = np.array([str(value) for value in rows.table.column(by).to_pylist()])
         groups |= {str(value): np.flatnonzero(values == value) for value in np.unique(values)}
     return [
-        {"group": name, "rows": len(own), **defined(metrics_of(outputs[own], y[own], inputs))}
+        {"group": name, "rows": len(own), **nan_to_none(compute_metrics(outputs[own], y[own], inputs))}
         for name, own in groups.items()
     ]
 
 
-def labels_of(rows: Rows, inputs: Inputs, path: Path) -> np.ndarray:
+def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
     """Return the labels of rows as the model's classes, ``[n]`` or ``[n, L]``; of regression the numbers ``[n, T]``."""
     if rows.table is None:  # images lie in a folder per class
         found, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
@@ -69,12 +69,12 @@ def labels_of(rows: Rows, inputs: Inputs, path: Path) -> np.ndarray:
                     "Run it again with --label to evaluate files."
                 )
             if name not in rows.table.column_names:
-                raise DataError(f"{path}: {unknown('column', name, rows.table.column_names)} It has the labels.")
+                raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)} It has the labels.")
         if inputs.task == "regression":
             return np.asarray(read_targets({str(path): rows.table}, inputs.class_names).ys[0])
         label, column = str(inputs.label), rows.table.column(str(inputs.label))
         names, (labels,), _ = read_labels(
-            {str(path): column}, label, class_names_of(rows.table, label), inputs.label_separator
+            {str(path): column}, label, metadata_class_names(rows.table, label), inputs.label_separator
         )
     strange = [name for name in names if name not in inputs.names]
     if strange:
@@ -89,10 +89,10 @@ def labels_of(rows: Rows, inputs: Inputs, path: Path) -> np.ndarray:
     return wide
 
 
-def metrics_of(outputs: np.ndarray, y: np.ndarray, inputs: Inputs) -> dict[str, float]:
+def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> dict[str, float]:
     """Return the metrics of the model's task; see ``evaluate_rows``."""
     if inputs.task == "regression":
-        return regression_figures(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
+        return regression_metrics(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
     chance = np.clip(outputs, 1e-15, 1 - 1e-15)
     if inputs.task == "multilabel":
         tally = MultiLabel().tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
@@ -102,10 +102,10 @@ def metrics_of(outputs: np.ndarray, y: np.ndarray, inputs: Inputs) -> dict[str, 
     return {
         "accuracy": (outputs.argmax(1) == y).mean(),
         "loss": -np.log(chance[np.arange(len(y)), y]).mean(),
-        **metric_figures(asked, outputs, y, inputs.names),
+        **compute_metric_values(asked, outputs, y, inputs.names),
     }
 
 
-def defined(values: dict[str, float]) -> dict[str, float | None]:
+def nan_to_none(values: dict[str, float]) -> dict[str, float | None]:
     """Return the values with None in place of what is not a number."""
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from unskew.data.readers.tokenization import make_tokenizer
-from unskew.errors import ConfigError, unknown
-from unskew.filesystem import make_folder, occupied, place, unmake_folder, write_atomic
+from unskew.errors import ConfigError, unknown_name
+from unskew.filesystem import is_occupied, make_folder, parse_path, unmake_folder, write_atomic
 from unskew.runs.build_model import ModelLike
-from unskew.serving.load import Opened, opened
-from unskew.serving.model_card import card
-from unskew.serving.portable_model import write
+from unskew.serving.load import OpenedRun, open_run
+from unskew.serving.model_card import model_card_text
+from unskew.serving.portable_model import write_model
 
 FILES = {"torch": "model.pt2", "onnx": "model.onnx", "torchscript": "model.pt", "transformers": "model.safetensors"}
 """The formats, and the file of each."""
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     """What was written.
 
     Attributes:
@@ -42,7 +42,7 @@ def export(
     client: int | str | None = None,
     model: ModelLike | None = None,
     trust_code: bool = False,
-) -> Exported:
+) -> ExportedModel:
     """Write the trained model of a run, with its preprocessing, and a model card.
 
     Args:
@@ -58,11 +58,11 @@ def export(
         CheckpointError: The folder holds no finished run, or the disk is full.
     """
     if format not in FILES:
-        raise ConfigError(unknown("format", str(format), FILES))
-    found = opened(run, client, model, trust_code)
+        raise ConfigError(unknown_name("format", str(format), FILES))
+    found = open_run(run, client, model, trust_code)
     whose = "" if client is None else f"-client-{client}"
-    folder = place(out) if out is not None else found.folder / f"export-{format}{whose}"
-    if occupied(folder) or (out is None and folder.is_symlink()):
+    folder = parse_path(out) if out is not None else found.folder / f"export-{format}{whose}"
+    if is_occupied(folder) or (out is None and folder.is_symlink()):
         raise ConfigError(f"{folder} is already there; choose another folder with --out.")
     added = make_folder(folder)
     try:
@@ -71,15 +71,15 @@ def export(
         if format == "transformers":
             save_pretrained(found, folder)
         else:
-            apart = write(found, format, file)
-        write_atomic(folder / "README.md", card(found, format, client).encode())
+            apart = write_model(found, format, file)
+        write_atomic(folder / "README.md", model_card_text(found, format, client).encode())
     except BaseException:
         unmake_folder(folder, added)
         raise
-    return Exported(folder, file, apart)
+    return ExportedModel(folder, file, apart)
 
 
-def save_pretrained(found: Opened, folder: Path) -> None:
+def save_pretrained(found: OpenedRun, folder: Path) -> None:
     """Write a folder that ``transformers`` loads, with the tokeniser.
 
     Raises:

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from unskew.data.readers.arrow_io import read_file
-from unskew.data.readers.encoders import Encoder, filled, read_columns, texts
+from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
 from unskew.data.readers.images import decode_column
-from unskew.data.readers.text import encoded, padded, strings
+from unskew.data.readers.text import encode_for_classification, pad_rows, row_texts
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.data.spec import TABLES
-from unskew.errors import ConfigError, DataError, unknown
-from unskew.runs.input_spec import Inputs
+from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.runs.input_spec import InputSpec
 
 REMEDY = "; the model needs a number in each row, so fill them or leave those rows out."
 FEW = 3
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
-class Unknown(NamedTuple):
+class UnknownCategories(NamedTuple):
     """Values of a category that nobody trained on.
 
     Attributes:
@@ -47,7 +47,7 @@ class Unknown(NamedTuple):
         )
 
 
-class Rows(NamedTuple):
+class InputRows(NamedTuple):
     """Inputs of a model.
 
     Attributes:
@@ -59,11 +59,11 @@ class Rows(NamedTuple):
 
     x: Tensor
     names: Sequence[int | str]
-    unknown: tuple[Unknown, ...] = ()
+    unknown: tuple[UnknownCategories, ...] = ()
     table: Any = None
 
 
-def read_rows(path: Path, inputs: Inputs) -> Rows:
+def read_rows(path: Path, inputs: InputSpec) -> InputRows:
     """Inputs of a model, and what each of them is called.
 
     Args:
@@ -81,7 +81,7 @@ def read_rows(path: Path, inputs: Inputs) -> Rows:
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs)
-        return Rows(x, range(table.num_rows), unknown_categories(table, inputs), table)
+        return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table)
     if inputs.kind != "uint8":
         raise DataError(f"The model takes rows of a table (.csv, .jsonl or .parquet); {path} is none.")
     files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
@@ -92,10 +92,10 @@ def read_rows(path: Path, inputs: Inputs) -> Rows:
     column = pa.chunked_array([pa.array([file.read_bytes() for file in files])])
     size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
-    return Rows(decode_column(column, str(path), None, size), names)
+    return InputRows(decode_column(column, str(path), None, size), names)
 
 
-def columns_of(rows: Rows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
+def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
     """Return columns of the file that rows are from, by name.
 
     Raises:
@@ -107,14 +107,14 @@ def columns_of(rows: Rows, names: Sequence[str], path: Path) -> dict[str, list[A
             what = "predictions have a column of this name, too" if rows.table is not None else f"{path} is not a table"
             raise ConfigError(f"--keep {name} cannot be used: {what}.")
         if name not in rows.table.column_names:
-            raise DataError(f"{path}: {unknown('column', name, rows.table.column_names)}")
+            raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)}")
     return {
         name: [v if isinstance(v, int | float | str) else str(v) for v in rows.table.column(name).to_pylist()]
         for name in names
     }
 
 
-def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
+def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
     """The inputs in a table's columns."""
     wanted = inputs.text or inputs.features or ((inputs.image,) if inputs.image else ())
     if not wanted and inputs.kind == "uint8":
@@ -127,24 +127,26 @@ def rows_of_table(table: Any, path: Path, inputs: Inputs) -> Tensor:
     there = set(table.column_names)
     for column in wanted:
         if column not in there:
-            raise DataError(f"{path}: {unknown('column', column, table.column_names)} The model was trained on it.")
+            raise DataError(
+                f"{path}: {unknown_name('column', column, table.column_names)} The model was trained on it."
+            )
     if inputs.text:
-        texts = strings(table, inputs.text, str(path))
-        return padded([encoded(texts, make_tokenizer(str(inputs.tokenizer)), inputs.block)])[0]
+        texts = row_texts(table, inputs.text, str(path))
+        return pad_rows([encode_for_classification(texts, make_tokenizer(str(inputs.tokenizer)), inputs.block)])[0]
     if inputs.image:
         size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
         return decode_column(table.column(inputs.image), str(path), path.parent, size)
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
-    return torch.from_numpy(filled(read_columns(table, encoders, str(path), REMEDY), encoders))
+    return torch.from_numpy(impute(read_columns(table, encoders, str(path), REMEDY), encoders))
 
 
-def unknown_categories(table: Any, inputs: Inputs) -> tuple[Unknown, ...]:
+def unknown_categories(table: Any, inputs: InputSpec) -> tuple[UnknownCategories, ...]:
     """What columns of categories hold that is neither missing nor was there in training."""
     found = []
     for one in inputs.columns:
         if one.kind == "category":
-            values, known = texts(table.column(one.name)), {None, *one.values}
+            values, known = to_texts(table.column(one.name)), {None, *one.values}
             rows = np.flatnonzero([value not in known for value in values])
             if len(rows):
-                found.append(Unknown(one.name, tuple(dict.fromkeys(values[rows])), tuple(rows.tolist())))
+                found.append(UnknownCategories(one.name, tuple(dict.fromkeys(values[rows])), tuple(rows.tolist())))
     return tuple(found)

@@ -15,19 +15,19 @@ from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_run, place
+from unskew.filesystem import check_run, parse_path
 from unskew.methods.registry import method as method_of
 from unskew.models.spec import ModelSpec
 from unskew.provenance import TRUST
 from unskew.runs.build_model import ModelLike, initial_spec
-from unskew.runs.input_spec import Inputs, read_inputs
+from unskew.runs.input_spec import InputSpec, read_inputs
 from unskew.runs.predictor import Predictor
 from unskew.serving.client_model import model_of_client
 from unskew.serving.evaluation import evaluate_rows
 from unskew.serving.input_files import read_rows
 
 
-class Served(Predictor):
+class ServedModel(Predictor):
     """A model that also takes files."""
 
     def predict_file(self, path: str | Path) -> list[Any]:
@@ -55,7 +55,7 @@ class Served(Predictor):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedRun:
     """A finished run as it lies in its folder.
 
     Attributes:
@@ -68,14 +68,14 @@ class Opened:
 
     folder: Path
     config: Experiment
-    inputs: Inputs
+    inputs: InputSpec
     spec: ModelSpec
     module: nn.Module
 
 
 def load(
     run: str | Path, *, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
-) -> Served:
+) -> ServedModel:
     """The trained model of a run folder, ready for new inputs.
 
     Args:
@@ -89,20 +89,20 @@ def load(
         CheckpointError: It holds no finished run, or its files are damaged.
         ConfigError: The model cannot be built from what the folder says, or there is none of that client.
     """
-    found = opened(run, client, model, trust_code)
+    found = open_run(run, client, model, trust_code)
     if found.inputs.task == "language":
         raise ConfigError(
             f"{found.folder} holds a language model, which has no classes to predict; unskew export --format transformers "
             "writes it for transformers."
         )
-    return Served(found.module, found.inputs, found.spec.dtype)
+    return ServedModel(found.module, found.inputs, found.spec.dtype)
 
 
-def opened(
+def open_run(
     run: str | Path, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
-) -> Opened:
+) -> OpenedRun:
     """A finished run with its model; see ``load``."""
-    folder = place(run)
+    folder = parse_path(run)
     check_run(folder)
     if not (folder / FINAL).is_file():
         raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
@@ -113,10 +113,10 @@ def opened(
     final = final_model(folder, spec)
     v, b = final if client is None else model_of_client(folder, config, method, spec, final, client)
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
-    return Opened(folder, config, inputs, spec, module)
+    return OpenedRun(folder, config, inputs, spec, module)
 
 
-def empty_federation(inputs: Inputs) -> Federation:
+def empty_federation(inputs: InputSpec) -> Federation:
     """Data of the right shape and number of classes, without a sample that anybody holds."""
     kinds = {"uint8": torch.uint8, "tokens": torch.int64}
     x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))

@@ -11,16 +11,16 @@ import yaml
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
-from unskew.config.metrics import AUTO, name_of
+from unskew.config.metrics import AUTO, metric_name
 from unskew.errors import ConfigError
 from unskew.filesystem import read_json
-from unskew.methods.registry import CATALOGUE, rule_class
-from unskew.records.recorder import warning_text
+from unskew.methods.registry import METHODS, rule_class
+from unskew.records.recorder import strip_warning_prefix
 from unskew.runs.predictor import shape_text
-from unskew.serving.load import Opened
-from unskew.serving.portable_model import outputs_of, shape_of
-from unskew.simulation.checkpoint import reading
-from unskew.tasks.primary_metric import SCORES, metric, score_of
+from unskew.serving.load import OpenedRun
+from unskew.serving.portable_model import input_shape, output_kind
+from unskew.simulation.checkpoint import checkpoint_errors
+from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
 from unskew.tasks.registry import TASKS
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
@@ -33,7 +33,7 @@ USES = {
 }
 
 
-def card(found: Opened, kind: str, client: int | str | None) -> str:
+def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> str:
     """The text of the card.
 
     Args:
@@ -44,22 +44,22 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     runs = summaries(found.folder)
     own = runs[0]
     rows = [
-        (key, name, *spread(runs, key))
-        for key, name in figures(found.inputs.objective.name, found.config).items()
+        (key, name, *mean_std_over_seeds(runs, key))
+        for key, name in card_metrics(found.inputs.objective.name, found.config).items()
         if isinstance(own.get(key), int | float)
     ]
     title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
     data, seeds = own["data"], len(runs)
     front: dict[str, Any] = {
         "library_name": LIBRARIES[kind],
-        "pipeline_tag": front_task(found),
+        "pipeline_tag": hub_task(found),
         "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
         "model-index": [
             {
                 "name": title,
                 "results": [
                     {
-                        "task": {"type": front_task(found)},
+                        "task": {"type": hub_task(found)},
                         "dataset": {"name": data, "type": data},
                         "metrics": [
                             {"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows
@@ -79,33 +79,33 @@ def card(found: Opened, kind: str, client: int | str | None) -> str:
     )
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
-        f"# {plain(title)}",
-        f"This is {whose}, trained by simulation with unskew {version(found.folder)}.",
+        f"# {escape_markdown(title)}",
+        f"This is {whose}, trained by simulation with unskew {unskew_version(found.folder)}.",
         "## Data",
         data_text(found, own),
         "## Training",
         training_text(found, own),
         "## Figures",
         f"Of the global model after the last round: {said}.",
-        "| figure | mean | std |\n|---|---|---|\n" + "\n".join(map(row_text, rows)),
+        "| figure | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows)),
         "## Use",
         use_text(found, kind),
         "## Limits",
-        "\n".join(f"- {text}" for text in limits(found, own, seeds, client)),
+        "\n".join(f"- {text}" for text in limitations_text(found, own, seeds, client)),
     ]
     return "\n\n".join(lines) + "\n"
 
 
-def figures(task: str, config: Experiment) -> dict[str, str]:
+def card_metrics(task: str, config: Experiment) -> dict[str, str]:
     """The figures of a summary that the card shows, and what it calls them."""
     key = "r2" if task == "regression" else "accuracy"
-    further = dict.fromkeys(name_of(one) for one in (config.objective, *config.metrics) if one != AUTO)
+    further = dict.fromkeys(metric_name(one) for one in (config.objective, *config.metrics) if one != AUTO)
     name = SCORES[key]
     return {
         key: f"Test {name}, last round",
         "loss": "Test loss, last round",
         **{name: f"Test {name}, last round" for name in TASKS[task].figures},
-        **{name: f"Test {metric(name).title}, last round" for name in further},
+        **{name: f"Test {metric_info(name).title}, last round" for name in further},
         f"client_{key}_mean": f"{name[0].upper()}{name[1:]} at clients, mean",
         f"client_{key}_worst": f"{name[0].upper()}{name[1:]} at clients, worst client",
         f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of the clients' own models, mean",
@@ -113,7 +113,7 @@ def figures(task: str, config: Experiment) -> dict[str, str]:
     }
 
 
-def front_task(found: Opened) -> str:
+def hub_task(found: OpenedRun) -> str:
     """What the hub calls the task."""
     other = {"language": "text-generation", "regression": "tabular-regression"}
     return other.get(found.inputs.task, PIPELINES[found.inputs.kind])
@@ -128,7 +128,7 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
         others = [one for one in beside if (one / "summary.json").is_file() and without_seed(one) == own]
     found = []
     for one in (folder, *others):
-        with reading(one / "summary.json"):
+        with checkpoint_errors(one / "summary.json"):
             found.append(read_json(one / "summary.json"))
             found[-1]["method"], found[-1]["data"], found[-1]["partition"]
     return found
@@ -142,13 +142,13 @@ def without_seed(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def spread(runs: list[dict[str, Any]], key: str) -> tuple[float, float | None]:
+def mean_std_over_seeds(runs: list[dict[str, Any]], key: str) -> tuple[float, float | None]:
     """Mean and standard deviation over seeds; of a single one there is none."""
     values = [float(run[key]) for run in runs if isinstance(run.get(key), int | float)]
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def row_text(row: tuple[str, str, float, float | None]) -> str:
+def table_row(row: tuple[str, str, float, float | None]) -> str:
     """A line of the table of figures."""
     key, name, mean, std = row
 
@@ -158,12 +158,12 @@ def row_text(row: tuple[str, str, float, float | None]) -> str:
     return f"| {name} | {shown(mean)} | {shown(std)} |"
 
 
-def plain(text: object) -> str:
+def escape_markdown(text: object) -> str:
     """A name as Markdown shows it and does not read it: on one line, without mark-up."""
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(text).split()))
 
 
-def version(folder: Path) -> str:
+def unskew_version(folder: Path) -> str:
     """Of unskew, by which the run was made; empty if the folder does not say."""
     try:
         return str(read_json(folder / "about.json")["versions"]["unskew"])
@@ -171,22 +171,22 @@ def version(folder: Path) -> str:
         return ""
 
 
-def data_text(found: Opened, own: dict[str, Any]) -> str:
+def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
     """What it was trained on, and who held it."""
     inputs = found.inputs
     kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
     lines = [
-        f"- Data: {plain(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. The hash of who "
+        f"- Data: {escape_markdown(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. The hash of who "
         f"holds what is `{own.get('partition_hash')}`.",
-        f"- Inputs: {kinds[inputs.kind]}, {shape_text(shape_of(inputs))}.",
+        f"- Inputs: {kinds[inputs.kind]}, {shape_text(input_shape(inputs))}.",
     ]
     if inputs.features:
-        lines.append(f"- Columns, in this order: {', '.join(map(plain, inputs.features))}.")
+        lines.append(f"- Columns, in this order: {', '.join(map(escape_markdown, inputs.features))}.")
     if inputs.text:
-        lines.append(f"- Texts from {', '.join(map(plain, inputs.text))}, by the tokeniser `{inputs.tokenizer}`, at most "
+        lines.append(f"- Texts from {', '.join(map(escape_markdown, inputs.text))}, by the tokeniser `{inputs.tokenizer}`, at most "
                      f"{inputs.block} tokens.")  # fmt: skip
     if inputs.task != "language":
-        names = ", ".join(map(plain, inputs.names[:MOST_CLASSES]))
+        names = ", ".join(map(escape_markdown, inputs.names[:MOST_CLASSES]))
         whose = "Numbers that are predicted" if inputs.task == "regression" else "Classes"
         lines.append(
             f"- {whose}, in the order of the outputs: {names}{' ...' if inputs.classes > MOST_CLASSES else '.'}"
@@ -194,10 +194,10 @@ def data_text(found: Opened, own: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def training_text(found: Opened, own: dict[str, Any]) -> str:
+def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
     """How it was trained."""
     config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
-    papers = dict.fromkeys(rule_class(name).paper for name in names if name in CATALOGUE)
+    papers = dict.fromkeys(rule_class(name).paper for name in names if name in METHODS)
     amount, unit = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
     work = f"{amount} {unit}{'' if amount == 1 else 's'}"
     lines = [
@@ -210,7 +210,7 @@ def training_text(found: Opened, own: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def use_text(found: Opened, kind: str) -> str:
+def use_text(found: OpenedRun, kind: str) -> str:
     """How to ask the model."""
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
@@ -219,30 +219,30 @@ def use_text(found: Opened, kind: str) -> str:
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
-        f"{plain(one.name)}: {', '.join(f'{place} {plain(value)}' for place, value in enumerate(one.values, 1))}"
+        f"{escape_markdown(one.name)}: {', '.join(f'{place} {escape_markdown(value)}' for place, value in enumerate(one.values, 1))}"
         for one in found.inputs.columns
         if one.kind == "category"
     ]
     coded = f" A category goes in as a number, 0 if it is none of these: {'; '.join(codes)}." if codes else ""
-    days = ", ".join(plain(one.name) for one in found.inputs.columns if one.kind == "date")
+    days = ", ".join(escape_markdown(one.name) for one in found.inputs.columns if one.kind == "date")
     coded += f" A date goes in as days since 1970: {days}." if days else ""
     coded += " A number that is missing is NaN." if any(one.fills for one in found.inputs.columns) else ""
     padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
     return (
-        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(shape_of(found.inputs))}, as they are: what was "
+        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(input_shape(found.inputs))}, as they are: what was "
         f"done to the training data is part of the file.{padding}{coded}\n\n```python\n"
-        f"{USES[kind].replace('probabilities', outputs_of(found.inputs))}\n```"
+        f"{USES[kind].replace('probabilities', output_kind(found.inputs))}\n```"
     )
 
 
-def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
+def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
     """What a reader should know before using it."""
     texts = [
         "It was trained in a simulation: the clients were parts of one data set on one machine.",
-        f"It knows no inputs but of the kind above, and gives {outputs_of(found.inputs)} to others, too."
+        f"It knows no inputs but of the kind above, and gives {output_kind(found.inputs)} to others, too."
         f"{'' if found.inputs.task == 'regression' else ' They are not calibrated.'}",
     ]
-    score = score_of(own)
+    score = primary_metric_name(own)
     worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
@@ -259,5 +259,5 @@ def limits(found: Opened, own: dict[str, Any], seeds: int, client: int | str | N
     path = found.folder / "warnings.txt"
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()[:10]
-        texts += [f"Warning during training: {plain(warning_text(line))}" for line in lines]
+        texts += [f"Warning during training: {escape_markdown(strip_warning_prefix(line))}" for line in lines]
     return texts

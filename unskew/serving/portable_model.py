@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unskew.engines.batches import Normaliser
+from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError, UnskewError
 from unskew.filesystem import write_atomic
-from unskew.runs.input_spec import Column, Inputs
+from unskew.runs.input_spec import InputColumn, InputSpec
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
-from unskew.serving.load import Opened
+from unskew.serving.load import OpenedRun
 from unskew.tasks.regression import Regression
 
 MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
@@ -34,7 +34,7 @@ SIZES = (1, 2, 5)
 """Of the batches that both are asked for: the first axis is free."""
 
 
-class Portable(nn.Module):
+class PortableModel(nn.Module):
     """From inputs as they are (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
 
     Of a table of mixed columns a category goes in as the place of its value among those that ``facts`` names, from 1 on and 0
@@ -48,14 +48,14 @@ class Portable(nn.Module):
     offset: Tensor | None
     means: Tensor | None
 
-    def __init__(self, found: Opened):
+    def __init__(self, found: OpenedRun):
         super().__init__()
         inputs, shape = found.inputs, found.inputs.shape
         self.module, self.dtype = found.module.eval(), found.spec.dtype
         task = inputs.objective
         self.said = task.restored if isinstance(task, Regression) else task.probabilities
         self.tokens = inputs.kind == "tokens"
-        normalise = Normaliser(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
+        normalise = InputNormalizer(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalise.factor is None else (normalise.factor, normalise.offset)
         if factor is not None and offset is not None:  # of an image, a number for each channel
             sides = (shape[0], 1, 1) if len(shape) == 3 else shape
@@ -80,7 +80,7 @@ class Portable(nn.Module):
         return self.said(self.module(x))
 
 
-def examples(found: Opened, count: int) -> Tensor:
+def example_inputs(found: OpenedRun, count: int) -> Tensor:
     """Inputs as they might be, drawn at random."""
     inputs = found.inputs
     draws, shape = generator(0, "export", count), (count, *inputs.shape)
@@ -100,28 +100,28 @@ def examples(found: Opened, count: int) -> Tensor:
     return x * std + mean
 
 
-def _column(one: Column, count: int, draws: torch.Generator) -> Tensor:
+def _column(one: InputColumn, count: int, draws: torch.Generator) -> Tensor:
     if one.kind == "category":
         return torch.randint(0, len(one.values) + 1, (count,), generator=draws).float()
     x = torch.randn(count, generator=draws) * one.std + one.mean
     return x.masked_fill(torch.rand(count, generator=draws) < 0.3, torch.nan) if one.fills else x
 
 
-def shape_of(inputs: Inputs) -> tuple[int, ...]:
+def input_shape(inputs: InputSpec) -> tuple[int, ...]:
     """Of one input as it goes in: of mixed columns, without those that say what is missing."""
     return (len(inputs.columns),) if inputs.columns else inputs.shape
 
 
-def outputs_of(inputs: Inputs) -> str:
+def output_kind(inputs: InputSpec) -> str:
     """What comes out, as one word."""
     return "numbers" if inputs.task == "regression" else "probabilities"
 
 
-def facts(found: Opened) -> dict[str, str]:
+def file_metadata(found: OpenedRun) -> dict[str, str]:
     """What is written into a file beside the weights, as text."""
     inputs = found.inputs
-    about: dict[str, Any] = {"shape": list(shape_of(inputs)), "kind": inputs.kind, "task": inputs.task}
-    about["outputs"] = outputs_of(inputs)
+    about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
+    about["outputs"] = output_kind(inputs)
     about |= {} if inputs.task == "language" else {"class_names": inputs.names}
     about |= {"features": list(inputs.features)} if inputs.features else {}
     columns = [{"name": one.name, "kind": one.kind, "values": list(one.values)} for one in inputs.columns]
@@ -130,7 +130,7 @@ def facts(found: Opened) -> dict[str, str]:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
 
 
-def write(found: Opened, kind: str, file: Path) -> float:
+def write_model(found: OpenedRun, kind: str, file: Path) -> float:
     """Write the model as ``torch``, ``onnx`` or ``torchscript``, and look whether the file gives what the model gives.
 
     Returns:
@@ -141,20 +141,20 @@ def write(found: Opened, kind: str, file: Path) -> float:
     """
     if kind == "onnx" and not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
         raise ConfigError(MISSING)
-    portable = Portable(found).eval()
+    portable = PortableModel(found).eval()
     with torch.no_grad(), _quiet(), _as_sentence(kind):
-        ask = WRITERS[kind](portable, examples(found, 2), facts(found), file)
-        if not bool(torch.isfinite(portable(examples(found, max(SIZES)))).all()):
+        ask = WRITERS[kind](portable, example_inputs(found, 2), file_metadata(found), file)
+        if not bool(torch.isfinite(portable(example_inputs(found, max(SIZES)))).all()):
             raise ConfigError(
                 "The outputs of the model are not finite: the run diverged. Train with a smaller learning rate."
             )
-        apart = max(_apart(portable(x), ask(x)) for x in (examples(found, size) for size in SIZES))
+        apart = max(_apart(portable(x), ask(x)) for x in (example_inputs(found, size) for size in SIZES))
     targets = found.inputs.targets
     apart /= max(targets.std) if targets else 1.0
     if not apart <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The model as {kind} gives other {outputs_of(found.inputs)}, by {apart:.2g} at most, so it was not kept; "
+            f"The model as {kind} gives other {output_kind(found.inputs)}, by {apart:.2g} at most, so it was not kept; "
             "another format may."
         )
     return apart
@@ -167,7 +167,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 Ask = Callable[[Tensor], Tensor]
 
 
-def _torch(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
+def _torch(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path) -> Ask:
     program = torch.export.export(portable, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
     data = io.BytesIO()
     torch.export.save(program, data, extra_files={"about.json": json.dumps(about)})
@@ -176,7 +176,7 @@ def _torch(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> 
     return lambda y: kept(y)
 
 
-def _torchscript(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
+def _torchscript(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path) -> Ask:
     jit: Any = torch.jit
     data = io.BytesIO()  # written to a file by torch, a full disk would end the process
     jit.save(jit.trace(portable, x), data, _extra_files={"about.json": json.dumps(about)})
@@ -185,7 +185,7 @@ def _torchscript(portable: Portable, x: Tensor, about: dict[str, str], file: Pat
     return lambda y: kept(y)
 
 
-def _onnx(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> Ask:
+def _onnx(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path) -> Ask:
     import onnx
     import onnxruntime
 
@@ -205,7 +205,7 @@ def _onnx(portable: Portable, x: Tensor, about: dict[str, str], file: Path) -> A
     return lambda y: torch.from_numpy(session.run(None, {"inputs": y.numpy()})[0])
 
 
-WRITERS: dict[str, Callable[[Portable, Tensor, dict[str, str], Path], Ask]] = {
+WRITERS: dict[str, Callable[[PortableModel, Tensor, dict[str, str], Path], Ask]] = {
     "torch": _torch,
     "onnx": _onnx,
     "torchscript": _torchscript,

@@ -21,10 +21,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
-from unskew.filesystem import read_file, sync_path, write_synced, writing
-from unskew.protocol.messages import Tensors, bytes_of
+from unskew.filesystem import disk_errors, read_file, sync_path, write_synced
+from unskew.protocol.client_state_files import encode_tensors
+from unskew.protocol.messages import Tensors, num_bytes
 from unskew.simulation.checkpoint_manifest import check_manifest
-from unskew.simulation.client_store import ClientStore, encode
+from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
@@ -39,7 +40,7 @@ def _chunks(store: ClientStore) -> Iterator[Tensors]:
     chunk: Tensors = {}
     size = 0
     for client, tensors in store.in_memory():
-        more = bytes_of(tensors.values())
+        more = num_bytes(tensors.values())
         if chunk and size + more > CHUNK:
             yield chunk
             chunk, size = {}, 0
@@ -69,14 +70,14 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
         write_synced(fresh / name, data)
         checksums[name] = hashlib.sha256(data).hexdigest()
 
-    with writing(final):
+    with disk_errors(final):
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
-            put("server.safetensors", encode(server.tensors()))
+            put("server.safetensors", encode_tensors(server.tensors()))
             for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
                 for number, chunk in enumerate(_chunks(store)):
-                    put(f"{kind}s-{number:04d}.safetensors", encode(chunk))
+                    put(f"{kind}s-{number:04d}.safetensors", encode_tensors(chunk))
                 for client, path in store.on_disk():
                     name = f"{kind}-{client}.safetensors"
                     checksums[name] = _keep(path, fresh / name, store.checksum(client))
@@ -102,7 +103,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
         except OSError:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
-    drop(folder, keep=KEEP)
+    drop_old_checkpoints(folder, keep=KEEP)
     return final
 
 
@@ -116,16 +117,16 @@ def _keep(path: Path, copy: Path, known: str | None) -> str:
     return known or _checksum(copy)
 
 
-def drop(folder: Path, keep: int | None = None, after: int | None = None) -> None:
+def drop_old_checkpoints(folder: Path, keep: int | None = None, after: int | None = None) -> None:
     """Remove unfinished checkpoints, all but the last ``keep`` and those ``after`` a round (damaged, to be redone)."""
-    found = checkpoints(folder)
+    found = list_checkpoints(folder)
     kept = [path for path in found if after is None or int(path.name) <= after][:keep]
     for path in [*found, *folder.glob(".*.new")]:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class OtherVersion(CheckpointError):
+class OtherVersionError(CheckpointError):
     """A checkpoint is whole, but not of this version; older ones beside it do not stand in for it."""
 
 
@@ -138,7 +139,7 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
@@ -162,7 +163,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not isinstance(manifest, dict):
             raise ValueError("it is no mapping")
         if manifest.get("format") != FORMAT:
-            raise OtherVersion(
+            raise OtherVersionError(
                 f"The checkpoint {path} was written by another version of unskew; go on with it in that one."
             )
         check_manifest(manifest)
@@ -176,7 +177,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def checkpoint_errors(path: Path) -> Iterator[None]:
     """Within, what a damaged file leads to becomes a sentence that names ``path``.
 
     Raises:
@@ -198,17 +199,17 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged: {what[:200]}.") from error
 
 
-def newest(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
+def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
     """The newest checkpoint that is whole, its manifest, and what was wrong with newer ones; None if there is none.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are damaged, or the newest is of another version.
     """
     problems: list[str] = []
-    for path in checkpoints(folder):
+    for path in list_checkpoints(folder):
         try:
             return path, read_manifest(path), problems
-        except OtherVersion:
+        except OtherVersionError:
             raise
         except CheckpointError as error:
             problems.append(str(error))
@@ -217,13 +218,13 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
     return None
 
 
-def model_in(path: Path) -> tuple[int, Tensor, Tensor]:
+def read_model(path: Path) -> tuple[int, Tensor, Tensor]:
     """The round of a checkpoint, its server's model ``[d]`` and the statistics ``[m]``.
 
     Raises:
         CheckpointError: It is damaged.
     """
     done = int(read_manifest(path)["round"])
-    with reading(path):
+    with checkpoint_errors(path):
         tensors = load((path / "server.safetensors").read_bytes())
         return done, tensors["state/v"], tensors["b"]

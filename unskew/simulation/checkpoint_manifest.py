@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from unskew.errors import plain
+from unskew.errors import plain_message
 
 LARGEST = 1 << 62
 Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
@@ -26,13 +26,13 @@ def number(value: Any) -> Any:
     return value
 
 
-class Part(BaseModel):
+class ManifestPart(BaseModel):
     """A part of it, with the fields that it has and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Fields(Part):
+class UpdateFields(ManifestPart):
     """What an update has beside tensors, see ``unskew.protocol.messages``."""
 
     client: Count
@@ -44,16 +44,16 @@ class Fields(Part):
     version: Count
 
 
-class Waiting(Part):
+class WaitingUpdates(ManifestPart):
     """Updates that a server rule waits for, see ``unskew.simulation.update_buffer``."""
 
     count: Count
     weight: Amount
     examples: Count
-    updates: list[Fields]
+    updates: list[UpdateFields]
 
 
-class Bytes(Part):
+class TrafficBytes(ManifestPart):
     """See ``unskew.simulation.traffic``."""
 
     up: Count
@@ -64,7 +64,7 @@ class Bytes(Part):
     clients: dict[Client, tuple[Count, Count]]
 
 
-class Extra(BaseModel):
+class RunExtra(BaseModel):
     """What a run notes; it may have more."""
 
     config: dict[str, Any]
@@ -72,7 +72,7 @@ class Extra(BaseModel):
     seconds: Amount
 
 
-class Manifest(Part):
+class Manifest(ManifestPart):
     """All of it."""
 
     format: int
@@ -82,10 +82,10 @@ class Manifest(Part):
     last: dict[Client, Count]
     version: Count
     sent: dict[Client, tuple[Count, Count]]
-    traffic: Bytes
-    waiting: Waiting
-    in_flight: list[Fields]
-    extra: Extra
+    traffic: TrafficBytes
+    waiting: WaitingUpdates
+    in_flight: list[UpdateFields]
+    extra: RunExtra
     files: dict[FileName, str]
 
 
@@ -100,7 +100,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where[:80]}: {plain(first['msg'])}") from None
+        raise ValueError(f"{where[:80]}: {plain_message(first['msg'])}") from None
     if "server.safetensors" not in found.files:
         raise ValueError("files: the server's are missing")
     rounds = [*found.last.values(), *(born for _, born in found.sent.values())]

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from unskew.filesystem import create, temporary, writing
-from unskew.protocol.client_state_files import encode as encode
-from unskew.protocol.client_state_files import state_file
-from unskew.protocol.messages import ClientState, Tensors, bytes_of
+from unskew.filesystem import create_file, disk_errors, temporary_path
+from unskew.protocol.client_state_files import encode_tensors, write_state_file
+from unskew.protocol.messages import ClientState, Tensors, num_bytes
 
 
 class ClientStore:
@@ -60,7 +59,7 @@ class ClientStore:
             return
         self._forget(client)
         self._memory[client] = tensors
-        self._bytes += bytes_of(tensors.values())
+        self._bytes += num_bytes(tensors.values())
         while self.folder is not None and self._bytes > self.limit and len(self._memory) > 1:
             self._spill(next(iter(self._memory)))
 
@@ -100,16 +99,16 @@ class ClientStore:
     def _forget(self, client: int) -> None:
         old = self._memory.pop(client, None)
         if old is not None:
-            self._bytes -= bytes_of(old.values())
+            self._bytes -= num_bytes(old.values())
         self._disk.discard(client)
 
     def _spill(self, client: int) -> None:
         path = self._path(client)
-        fresh = temporary(path)
-        with writing(path):
+        fresh = temporary_path(path)
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with create(fresh) as file:
-                file.write(encode(self._memory[client]))
+            with create_file(fresh) as file:
+                file.write(encode_tensors(self._memory[client]))
             os.replace(fresh, path)
         self._forget(client)
         self._disk.add(client)
@@ -143,7 +142,7 @@ class SharedStore(ClientStore):
     def put(self, client: int, tensors: Tensors) -> None:
         """See ``ClientStore``."""
         if tensors:
-            self.keep(client, ClientState(), state_file(self._fresh(client), tensors))
+            self.keep(client, ClientState(), write_state_file(self._fresh(client), tensors))
 
     def checksum(self, client: int) -> str | None:
         """See ``ClientStore``."""

@@ -13,7 +13,7 @@ import hashlib
 import math
 from pathlib import Path
 
-from unskew.errors import ConfigError, DataError, unknown
+from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.seeding import numpy_generator
 
 KINDS = ("none", "fixed", "half-normal", "lognormal", "trace")
@@ -39,7 +39,7 @@ class Delays:
     """
 
     def __init__(self, spec: str, seed: int, per_client: bool = False):
-        self.kind, self.numbers = parse(spec)
+        self.kind, self.numbers = parse_delay(spec)
         self.seed, self.per_client = seed, per_client
         self.trace: dict[int | None, list[int]] = {}
         if self.kind == "trace":
@@ -87,7 +87,7 @@ class Delays:
         return min(LONGEST, math.floor(median * math.exp(min(30.0, sigma * z))))
 
 
-def parse(spec: str) -> tuple[str, tuple[float, ...]]:
+def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
     """Kind and numbers of a delay.
 
     >>> parse("lognormal:4,0.5")
@@ -98,7 +98,7 @@ def parse(spec: str) -> tuple[str, tuple[float, ...]]:
     """
     kind, _, value = spec.partition(":")
     if kind not in KINDS:
-        raise ConfigError(unknown("delay", kind, KINDS))
+        raise ConfigError(unknown_name("delay", kind, KINDS))
     if kind == "none" and value:
         raise ConfigError(f"The delay none takes no value; {spec!r} gives it {value!r}.")
     if kind == "trace":
@@ -141,8 +141,10 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
                     raise DataError(f"{path}, line {number}: there are more values than columns.")
                 client: int | None = None
                 if row.get("client") not in (None, ""):
-                    client = whole(row["client"], f"{path}, line {number}: a client is a number from 0 on")
-                delay = whole(row["delay"], f"{path}, line {number}: a delay is a whole number of rounds, 0 or more")
+                    client = parse_nonnegative(row["client"], f"{path}, line {number}: a client is a number from 0 on")
+                delay = parse_nonnegative(
+                    row["delay"], f"{path}, line {number}: a delay is a whole number of rounds, 0 or more"
+                )
                 found.setdefault(client, []).append(delay)
     except OSError as error:
         raise DataError(f"The trace {path} cannot be read: {error.strerror}.") from error
@@ -153,7 +155,7 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
     return found
 
 
-def whole(text: str | None, what: str) -> int:
+def parse_nonnegative(text: str | None, what: str) -> int:
     """A number that is not negative.
 
     Raises:

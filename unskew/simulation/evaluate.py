@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import batched
+from unskew.data.clients import iterate_batches
 from unskew.data.federation import ClientData, Federation
-from unskew.engines.batches import Normaliser
-from unskew.engines.cpu import threads
+from unskew.engines.batches import InputNormalizer
+from unskew.engines.cpu import num_threads
 from unskew.models.execution import BoundModel
 from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.primary_metric import Metric
+from unskew.tasks.primary_metric import MetricInfo
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer that are held at once: 256 MB in float32
@@ -60,7 +60,9 @@ class ClientScores:
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
     together: Mapping[str, float] = field(default_factory=dict)
 
-    def figures(self, whose: str, metric: Metric, client_names: Sequence[str] = ()) -> dict[str, float | str | None]:
+    def figures(
+        self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()
+    ) -> dict[str, float | str | None]:
         """Return a metric over clients for the summary: mean, deviation, the worst client and the worst decile.
 
         Clients for which the metric is undefined do not count. The standard deviation is divided by the number of clients.
@@ -108,7 +110,7 @@ class Evaluator:
     ):
         self.federation, self.task, self.metrics = federation, task, metrics or MetricSet()
         self.model = BoundModel(spec, device)
-        self.normalise = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
+        self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
         self._test = [self.test[0]], [self.test[1]]
@@ -130,9 +132,9 @@ class Evaluator:
         are added to ``kept``, if there is such a list.
         """
         right, asked, losses, tallies = [], [], [], []
-        with threads(self.threads):
+        with num_threads(self.threads):
             predict = self.model.predict(v, b)
-            for x, y in zip(batched(xs, self.batch), batched(ys, self.batch), strict=True):
+            for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
                 logits = predict(self.normalise(x)).logits
                 if kept is not None:
@@ -151,7 +153,7 @@ class Evaluator:
         vector = x.dim() == 2 and x.is_floating_point()
         size = 20 * BATCH if vector else self.batch  # a vector is small
         found = []
-        with threads(self.threads):
+        with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
@@ -167,7 +169,7 @@ class Evaluator:
         figures = self.task.measure(tally, loss)
         if kept is not None:
             figures |= self._of_all(kept, self.test[1], "the test set")
-        return Score(figures.pop(self.task.scored, mean(right, asked)), loss, figures)
+        return Score(figures.pop(self.task.scored, mean_accuracy(right, asked)), loss, figures)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the true values of the test set and the model's probabilities or predictions for it."""
@@ -227,7 +229,7 @@ class Evaluator:
         if own is not None:
             scores = [self.one(*served, c, each) for c, served in zip(judged, own(who.tolist()), strict=True)]
             accuracies, losses = np.array([(score.accuracy, score.loss) for score in scores]).T
-            others = by_name([score.figures for score in scores])
+            others = metrics_by_name([score.figures for score in scores])
             return ClientScores(accuracies, measured_on, losses, who, scored, others)
         if not held:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
@@ -239,12 +241,12 @@ class Evaluator:
         right, asked, summed, tally = self._samples(v, b, inputs, [c.y_test for c in held], single=True, kept=kept)
         sizes = [len(c.y_test) for c in held]
         parts = zip(*(torch.split(t, sizes) for t in (right, asked, summed)), strict=True)
-        accuracies, losses = np.array([means(*part) for part in parts]).T
+        accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
         others, pooled = {}, {}
         if each:
             logits = torch.split(torch.cat(kept), sizes) if kept is not None else [right] * len(held)
             trios = zip(held, logits, losses.tolist(), strict=True)
-            others = by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
+            others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
         if together:
             pooled = self.task.measure(tally, float(summed.sum() / asked.sum().clamp_min(1)))
             pooled.pop(scored, None)
@@ -258,7 +260,7 @@ class Evaluator:
         if len(client.y_test):
             kept: list[Tensor] | None = [] if each and self.task.name != "language" else None
             found = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept=kept)
-            accuracy, loss = means(*found[:3])
+            accuracy, loss = mean_accuracy_and_loss(*found[:3])
             logits = found[0] if kept is None else torch.cat(kept)
             others = self._others(logits, client.y_test, loss, client.id) if each else {}
             return Score(accuracy, loss, others)
@@ -285,17 +287,17 @@ def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
     return sorted(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False).tolist())
 
 
-def means(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
+def mean_accuracy_and_loss(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
     """Accuracy and mean loss over all predictions of some samples, ``[n]`` each."""
-    return mean(right, asked), float(losses.sum() / asked.sum().clamp_min(1))
+    return mean_accuracy(right, asked), float(losses.sum() / asked.sum().clamp_min(1))
 
 
-def mean(right: Tensor, asked: Tensor) -> float:
+def mean_accuracy(right: Tensor, asked: Tensor) -> float:
     """Accuracy over all predictions: ``right [n]`` of each sample, weighted by how many it asks for."""
     return float((right * asked).sum() / asked.sum().clamp_min(1))
 
 
-def by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+def metrics_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
     """Turn the metrics of each client into one array per metric; NaN where a client lacks one."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unskew.data.federation import Federation
-from unskew.data.pixel_scaling import Pixels
+from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines.base import Engine
 from unskew.filesystem import make_folder
-from unskew.plots.image_grid import images_by_class
+from unskew.plots.image_grid import save_images_by_class
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
 
 
-class MadeInputs:
+class GeneratedSamplesRecorder:
     """Stands before an engine and keeps what some clients made in one round; the numbers of the run stay the same.
 
     Args:
@@ -62,10 +62,10 @@ class MadeInputs:
             make_folder(folder)
         for old in folder.glob("client-*.png"):
             old.unlink()
-        pixels = Pixels.of(self.federation)
+        pixels = PixelScaling.of(self.federation)
         for client, made in self.made.items():
             images = pixels.intensities(made["x"].cpu()).clamp(0, 1)
-            images_by_class(
+            save_images_by_class(
                 images.numpy(), made["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
                 folder / f"client-{client:04d}.png", title=f"{self.federation.who(client)}, round {self.last + 1}",
             )  # fmt: skip

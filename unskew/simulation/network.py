@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unskew.protocol.messages import Update, changed
+from unskew.protocol.messages import Update, replace_fields
 from unskew.seeding import numpy_generator
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
@@ -56,11 +56,11 @@ class Network:
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
         """The updates that reach the server in ``round``, by round of their broadcast and by client."""
         if self.delays.instant:
-            return (changed(update, arrived=round) for update in results)
+            return (replace_fields(update, arrived=round) for update in results)
         arrivals = [update for update in self.pending if update.arrived == round]
         self.pending = [update for update in self.pending if update.arrived > round]
         for update in results:
-            update = changed(update, arrived=round + self.delays(round, update.client))
+            update = replace_fields(update, arrived=round + self.delays(round, update.client))
             if update.arrived == round:
                 arrivals.append(update)
             else:
@@ -76,10 +76,10 @@ class Network:
         """What the round's line tells of delays: updates on their way, and how old in rounds those were that arrived."""
         if self.delays.instant:
             return {}
-        return of_ages(self.ages, len(self.pending))
+        return age_metrics(self.ages, len(self.pending))
 
 
-def of_ages(ages: Sequence[int], in_flight: int) -> dict[str, Any]:
+def age_metrics(ages: Sequence[int], in_flight: int) -> dict[str, Any]:
     """What a round's line tells of the ages in rounds of the updates that arrived, and of how many are on their way."""
     return {
         "arrivals": len(ages),

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.models.layer_groups import statistics_mask
-from unskew.models.spec import ModelSpec, mask_of
+from unskew.models.layer_groups import buffer_mask
+from unskew.models.spec import ModelSpec, slices_mask
 from unskew.protocol.messages import Slices, Tensors
-from unskew.protocol.rules import Sync
+from unskew.protocol.rules import SyncRule
 from unskew.protocol.updates import Masks
 
 
-def complement(slices: Slices, size: int) -> Slices:
+def complement_slices(slices: Slices, size: int) -> Slices:
     """The rest of a vector of ``size`` elements; ``slices`` are in order.
 
     >>> complement((slice(2, 4), slice(7, 9)), 9)
@@ -27,7 +27,7 @@ def complement(slices: Slices, size: int) -> Slices:
     return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b)
 
 
-def without(slices: Slices | None, others: Slices | None, size: int) -> Slices:
+def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> Slices:
     """The parts of ``slices`` that are in none of ``others``.
 
     >>> without((slice(0, 6),), (slice(2, 3),), 9)
@@ -66,7 +66,7 @@ def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: s
         end = stop
 
 
-class Exchange:
+class SliceExchange:
     """The ``sync`` slot of a method at work on one model; without one, everything travels.
 
     Args:
@@ -74,7 +74,7 @@ class Exchange:
         spec: The model's layout.
     """
 
-    def __init__(self, sync: Sync | None, spec: ModelSpec):
+    def __init__(self, sync: SyncRule | None, spec: ModelSpec):
         self.sync, self.spec = sync, spec
         self._masks = lru_cache(maxsize=64)(self._made_masks)
         self._checked = lru_cache(maxsize=64)(self._made_check)
@@ -111,7 +111,7 @@ class Exchange:
 
     def _made_masks(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> Masks:
         slices = [slice(*pair) for pair in edges]
-        return mask_of(slices, self.spec.size).to(device), statistics_mask(self.spec, slices).to(device)
+        return slices_mask(slices, self.spec.size).to(device), buffer_mask(self.spec, slices).to(device)
 
     def masks(self, slices: Slices | None, device: torch.device) -> Masks | None:
         """Return masks of the parameters in the slices and of the statistics sent with them; None for all."""
@@ -119,7 +119,7 @@ class Exchange:
 
     def statistics(self, slices: Slices | None, b: Tensor) -> int:
         """Bytes of the statistics that travel with the slices."""
-        count = len(b) if slices is None else int(statistics_mask(self.spec, slices).sum())
+        count = len(b) if slices is None else int(buffer_mask(self.spec, slices).sum())
         return count * b.element_size()
 
     def only_sent(self, sent: Masks | None, new: Tensors, old: Tensors) -> Tensors:

@@ -8,34 +8,34 @@ import torch
 from torch import Tensor
 
 from unskew.engines.base import Engine
-from unskew.models.layer_groups import statistics_mask
-from unskew.models.spec import ModelSpec, mask_of
+from unskew.models.layer_groups import buffer_mask
+from unskew.models.spec import ModelSpec, slices_mask
 from unskew.protocol.messages import ClientState
 from unskew.protocol.rules import ClientRule, Method
 from unskew.protocol.training_config import Buffers
-from unskew.simulation.parameter_slices import complement
+from unskew.simulation.parameter_slices import complement_slices
 from unskew.simulation.server import Server
 
 Served = Iterator[tuple[Tensor, Tensor]]
 
 
-def tunes(method: Method) -> bool:
+def has_fine_tuning(method: Method) -> bool:
     """Whether clients train once more from the final model."""
     return method.needs("final_training")
 
 
-def personalises(method: Method, spec: ModelSpec) -> bool:
+def has_personal_models(method: Method, spec: ModelSpec) -> bool:
     """Whether clients have models of their own."""
-    return tunes(method) or keeps(method, spec)
+    return has_fine_tuning(method) or keeps_client_state(method, spec)
 
 
-def keeps(method: Method, spec: ModelSpec) -> bool:
+def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
     """Return whether clients keep models, or parts of them, from round to round."""
     kept = any(type(rule).personal is not ClientRule.personal for rule in method.client)
     return kept or bool(method.sync and method.sync.own(spec))
 
 
-def serving(
+def serving_model(
     method: Method, spec: ModelSpec, buffers: Buffers, state: ClientState, v: Tensor, b: Tensor, own: bool
 ) -> tuple[Tensor, Tensor]:
     """The model and the statistics that serve a client: the global ones, but for what it keeps.
@@ -55,9 +55,9 @@ def serving(
         return v, b
     slices = method.sync.own(spec) if method.sync is not None else ()
     if state.model is not None:
-        v = torch.where(mask_of(slices, len(v)).to(v.device), state.model.to(v.device), v)
+        v = torch.where(slices_mask(slices, len(v)).to(v.device), state.model.to(v.device), v)
     if slices and state.statistics is not None:
-        sent = statistics_mask(spec, complement(slices, len(v))).to(b.device)
+        sent = buffer_mask(spec, complement_slices(slices, len(v))).to(b.device)
         b = torch.where(sent, b, state.statistics.to(b.device))
     for rule in method.client:
         mine = rule.personal(state.rules.get(rule.name, {}))
@@ -65,12 +65,12 @@ def serving(
     return v, b
 
 
-def shared(server: Server, clients: Sequence[int]) -> Served:
+def with_client_buffers(server: Server, clients: Sequence[int]) -> Served:
     """The global model with each client's own statistics, if it has any."""
     return _served(server, clients, own=False)
 
 
-def kept(server: Server, clients: Sequence[int]) -> Served:
+def kept_model(server: Server, clients: Sequence[int]) -> Served:
     """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
     return _served(server, clients, own=True)
 
@@ -78,10 +78,10 @@ def kept(server: Server, clients: Sequence[int]) -> Served:
 def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
     for client in clients:
         state = ClientState.of(server.store.get(client))
-        yield serving(server.method, server.spec, server.mode, state, server.evaluated, server.evaluated_b, own)
+        yield serving_model(server.method, server.spec, server.mode, state, server.evaluated, server.evaluated_b, own)
 
 
-def tuned(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:
+def fine_tuned_models(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:
     """What each client makes of the final model in one more local training; nothing of it reaches the server.
 
     A client whose training ends with a number that is not finite is served by what it had before.
@@ -96,5 +96,5 @@ def tuned(server: Server, engine: Engine, round: int, at_once: int, clients: Seq
     for first in range(0, len(clients), at_once):
         part = clients[first : first + at_once]
         updates = engine.train([server.farewell(round, client) for client in part])
-        for update, before in zip(updates, kept(server, part), strict=True):
+        for update, before in zip(updates, kept_model(server, part), strict=True):
             yield (update.report["v"], update.buffers) if update.is_finite() else before

@@ -11,11 +11,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError
-from unskew.protocol.messages import ClientState, Tensors, Update, nested
+from unskew.protocol.messages import ClientState, Tensors, Update, unflatten_records
 from unskew.protocol.rules import Method
-from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, reading
+from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, checkpoint_errors
 from unskew.simulation.network import Network
-from unskew.simulation.server import Sent, Server
+from unskew.simulation.server import SentModel, Server
 from unskew.simulation.traffic import Traffic
 
 Pair = tuple[Tensor, Tensor]
@@ -28,7 +28,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
     Raises:
         CheckpointError: It was written for another model or method, or is damaged.
     """
-    with reading(path):
+    with checkpoint_errors(path):
         state, rules, b, server.mean, server.best, sent, waiting = _server_part(path, manifest, server)
         # What a rule holds may grow; the configuration, options included, was compared before.
         same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
@@ -49,7 +49,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
                 raise ValueError(f"the update of client {update.client} is missing")
 
 
-def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
+def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
     """Begin another method where a run ended: its model and traffic, and what both methods keep under the same names.
 
     Args:
@@ -62,7 +62,7 @@ def branch(path: Path, manifest: dict[str, Any], server: Server, before: Method 
     Raises:
         CheckpointError: It was written for another model, or is damaged.
     """
-    with reading(path):
+    with checkpoint_errors(path):
         _branch(path, manifest, server, before)
 
 
@@ -79,7 +79,7 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
     for name, half in server.halves.items():
         fresh, old = half.server_init(state["v"], server.facts), rules.get(name, {})
         # A rule that begins in a later round may have kept something in common rounds, with other options.
-        alike = half in method.client and name in manifest["rules"] and shapes(old) == shapes(fresh)
+        alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
         server.rules[name] = old if half in known or alike else fresh
         shared |= {name} if half in known or alike else set()
     parted = before is not None and method.sync is not None and before.sync is not None
@@ -99,14 +99,14 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
         server.last = {}
 
 
-def shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor."""
     return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, Sent], Tensors]:
+) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors]:
     """Its server's part: state, rules' halves, statistics, the clients' mean, the best round, what was sent, what waits."""
     device, clients = server.b.device, server.facts.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
@@ -124,10 +124,10 @@ def _server_part(
         (tensors[f"{kind}/v"], tensors[f"{kind}/b"]) if f"{kind}/v" in tensors else None for kind in ("mean", "best")
     )
     sent = {
-        int(k): Sent(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
+        int(k): SentModel(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
-    return state, nested("rules", tensors), tensors["b"], mean, best, sent, waiting
+    return state, unflatten_records("rules", tensors), tensors["b"], mean, best, sent, waiting
 
 
 UPDATE = {

@@ -25,7 +25,7 @@ SIGNALS = tuple(
 NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
 
 
-class Interrupted(KeyboardInterrupt):
+class RunInterrupted(KeyboardInterrupt):
     """Ctrl-C was pressed, or SIGTERM or SIGHUP sent; the round in progress was finished and saved in ``folder``.
 
     Attributes:
@@ -40,7 +40,7 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def train(
+def run_rounds(
     rounds: range,
     sampler: Sampler,
     server: Server,
@@ -56,16 +56,16 @@ def train(
             gone = {k for k in cohort if network.drops(t, k)}
             for k in gone:
                 server.lost(k)
-            results = trained(engine, [cast for cast in casts if cast.client not in gone])
+            results = train_clients(engine, [cast for cast in casts if cast.client not in gone])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
             if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
                 return
             if stopped:
-                raise Interrupted(stopped[0])
+                raise RunInterrupted(stopped[0])
 
 
-def trained(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
+def train_clients(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
     """Yield the update of each broadcast.
 
     Raises:

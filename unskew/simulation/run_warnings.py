@@ -9,7 +9,7 @@ from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
 
-def left_out(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
+def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
     """What to tell of the last round, ``done`` in all, if it is the first one with numbers that are not finite."""
     if server.overflowed and server.overflows == 1:
         return (
@@ -31,7 +31,7 @@ DIVERGED = 1000.0
 """A test loss above this is that of a model that diverged, of any task: a loss at the start is below 20."""
 
 
-def diverged(row: Mapping[str, Any]) -> str | None:
+def divergence_warning(row: Mapping[str, Any]) -> str | None:
     """Return a warning if a run diverged, as the line of its last round shows.
 
     Args:
@@ -50,7 +50,7 @@ def diverged(row: Mapping[str, Any]) -> str | None:
     )
 
 
-def stuck(network: Network, rounds: int) -> str:
+def model_unchanged_warning(network: Network, rounds: int) -> str:
     """What to tell of a model that did not move in so many rounds."""
     waiting = len(network.pending)
     what = (

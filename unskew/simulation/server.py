@@ -13,21 +13,30 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationFacts
-from unskew.protocol.messages import Broadcast, Slices, Tensors, Update, bytes_of, changed, finite, flat
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.messages import (
+    Broadcast,
+    Slices,
+    Tensors,
+    Update,
+    flatten_records,
+    is_finite,
+    num_bytes,
+    replace_fields,
+)
 from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
 from unskew.protocol.updates import Updates
 from unskew.seeding import derive
 from unskew.simulation.client_store import ClientStore
-from unskew.simulation.parameter_slices import Exchange, complement, without
-from unskew.simulation.traffic import Traffic, extras, sliced
-from unskew.simulation.update_buffer import Gathered, Intake, check_state, empty, own_figures
+from unskew.simulation.parameter_slices import SliceExchange, complement_slices, subtract_slices
+from unskew.simulation.traffic import Traffic, extra_bytes, slice_bytes
+from unskew.simulation.update_buffer import CollectedUpdates, UpdateBuffer, check_state, empty_updates, rule_metrics
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentModel:
     """What a rule asked to remember of a broadcast: updates taken in before, round, model ``[d]``, statistics ``[m]``."""
 
     version: int
@@ -63,7 +72,7 @@ class Server:
         method: Method,
         rule: ServerRule,
         spec: ModelSpec,
-        facts: FederationFacts,
+        facts: FederationInfo,
         weights: Literal["samples", "uniform"],
         buffers: Buffers = "average",
         store: ClientStore | None = None,
@@ -84,7 +93,7 @@ class Server:
         check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
         self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
         self.rules: dict[str, Tensors] = {name: r.server_init(self.v, self.facts) for name, r in self.halves.items()}
-        self.waiting = empty(method, rule)
+        self.waiting = empty_updates(method, rule)
         self.traffic = Traffic()
         self.moved = False
         self.skipped = 0
@@ -93,10 +102,10 @@ class Server:
         self.overflowed = False
         self.last: dict[int, int] = {}
         self.version = 0
-        self.sent: dict[int, Sent] = {}
+        self.sent: dict[int, SentModel] = {}
         self.watchers: list[Callable[[Update], None]] = []
         self.meter: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.exchange = Exchange(method.sync, spec)
+        self.exchange = SliceExchange(method.sync, spec)
         self.mean: tuple[Tensor, Tensor] | None = None
         self.best: tuple[Tensor, Tensor] | None = None
         self.finished: tuple[Tensor, Tensor] | None = None
@@ -132,22 +141,22 @@ class Server:
         sent = {f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None}
         sent |= {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
         best = {} if self.best is None else {"best/v": self.best[0], "best/b": self.best[1]}
-        return {**everything(self.state, self.rules, self.b), **mean, **waiting, **sent, **best}
+        return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """What ``client`` receives in ``round``; its bytes are counted."""
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
-        cast = changed(self._cast(round, client, self.v, self.b, down, up), report=report)
+        cast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
         # Where only slices travel, a client may begin with statistics of its own.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None
         if "sent_model" in self.needs or statistics_too:
             v, b = (self.v if "sent_model" in self.needs else None), (cast.b if statistics_too else None)
-            self.sent[client] = Sent(self.version, round, v, b)
+            self.sent[client] = SentModel(self.version, round, v, b)
         statistics = self.exchange.statistics(down, self.b) if self.mode == "average" else 0
-        sent = sliced(down, self.v) + extras(cast.download, down, self.v)
+        sent = slice_bytes(down, self.v) + extra_bytes(cast.download, down, self.v)
         if self.changes_updates:  # the client needs the server's values wherever it sends a difference
-            sent += sliced(without(up, down, len(self.v)), self.v)
+            sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
         self.traffic.count(client, "down", sent, statistics)
         return cast
 
@@ -158,9 +167,9 @@ class Server:
     def farewell(self, round: int, client: int) -> Broadcast:
         """The final model for a training whose result is only reported, as ``Update.report["v"]``; not counted."""
         own = () if self.method.sync is None else self.method.sync.own(self.spec)
-        down = complement(own, len(self.v)) if own else None
+        down = complement_slices(own, len(self.v)) if own else None
         cast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
-        return changed(cast, report=True, keeps=False)
+        return replace_fields(cast, report=True, keeps=False)
 
     def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
         accepted, (state, kept) = self.last.get(client), self.store.lent(client)
@@ -176,7 +185,7 @@ class Server:
             weight=self.facts.weight(client),
             down=down,
             up=up,
-            initial=() if accepted is not None or down is None else complement(down, len(v)),
+            initial=() if accepted is not None or down is None else complement_slices(down, len(v)),
             accepted=accepted,
             keeps="optimizer" in self.needs,
         )
@@ -186,7 +195,7 @@ class Server:
 
         An update that is not finite is left out and counted; with no usable update the model stays as it was.
         """
-        intake, discarded = Intake(self.method, self.rule, self.meter, self.waiting), 0
+        intake, discarded = UpdateBuffer(self.method, self.rule, self.meter, self.waiting), 0
         self.left_out = []
         for update in arrivals:
             up = self._count(update)
@@ -197,8 +206,8 @@ class Server:
                 self.left_out.append(update.client)
                 self.lost(update.client)
                 continue
-            sent = self.sent.pop(update.client, Sent(0, 0))
-            update = changed(
+            sent = self.sent.pop(update.client, SentModel(0, 0))
+            update = replace_fields(
                 update, start=sent.v, version=sent.version, b_start=sent.b, last=self._cached(update.client)
             )
             intake.add(update, self.exchange.masks(up, self.v.device))
@@ -223,7 +232,7 @@ class Server:
             "begin_seconds": intake.sums["begin_seconds"] / len(taken) if taken else 0.0,
             "train_seconds": intake.sums["train_seconds"] / len(taken) if taken else 0.0,
             **({"discarded": discarded} if discarded else {}),
-            **own_figures(self.rule, self.state),
+            **rule_metrics(self.rule, self.state),
             **self._held(round),
         }
 
@@ -240,11 +249,11 @@ class Server:
         """Count the bytes of an update; returns the slices that were sent."""
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
         statistics = self.exchange.statistics(up, update.buffers) if self.mode != "local" else 0
-        model = sliced(up, update.delta) if self.sends_model else 0
-        self.traffic.count(update.client, "up", model + extras(update.upload, up, update.delta), statistics)
-        self.traffic.reports += bytes_of(update.report.values())
+        model = slice_bytes(up, update.delta) if self.sends_model else 0
+        self.traffic.count(update.client, "up", model + extra_bytes(update.upload, up, update.delta), statistics)
+        self.traffic.reports += num_bytes(update.report.values())
         if self.mode == "local" or update.report:  # the other statistics are only averaged for evaluation
-            self.traffic.reports += bytes_of([update.buffers]) - statistics
+            self.traffic.reports += num_bytes([update.buffers]) - statistics
         return up
 
     def _cached(self, client: int) -> Tensor | None:
@@ -252,7 +261,7 @@ class Server:
         delta = self.cache.get(client).get("delta") if "last_update" in self.needs else None
         return None if delta is None else delta.to(self.v.device)
 
-    def _take_in(self, round: int, intake: Intake) -> bool:
+    def _take_in(self, round: int, intake: UpdateBuffer) -> bool:
         """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes."""
         state, rules, b, done = self.state, self.rules, self.b, None
         if self.method.sync is not None and intake.unequal and "individual" in self.needs:
@@ -278,8 +287,8 @@ class Server:
             b = done if sums.sent is None else torch.where(sums.sent[1], done, b)
         elif done is not None:
             b = done
-        after = everything(state, rules, b)
-        if any(finite(t) and not finite(after.get(name, t)) for name, t in self.tensors().items()):
+        after = all_tensors(state, rules, b)
+        if any(is_finite(t) and not is_finite(after.get(name, t)) for name, t in self.tensors().items()):
             return False
         self.moved = self.moved or not torch.equal(state["v"], self.v)
         self.state, self.rules, self.b, self.waiting = state, rules, b, intake.waiting
@@ -289,7 +298,7 @@ class Server:
             self.mean = evaluated if sums.sent is None else torch.where(sums.sent[0], evaluated, mean), sums.all_buffers
         return True
 
-    def _updates(self, round: int, gathered: Gathered, b: Tensor) -> Updates:
+    def _updates(self, round: int, gathered: CollectedUpdates, b: Tensor) -> Updates:
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
         return Updates(
             round=round,
@@ -310,6 +319,6 @@ class Server:
         self.last[update.client] = update.born
 
 
-def everything(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:
+def all_tensors(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:
     """The server's tensors under names that cannot clash."""
-    return {"b": b, **{f"state/{name}": t for name, t in state.items()}, **flat("rules", rules)}
+    return {"b": b, **{f"state/{name}": t for name, t in state.items()}, **flatten_records("rules", rules)}

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unskew.data.federation import Federation, take
-from unskew.data.pixel_scaling import Pixels
+from unskew.data.federation import Federation, take_rows
+from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines import optimizers
-from unskew.engines.batches import Normaliser, Plan
+from unskew.engines.batches import BatchPlan, InputNormalizer
 from unskew.errors import DataError
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn
-from unskew.models.spec import ModelSpec, Output
-from unskew.protocol.server_training import Trained, Witness
+from unskew.models.spec import ModelOutput, ModelSpec
+from unskew.protocol.server_training import ReferenceSamples, TrainedModel
 from unskew.protocol.training_config import Training
 from unskew.seeding import fold
 from unskew.tasks.registry import TASKS
@@ -50,12 +50,12 @@ class ServerTrainer:
     ):
         self.spec, self.training, self.device, self.cohort = spec, training, device, cohort
         self.weights, self.round = weights, 0
-        self.witness = Witness(*federation.test, federation.objective) if observed else None
-        self.data, self.pixels = federation.server, Pixels.of(federation)
+        self.witness = ReferenceSamples(*federation.test, federation.objective) if observed else None
+        self.data, self.pixels = federation.server, PixelScaling.of(federation)
         self.task = self.own = federation.objective
         if self.data is not None and not self.data.in_domain:
             self.task = TASKS["multilabel" if self.data.y.dim() > 1 else "classification"]
-        self.inputs = Normaliser(federation.normalisation, federation.shape, spec.dtype, device)
+        self.inputs = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, device)
 
     @cached_property
     def model(self) -> BoundModel:
@@ -69,13 +69,13 @@ class ServerTrainer:
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
         """See ``ServerTraining``."""
-        return Plan(self._training(changes), examples, int(key), 0, 0).batches
+        return BatchPlan(self._training(changes), examples, int(key), 0, 0).batches
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
         """See ``ServerTraining``."""
         x, y = self._given(x, y)
         there = index.to(y.device)
-        made = self.inputs(take(x, index.to(x.device)))
+        made = self.inputs(take_rows(x, index.to(x.device)))
         return Batch(made, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
@@ -83,11 +83,11 @@ class ServerTrainer:
         self.model.start(b, train)
         return self.model.gradient(loss_fn or self._loss(self.task.loss))
 
-    def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> Output:
+    def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
         """See ``ServerTraining``."""
         predict = self.model.predict(v, b)
         found = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
-        return Output(torch.cat([o.logits for o in found]), torch.cat([o.features for o in found]))
+        return ModelOutput(torch.cat([o.logits for o in found]), torch.cat([o.features for o in found]))
 
     def train(
         self,
@@ -102,19 +102,19 @@ class ServerTrainer:
         ready: bool = False,
         after: Callable[[Tensor], Tensor] | None = None,
         **changes: Any,
-    ) -> Trained:
+    ) -> TrainedModel:
         """See ``ServerTraining``."""
         x, y = self._given(x, y)
         training = self._training(changes)
-        plan = Plan(training, len(y), int(key), 0, 0)
+        plan = BatchPlan(training, len(y), int(key), 0, 0)
         grad_fn = self.gradient(self._loss(loss or self.task.loss), b, train=True)
         # An optimizer that goes on must know how many steps it has taken.
-        v, state = v.clone(), optimizers.init(training, v, moments is not None)
+        v, state = v.clone(), optimizers.init_state(training, v, moments is not None)
         if moments:
             state = {name: t.clone() for name, t in zip(sorted(state), moments, strict=True)}
         total = torch.zeros((), dtype=v.dtype, device=self.device)
         for step, index in enumerate(plan.batches):
-            seen = plan.augment(take(x, index.to(x.device)))
+            seen = plan.augment(take_rows(x, index.to(x.device)))
             batch = Batch(
                 seen.to(self.device) if ready else self.inputs(seen),
                 y[index.to(y.device)].to(self.device),
@@ -130,12 +130,12 @@ class ServerTrainer:
                         "samples, another batch size, or take a model with GroupNorm."
                     ) from error
                 raise
-            v, state = optimizers.step(training, v, g, state, step)
+            v, state = optimizers.optimizer_step(training, v, g, state, step)
             v = v if after is None else after(v)
             total += self.model.loss
         if moments is not None:
             moments[:] = [state[name] for name in sorted(state)]
-        return Trained(v, self.model.b.clone(), float(total) / max(1, len(plan.batches)))
+        return TrainedModel(v, self.model.b.clone(), float(total) / max(1, len(plan.batches)))
 
     def _given(self, x: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor]:
         data = self.data

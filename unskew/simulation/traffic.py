@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from unskew.protocol.messages import Slices, Tensors, bytes_of
+from unskew.protocol.messages import Slices, Tensors, num_bytes
 
 
 @dataclass
@@ -41,14 +41,16 @@ class Traffic:
             both[1] += tensors + buffers
 
 
-def sliced(slices: Slices | None, v: Tensor) -> int:
+def slice_bytes(slices: Slices | None, v: Tensor) -> int:
     """Bytes of the slices of a vector that travel."""
     size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
     return size * v.element_size()
 
 
-def extras(tensors: dict[str, Tensors], slices: Slices | None, v: Tensor) -> int:
+def extra_bytes(tensors: dict[str, Tensors], slices: Slices | None, v: Tensor) -> int:
     """Bytes of what the rules send beside the model; of a tensor over all parameters, only the slices that travel."""
     return sum(
-        sliced(slices, t) if t.shape == v.shape else bytes_of([t]) for rule in tensors.values() for t in rule.values()
+        slice_bytes(slices, t) if t.shape == v.shape else num_bytes([t])
+        for rule in tensors.values()
+        for t in rule.values()
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.messages import ClientState, Tensors, Update, changed
+from unskew.protocol.messages import ClientState, Tensors, Update, replace_fields
 from unskew.protocol.rules import Method, ServerRule
 from unskew.protocol.updates import Aggregate, Masks
 from unskew.tasks.registry import TASKS
@@ -27,7 +27,7 @@ TAKEN = {
 
 
 @dataclass
-class Gathered:
+class CollectedUpdates:
     """Updates that a rule gets at once.
 
     Attributes:
@@ -46,12 +46,12 @@ class Gathered:
         if self.individual is not None:
             self.individual.append(update)
 
-    def copy(self) -> Gathered:
+    def copy(self) -> CollectedUpdates:
         """The same, to which updates can be added without changing this one."""
         fresh = Aggregate(self.aggregate.single)
         sums = {name: t.clone() for name, t in self.aggregate.tensors().items()}
         fresh.restore(sums, self.aggregate.count, self.aggregate.weight, self.aggregate.examples)
-        return Gathered(fresh, None if self.individual is None else list(self.individual))
+        return CollectedUpdates(fresh, None if self.individual is None else list(self.individual))
 
     def tensors(self) -> Tensors:
         """All tensors, by name."""
@@ -82,7 +82,7 @@ class Gathered:
 
 
 @dataclass
-class Intake:
+class UpdateBuffer:
     """Takes in the usable updates of a round, in order.
 
     Attributes:
@@ -98,16 +98,16 @@ class Intake:
     method: Method
     rule: ServerRule
     meter: Callable[[], AbstractContextManager[None]]
-    waiting: Gathered
-    whole: Gathered = field(init=False)
-    complete: list[Gathered] = field(default_factory=list)
+    waiting: CollectedUpdates
+    whole: CollectedUpdates = field(init=False)
+    complete: list[CollectedUpdates] = field(default_factory=list)
     models: Tensor | None = None
     taken: list[Update] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
 
     def __post_init__(self) -> None:
         single = any("individual" in rule.needs for rule in (self.rule, *self.method.client))
-        self.whole = Gathered(Aggregate(singles(self.method)), [] if single else None)
+        self.whole = CollectedUpdates(Aggregate(rules_with_single_uploads(self.method)), [] if single else None)
         self.waiting = self.waiting.copy()
 
     def add(self, update: Update, sent: Masks | None = None) -> None:
@@ -115,39 +115,39 @@ class Intake:
         with self.meter():
             self.whole.add(update, sent)
             if self.rule.buffer() is not None:
-                self.waiting.add(changed(update, state=ClientState()), sent)
+                self.waiting.add(replace_fields(update, state=ClientState()), sent)
         self.whole.arrivals = len(self.taken) + 1
         if self.waiting.aggregate.count == self.rule.buffer():
             self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
-            self.waiting = empty(self.method, self.rule)
+            self.waiting = empty_updates(self.method, self.rule)
         if "v" in update.report:
             mine = update.report["v"] * update.weight
             self.models = mine if self.models is None else self.models.add_(mine)
         self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
         # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
         none = torch.empty(0)
-        self.taken.append(changed(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
+        self.taken.append(replace_fields(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
 
     @property
     def unequal(self) -> bool:
         """Whether updates that are added up contain different entries of the model."""
         return any(part.aggregate.entries is not None for part in (self.whole, self.waiting, *self.complete))
 
-    def for_rule(self) -> list[Gathered]:
+    def for_rule(self) -> list[CollectedUpdates]:
         """What the server rule steps with, in turn."""
         if self.rule.buffer() is None and self.taken:
             return [self.whole]
-        return self.complete or ([empty(self.method, self.rule)] if self.rule.steps_without else [])
+        return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])
 
 
-def singles(method: Method) -> frozenset[str]:
+def rules_with_single_uploads(method: Method) -> frozenset[str]:
     """Client rules whose uploads are read one by one and not added up."""
     return frozenset(rule.name for rule in method.client if "individual" in rule.needs)
 
 
-def empty(method: Method, rule: ServerRule) -> Gathered:
+def empty_updates(method: Method, rule: ServerRule) -> CollectedUpdates:
     """No update yet."""
-    return Gathered(Aggregate(singles(method)), [] if "individual" in rule.needs else None)
+    return CollectedUpdates(Aggregate(rules_with_single_uploads(method)), [] if "individual" in rule.needs else None)
 
 
 def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
@@ -175,7 +175,7 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
             )
 
 
-def own_figures(rule: ServerRule, state: Tensors) -> dict[str, Any]:
+def rule_metrics(rule: ServerRule, state: Tensors) -> dict[str, Any]:
     """The method's own figures of a round.
 
     Raises:

@@ -133,7 +133,7 @@ NOTHING = -1
 """Where a language model has no next token to predict: after the end of a text."""
 
 
-class Language(Task):
+class LanguageModeling(Task):
     """The next token at every position, ``y [B, L]`` with -1 where there is none: mean cross-entropy per token, in nats.
 
     Logits are ``[B, L, V]``. Accuracy is the share of the tokens that are predicted rightly. Positions without a target, such

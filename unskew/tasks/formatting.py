@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unskew.tasks.primary_metric import RECALL, SCORES, WORST, Metric, metric
+from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_info
 
 F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
@@ -15,28 +15,28 @@ ASKED = ("auroc", "auprc", "f1", "balanced_accuracy", "ece", WORST)
 """Metrics of a classifier that must be requested; recalls are called by their class."""
 
 
-def metrics_in(row: Mapping[str, Any]) -> list[Metric]:
+def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     """Return the metrics in a row or a summary that are not the objective's: requested ones, and then the task's own."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
     names = [
         name for name in row if name in ASKED or name in own or (name.startswith(RECALL) and not name.endswith("_std"))
     ]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
-    return [metric(name, own) for name in (*judged, *names) if name != objective]
+    return [metric_info(name, own) for name in (*judged, *names) if name != objective]
 
 
-def value_text(one: Metric, value: float | None, spread: float | None = None, sign: str = "%") -> str:
+def value_text(one: MetricInfo, value: float | None, spread: float | None = None, sign: str = "%") -> str:
     """Return a value of a metric as text: in per cent with the sign, or as a plain number.
 
     >>> value_text(metric("auroc"), 0.5), value_text(metric("loss"), 0.5, 0.1)
     ('50.0%', '0.5000 ± 0.1000')
     """
     if one.percent and value is not None:
-        return percent(value, spread) + sign
-    return number(value, spread)
+        return format_percent(value, spread) + sign
+    return format_number(value, spread)
 
 
-def unit(one: Metric) -> str:
+def unit_text(one: MetricInfo) -> str:
     """Return what stands behind the title of a metric in the head of a table."""
     return " in %" if one.percent else ""
 
@@ -57,7 +57,7 @@ def method_title(row: Mapping[str, Any]) -> str:
     return f"{row['method']} ({'diverged' if seeds == 1 else f'{count} of {seeds} diverged'})"
 
 
-def percent(value: float | None, spread: float | None = None) -> str:
+def format_percent(value: float | None, spread: float | None = None) -> str:
     """A share as per cent.
 
     >>> percent(0.5, 0.012), percent(None), percent(-1e12)
@@ -70,7 +70,7 @@ def percent(value: float | None, spread: float | None = None) -> str:
     return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
 
 
-def megabytes(value: float) -> str:
+def format_megabytes(value: float) -> str:
     """Bytes as MB (10^6).
 
     >>> megabytes(4_520), megabytes(88e6), megabytes(12e9)
@@ -81,7 +81,7 @@ def megabytes(value: float) -> str:
     return f"{value / 1e6:.1f}" if value >= 1e6 else f"{value / 1e6:.2g}"
 
 
-def number(value: float | None, spread: float | None = None) -> str:
+def format_number(value: float | None, spread: float | None = None) -> str:
     """A loss or a perplexity.
 
     >>> number(1.25, 0.0125), number(None), number(31.4)

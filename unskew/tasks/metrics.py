@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 from unskew.tasks.primary_metric import RECALL
 
 BINS = 15
@@ -29,7 +29,7 @@ def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str
     return [name for metric in metrics for name in (recalls if metric == "recall" else [metric])]
 
 
-def metric_figures(
+def compute_metric_values(
     metrics: Sequence[str], probabilities: np.ndarray, y: np.ndarray, class_names: Sequence[str]
 ) -> dict[str, float]:
     """The figures that are asked for; NaN where a class is missing that they need.
@@ -48,7 +48,7 @@ def metric_figures(
     return dict(zip(metric_names(metrics, class_names), found, strict=True))
 
 
-def one_against_others(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray) -> list[float]:
+def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray) -> list[float]:
     """A score of probabilities for the positive class, or the mean over classes; NaN if one is not there, or all are."""
     classes = [1] if p.shape[1] == 2 else range(p.shape[1])
     if any((y == c).all() or not (y == c).any() for c in classes):
@@ -60,14 +60,14 @@ def auroc(p: np.ndarray, y: np.ndarray) -> list[float]:
     """Area under the curve of true against false positives."""
     from sklearn.metrics import roc_auc_score
 
-    return one_against_others(roc_auc_score, p, y)
+    return one_vs_rest(roc_auc_score, p, y)
 
 
 def auprc(p: np.ndarray, y: np.ndarray) -> list[float]:
     """Average precision."""
     from sklearn.metrics import average_precision_score
 
-    return one_against_others(average_precision_score, p, y)
+    return one_vs_rest(average_precision_score, p, y)
 
 
 def f1(p: np.ndarray, y: np.ndarray) -> list[float]:
@@ -147,11 +147,11 @@ class MetricSet:
         """
         if not np.isfinite(scores).all():
             return dict.fromkeys(self.names, math.nan)
-        found = metric_figures(self.known, scores, y, self.class_names) if self.known else {}
-        return found | {name: own_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
+        found = compute_metric_values(self.known, scores, y, self.class_names) if self.known else {}
+        return found | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
 
 
-def own_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:
+def custom_metric_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:
     """Compute a metric of the user's and validate the result; see ``MetricSet.of``."""
     try:
         value: Any = f(y.copy(), scores.astype(np.float64))
@@ -165,7 +165,9 @@ def own_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where:
             raise TypeError
         number = float(value)
     except Exception:  # converting the user's object may fail in any way
-        raise ConfigError(f"The metric {name} must return a number, but returned {shown(value)} on {where}.") from None
+        raise ConfigError(
+            f"The metric {name} must return a number, but returned {short_repr(value)} on {where}."
+        ) from None
     if math.isinf(number) or (defined and math.isnan(number)):
         raise ConfigError(f"The metric {name} must return a finite number, but returned {number} on {where}.")
     return number

@@ -15,7 +15,7 @@ WORST = "worst_client"
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricInfo:
     """A metric of a model.
 
     Attributes:
@@ -51,29 +51,29 @@ class Metric:
 
 
 KNOWN_METRICS = {
-    **{name: Metric(name, title) for name, title in SCORES.items()},
-    "loss": Metric("loss", "loss", lower_is_better=True, percent=False),
-    "mae": Metric("mae", "MAE", lower_is_better=True, percent=False),
-    "rmse": Metric("rmse", "RMSE", lower_is_better=True, percent=False),
-    "perplexity": Metric("perplexity", "perplexity", lower_is_better=True, percent=False),
-    "c_precision": Metric("c_precision", "C-precision"),
-    "c_recall": Metric("c_recall", "C-recall"),
-    "c_f1": Metric("c_f1", "C-F1"),
-    "o_precision": Metric("o_precision", "O-precision"),
-    "o_recall": Metric("o_recall", "O-recall"),
-    "o_f1": Metric("o_f1", "O-F1"),
-    "s_f1": Metric("s_f1", "F1 per sample"),
-    "auroc": Metric("auroc", "AUROC"),
-    "auprc": Metric("auprc", "AUPRC"),
-    "f1": Metric("f1", "F1"),
-    "balanced_accuracy": Metric("balanced_accuracy", "balanced accuracy"),
-    "ece": Metric("ece", "ECE", lower_is_better=True),
-    WORST: Metric(WORST, "worst client"),
+    **{name: MetricInfo(name, title) for name, title in SCORES.items()},
+    "loss": MetricInfo("loss", "loss", lower_is_better=True, percent=False),
+    "mae": MetricInfo("mae", "MAE", lower_is_better=True, percent=False),
+    "rmse": MetricInfo("rmse", "RMSE", lower_is_better=True, percent=False),
+    "perplexity": MetricInfo("perplexity", "perplexity", lower_is_better=True, percent=False),
+    "c_precision": MetricInfo("c_precision", "C-precision"),
+    "c_recall": MetricInfo("c_recall", "C-recall"),
+    "c_f1": MetricInfo("c_f1", "C-F1"),
+    "o_precision": MetricInfo("o_precision", "O-precision"),
+    "o_recall": MetricInfo("o_recall", "O-recall"),
+    "o_f1": MetricInfo("o_f1", "O-F1"),
+    "s_f1": MetricInfo("s_f1", "F1 per sample"),
+    "auroc": MetricInfo("auroc", "AUROC"),
+    "auprc": MetricInfo("auprc", "AUPRC"),
+    "f1": MetricInfo("f1", "F1"),
+    "balanced_accuracy": MetricInfo("balanced_accuracy", "balanced accuracy"),
+    "ece": MetricInfo("ece", "ECE", lower_is_better=True),
+    WORST: MetricInfo(WORST, "worst client"),
 }
 """Metrics that unskew computes, by name; the recall of a class has a name of its own."""
 
 
-def metric(name: str, own: Mapping[str, str] | None = None) -> Metric:
+def metric_info(name: str, own: Mapping[str, str] | None = None) -> MetricInfo:
     """Return the metric of this name.
 
     Args:
@@ -86,11 +86,11 @@ def metric(name: str, own: Mapping[str, str] | None = None) -> Metric:
     if name in KNOWN_METRICS:
         return KNOWN_METRICS[name]
     if name.startswith(RECALL):
-        return Metric(name, f"recall of {name.removeprefix(RECALL)}")
-    return Metric(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
+        return MetricInfo(name, f"recall of {name.removeprefix(RECALL)}")
+    return MetricInfo(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 
-def score_of(names: Container[str]) -> str:
+def primary_metric_name(names: Container[str]) -> str:
     """The name of the figure that is scored, among the names of a row's or a summary's figures.
 
     >>> score_of({"round": 1, "r2": 0.5}), score_of(["best_accuracy", "accuracy"])
@@ -99,16 +99,16 @@ def score_of(names: Container[str]) -> str:
     return "r2" if "r2" in names else "accuracy"
 
 
-def objective_of(summary: Mapping[str, Any]) -> Metric:
+def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
     """Return the metric that judges the run of a summary, or of a row of a comparison.
 
     >>> objective_of({"objective": "ece"}).title, objective_of({"r2": 0.5}).title
     ('ECE', 'R²')
     """
-    return metric(summary.get("objective") or score_of(summary), summary.get("own_metrics"))
+    return metric_info(summary.get("objective") or primary_metric_name(summary), summary.get("own_metrics"))
 
 
-def client_metric(objective: str, scored: str) -> str:
+def client_metric_name(objective: str, scored: str) -> str:
     """Return the name of the metric of single clients that goes with an objective.
 
     >>> client_metric("auroc", "accuracy"), client_metric("worst_client", "accuracy")
@@ -117,7 +117,7 @@ def client_metric(objective: str, scored: str) -> str:
     return scored if objective == WORST else objective
 
 
-def held_out_name(objective: str) -> str:
+def validation_metric_name(objective: str) -> str:
     """Return the name of an objective's value on what the clients hold out, in the rounds of a run.
 
     >>> held_out_name("auroc"), held_out_name("worst_client")

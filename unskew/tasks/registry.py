@@ -1,8 +1,10 @@
 """The tasks by name."""
 
 from unskew.tasks.base import Task
-from unskew.tasks.classification import Classification, Language, MultiLabel
+from unskew.tasks.classification import Classification, LanguageModeling, MultiLabel
 from unskew.tasks.regression import Regression
 
-TASKS: dict[str, Task] = {task.name: task for task in (Classification(), MultiLabel(), Language(), Regression())}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (Classification(), MultiLabel(), LanguageModeling(), Regression())
+}
 """By name."""

@@ -65,7 +65,7 @@ class Regression(Task):
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
         """R², MAE and RMSE."""
-        return regression_figures(tally, self.std)
+        return regression_metrics(tally, self.std)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return predictions in the targets' units, ``[B]``, or ``[B, T]`` of several targets."""
@@ -93,7 +93,7 @@ def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
     return torch.stack([torch.ones_like(y), y, y.square(), error.square(), error.abs()]).sum(1)
 
 
-def regression_figures(sums: Tensor, std: Sequence[float] = ()) -> dict[str, float]:
+def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, float]:
     """R², mean absolute and root mean squared error, each the mean over targets, as in scikit-learn.
 
     Args:
@@ -110,12 +110,12 @@ def regression_figures(sums: Tensor, std: Sequence[float] = ()) -> dict[str, flo
     constant = (squared == 0).to(torch.float64)  # of targets that do not vary
     r2 = torch.where(spread > 0, 1 - squared / spread, constant)
     return {
-        "r2": at_least(float(r2.mean())),
+        "r2": clipped_r2(float(r2.mean())),
         "mae": float((unit * absolute / count).mean()),
         "rmse": float((unit * (squared / count).sqrt()).mean()),
     }
 
 
-def at_least(r2: float) -> float:
+def clipped_r2(r2: float) -> float:
     """R² as a number that files can hold."""
     return LEAST if math.isnan(r2) else max(r2, LEAST)

@@ -10,14 +10,14 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, folder_name
 from unskew.config.experiment import Experiment
-from unskew.config.paths import anchored
+from unskew.config.paths import with_absolute_paths
 from unskew.filesystem import make_folder, write_atomic
 from unskew.tuning.study import Study, as_csv
-from unskew.tuning.trial_runner import Plan
+from unskew.tuning.trial_runner import TuningPlan
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedMethod:
     """What was found for a method.
 
     Attributes:
@@ -44,7 +44,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningResult:
     """What tuning gave.
 
     Attributes:
@@ -54,13 +54,13 @@ class Tuning:
         folder: Where all is, or None.
     """
 
-    tuned: dict[str, Tuned]
+    tuned: dict[str, TunedMethod]
     trials: list[dict[str, Any]] = field(repr=False)
     comparison: Comparison = field(repr=False)
     folder: Path | None = None
 
 
-def found(plan: Plan, name: str, study: Study, seed: int) -> Tuned:
+def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:
     """What the trials of a method found; its run is on ``seed``."""
     best, rows = study.best, study.rows()
     options = study.params_of(best)
@@ -68,11 +68,11 @@ def found(plan: Plan, name: str, study: Study, seed: int) -> Tuned:
     counts = {state: sum(row["state"] == state for row in rows) for state in ("finished", "ended early", "failed")}
     figure = f"validation {plan.objective.title}"
     figure = f"{figure} of personal models" if name in plan.personal else figure
-    config = anchored(plan.of(name, options)).model_copy(update={"seed": seed})
-    return Tuned(options, best.value, first, figure, counts, study.importance(), config)
+    config = with_absolute_paths(plan.of(name, options)).model_copy(update={"seed": seed})
+    return TunedMethod(options, best.value, first, figure, counts, study.importance(), config)
 
 
-def write_found(folder: Path, tuned: Mapping[str, Tuned], rows: list[dict[str, Any]]) -> None:
+def write_results(folder: Path, tuned: Mapping[str, TunedMethod], rows: list[dict[str, Any]]) -> None:
     """Write ``tuned/METHOD.yaml``, ``trials.csv`` and ``tuning.json``."""
     make_folder(folder / "tuned")
     for name, one in tuned.items():

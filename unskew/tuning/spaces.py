@@ -8,10 +8,10 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
-from unskew.errors import ConfigError, unknown
-from unskew.methods.registry import check_names, rule_class
-from unskew.option_parsing import build, options_of
-from unskew.protocol.search_space import Choice, Range, Space, log, one_of, read_space
+from unskew.errors import ConfigError, unknown_name
+from unskew.methods.registry import check_expression, rule_class
+from unskew.option_parsing import build_from_options, option_defaults
+from unskew.protocol.search_space import CategoricalSpace, RangeSpace, Space, log_range, one_of, read_space
 
 SHARED = (
     *("lr", "batch_size", "local_steps", "local_epochs", "momentum", "weight_decay", "nesterov", "clip"),
@@ -25,10 +25,10 @@ DIGITS = 3
 """Significant digits of a tuned number: more mean nothing, and a spelling stays short."""
 
 
-def parts_of(spelling: str) -> list[tuple[str, dict[str, str]]]:
+def split_expression(spelling: str) -> list[tuple[str, dict[str, str]]]:
     """The names of the methods of a sum, and the options that are written, as text."""
     found = []
-    for piece in check_names(spelling):
+    for piece in check_expression(spelling):
         name, _, rest = (text.strip() for text in piece.partition(":"))
         pairs = (text.partition("=") for text in rest.split(",") if text.strip())
         name = name if "." in name else name.lower()
@@ -36,7 +36,7 @@ def parts_of(spelling: str) -> list[tuple[str, dict[str, str]]]:
     return found
 
 
-def spelled(parts: list[tuple[str, dict[str, str]]]) -> str:
+def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
     """The inverse of ``parts_of``.
 
     >>> spelled(parts_of("fedprox:mu=0.1 + scaffold"))
@@ -49,7 +49,7 @@ def spelled(parts: list[tuple[str, dict[str, str]]]) -> str:
     return "+".join(pieces)
 
 
-def shared_spaces(config: Experiment) -> dict[str, Space]:
+def common_spaces(config: Experiment) -> dict[str, Space]:
     """What is tuned of every method, around what the configuration says.
 
     The rate from a hundredth to ten times its value; the local work and the batch from half to twice theirs, which bounds
@@ -58,42 +58,42 @@ def shared_spaces(config: Experiment) -> dict[str, Space]:
     budget = "local_epochs" if config.local_steps is None else "local_steps"
     work, batch = int(getattr(config, budget)), config.batch_size
     return {
-        "lr": log(float(f"{config.lr / 100:.3g}"), min(1e6, float(f"{config.lr * 10:.3g}"))),
-        budget: log(max(1, work // 2), 2 * work),
+        "lr": log_range(float(f"{config.lr / 100:.3g}"), min(1e6, float(f"{config.lr * 10:.3g}"))),
+        budget: log_range(max(1, work // 2), 2 * work),
         "batch_size": one_of(*sorted({max(1, batch // 2), batch, 2 * batch})),
     }
 
 
-def own_spaces(spelling: str) -> dict[str, Space]:
+def method_spaces(spelling: str) -> dict[str, Space]:
     """What is tuned of the methods of a sum, as ``fedprox.mu``: all that they declare, but for options that are written."""
     found: dict[str, Space] = {}
-    for name, written in parts_of(spelling):
+    for name, written in split_expression(spelling):
         for option, space in rule_class(name).spaces.items():
             if option not in written and SERVER_BUDGETS.get(option) not in written:
                 found[f"{name}.{option}"] = space
     return found
 
 
-def given_spaces(given: Mapping[str, object], methods: list[str], values: Mapping[str, Any]) -> dict[str, Space]:
+def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping[str, Any]) -> dict[str, Space]:
     """The spaces that a user gives, checked: of a field for all methods, or as ``fedprox.mu`` of one method's option.
 
     Raises:
         ConfigError: There is no such field or option, none of the methods has it, or it takes no such values.
     """
     found: dict[str, Space] = {}
-    there = {name for spelling in methods for name, _ in parts_of(spelling)}
+    there = {name for spelling in methods for name, _ in split_expression(spelling)}
     for key, value in given.items():
         owner, dot, option = str(key).rpartition(".")
         if not dot:
             if key not in SHARED:
-                raise ConfigError(unknown("option to tune for all methods", str(key), SHARED))
+                raise ConfigError(unknown_name("option to tune for all methods", str(key), SHARED))
             found[key] = read_space(value, key, partial(_check_field, values, key))
             continue
         if owner not in there:
             raise ConfigError(f"The space {key} belongs to none of the methods; they are {', '.join(sorted(there))}.")
         cls = rule_class(owner)
-        if option not in options_of(cls):
-            raise ConfigError(unknown("option", option, options_of(cls), owner))
+        if option not in option_defaults(cls):
+            raise ConfigError(unknown_name("option", option, option_defaults(cls), owner))
         found[key] = read_space(value, key, partial(_check_option, cls, option, owner))
     both = [name for name in BUDGETS if name in found]
     if len(both) == 2:
@@ -106,7 +106,7 @@ def _check_field(values: Mapping[str, Any], key: str, value: Any) -> None:
 
 
 def _check_option(cls: type, option: str, owner: str, value: Any) -> None:
-    build(cls, {option: value}, owner, f"{owner}.")
+    build_from_options(cls, {option: value}, owner, f"{owner}.")
 
 
 def without_rival(values: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) ->
         config: What the runs have in common.
         given: Spaces of the user's, which go before the others.
     """
-    names = {name for name, _ in parts_of(spelling)}
+    names = {name for name, _ in split_expression(spelling)}
     mine = {key: space for key, space in given.items() if "." not in key or key.rpartition(".")[0] in names}
-    found = {**shared_spaces(config), **own_spaces(spelling), **mine}
+    found = {**common_spaces(config), **method_spaces(spelling), **mine}
     return {key: space for key, space in found.items() if BUDGETS.get(key) not in mine}
 
 
@@ -134,18 +134,18 @@ def rounded(value: Any, space: Space) -> Any:
     >>> rounded(0.0123456, log(0.001, 1.0))
     0.0123
     """
-    if not isinstance(space, Range) or not isinstance(value, float):
+    if not isinstance(space, RangeSpace) or not isinstance(value, float):
         return value
     return min(max(float(f"{value:.{DIGITS}g}"), space.low), space.high)
 
 
-def applied(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A method with options, and the fields of a run that go with it.
 
     >>> applied("fedprox+scaffold", {"lr": 0.1, "fedprox.mu": 0.5})
     ('fedprox:mu=0.5+scaffold', {'lr': 0.1})
     """
-    parts, fields = parts_of(spelling), {}
+    parts, fields = split_expression(spelling), {}
     for key, value in params.items():
         owner, dot, option = key.rpartition(".")
         if not dot:
@@ -153,30 +153,32 @@ def applied(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, An
         for name, options in parts:
             if dot and name == owner:
                 options[option] = str(value)
-    return spelled(parts), fields
+    return join_expression(parts), fields
 
 
-def fixed_in(spaces: Mapping[str, Space]) -> dict[str, Any]:
+def fixed_fields(spaces: Mapping[str, Space]) -> dict[str, Any]:
     """The options that have one value only."""
     return {
-        key: space.values[0] for key, space in spaces.items() if isinstance(space, Choice) and len(space.values) == 1
+        key: space.values[0]
+        for key, space in spaces.items()
+        if isinstance(space, CategoricalSpace) and len(space.values) == 1
     }
 
 
-def lies_in(value: Any, space: Space) -> bool:
+def is_in_space(value: Any, space: Space) -> bool:
     """Whether a space holds a value."""
-    if isinstance(space, Choice):
+    if isinstance(space, CategoricalSpace):
         return value in space.values
     return isinstance(value, int | float) and space.low <= value <= space.high
 
 
-def as_configured(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
+def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
     """The values that the configuration and the method's own defaults have, of those that lie in their spaces."""
     found = {}
-    written = {f"{name}.{key}": text for name, options in parts_of(spelling) for key, text in options.items()}
+    written = {f"{name}.{key}": text for name, options in split_expression(spelling) for key, text in options.items()}
     for key, space in spaces.items():
         owner, dot, option = key.rpartition(".")
-        value = getattr(config, key) if not dot else written.get(key, options_of(rule_class(owner)).get(option))
-        if lies_in(value, space):
+        value = getattr(config, key) if not dot else written.get(key, option_defaults(rule_class(owner)).get(option))
+        if is_in_space(value, space):
             found[key] = value
-    return {key: value for key, value in found.items() if key not in fixed_in(spaces)}
+    return {key: value for key, value in found.items() if key not in fixed_fields(spaces)}

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import CheckpointError, ConfigError, shown
-from unskew.filesystem import make_folder, waiting_for
-from unskew.protocol.search_space import Choice, Space
+from unskew.errors import CheckpointError, ConfigError, short_repr
+from unskew.filesystem import file_lock, make_folder
+from unskew.protocol.search_space import CategoricalSpace, Space
 from unskew.seeding import derive
-from unskew.tuning.spaces import fixed_in, lies_in, rounded
+from unskew.tuning.spaces import fixed_fields, is_in_space, rounded
 
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
 LONG = 600.0
@@ -67,7 +67,7 @@ def database() -> Iterator[None]:
         ) from error
 
 
-class Pruned(Exception):
+class TrialPruned(Exception):
     """A trial is worse than the others were after as many rounds."""
 
 
@@ -121,7 +121,7 @@ class Study:
             yield
             return
         make_folder(self.folder)  # a process that came to the end may have removed it
-        with waiting_for(self.folder / ".claim", LONG):
+        with file_lock(self.folder / ".claim", LONG):
             yield
 
     @property
@@ -155,7 +155,7 @@ class Study:
         if self.folder is None:
             return True
         try:
-            held.enter_context(waiting_for(self.folder / f".{number:04d}", 0))
+            held.enter_context(file_lock(self.folder / f".{number:04d}", 0))
         except ConfigError:
             return False
         # Whoever had it may have finished it just now.
@@ -178,11 +178,13 @@ class Study:
 
     def params_of(self, trial: Any) -> dict[str, Any]:
         """The options of a trial as they were used, fixed ones included."""
-        used = {**trial.params, **fixed_in(self.spaces)}
-        wrong = next((key for key, space in self.spaces.items() if key in used and not lies_in(used[key], space)), None)
+        used = {**trial.params, **fixed_fields(self.spaces)}
+        wrong = next(
+            (key for key, space in self.spaces.items() if key in used and not is_in_space(used[key], space)), None
+        )
         if wrong is not None:  # such as an import path, in the database of somebody else
             raise ConfigError(
-                f"study.db holds {wrong}={shown(used[wrong])} for {self.name}, which is not in its space; tune in another "
+                f"study.db holds {wrong}={short_repr(used[wrong])} for {self.name}, which is not in its space; tune in another "
                 "folder with --out."
             )
         return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
@@ -239,7 +241,7 @@ class Trial:
             sampler = self.study.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self.study.study.sampler = sampler
         for key, space in self.study.spaces.items():
-            if isinstance(space, Choice):
+            if isinstance(space, CategoricalSpace):
                 if len(space.values) > 1:
                     self.trial.suggest_categorical(key, space.values)
             elif space.whole:
@@ -257,7 +259,7 @@ class Trial:
         if round > self.reported:
             self.trial.report(value, round)
         if round >= self.reported and not last and self.trial.should_prune():
-            raise Pruned
+            raise TrialPruned
 
     def tell(self, value: float | None, rounds: int, reason: str | None = None) -> None:
         """What came of it: a value, or None with a reason if it failed, without one if it was ended early."""

@@ -26,22 +26,22 @@ from unskew.runs.metrics import run_metrics
 from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.runs.validation import check_method
-from unskew.simulation.personal_models import personalises
-from unskew.tasks.primary_metric import WORST, Metric, client_metric, held_out_name, metric
-from unskew.tuning.spaces import applied, as_configured, fixed_in, spaces_for, without_rival
-from unskew.tuning.study import Pruned, Study, Trial, make_storage
+from unskew.simulation.personal_models import has_personal_models
+from unskew.tasks.primary_metric import WORST, MetricInfo, client_metric_name, metric_info, validation_metric_name
+from unskew.tuning.spaces import apply_parameters, configured_values, fixed_fields, spaces_for, without_rival
+from unskew.tuning.study import Study, Trial, TrialPruned, make_storage
 
 Follow = Callable[[str], Sequence[Callback]]
 WAIT = 0.2
 
 
-def unfollowed(title: str) -> Sequence[Callback]:
+def no_callbacks(title: str) -> Sequence[Callback]:
     """Nobody follows."""
     return ()
 
 
 @dataclass
-class Plan:
+class TuningPlan:
     """What is tuned, and how.
 
     Attributes:
@@ -75,10 +75,10 @@ class Plan:
         return self.federation or federation_of(self.config.data_spec, self.config.seed)
 
     @cached_property
-    def objective(self) -> Metric:
+    def objective(self) -> MetricInfo:
         """The metric that decides: the loss of a language model if none is chosen, as its accuracy says little."""
         if self.config.objective == AUTO and self.data.objective.name == "language":
-            return metric("loss")
+            return metric_info("loss")
         return run_metrics(self.config, self.data).objective
 
     def value_of(self, history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], personal: bool) -> float:
@@ -90,8 +90,8 @@ class Plan:
             personal: Whether to take the clients' own models, not the last (with ``keep=best`` the best) global model.
         """
         name = self.objective.name
-        own = f"personal_{client_metric(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
-        values = [row.get(held_out_name(name)) for row in history if held_out_name(name) in row]
+        own = f"personal_{client_metric_name(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
+        values = [row.get(validation_metric_name(name)) for row in history if validation_metric_name(name) in row]
         values = [summary.get(own)] if personal else values[-1:] if self.config.keep == "last" else values
         found = [float(value) for value in values if value is not None]
         return max(found, key=self.objective.rank, default=float("nan"))
@@ -111,15 +111,15 @@ class Plan:
         if not self.config.eval_clients:
             raise ConfigError("Trials are judged at eval_clients clients; with eval_clients=0 there are none.")
         for name in self.methods:
-            first = self.of(name, fixed_in(self.spaces(name)))
+            first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)
             spec, _ = check_method(first, self.data, self.model, built)
-            if personalises(built, spec) and self.data.objective.name != "language":
+            if has_personal_models(built, spec) and self.data.objective.name != "language":
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
         """The configuration of a method with tuned options."""
-        spelling, fields = applied(name, params)
+        spelling, fields = apply_parameters(name, params)
         values = dict(self.values)
         for key, value in fields.items():
             values = {**without_rival(values, key), key: value}
@@ -144,13 +144,13 @@ class Plan:
                 not self.objective.lower_is_better,
                 # The global model says little of a method that serves each client with a model of its own.
                 None if name in self.personal else warmup,
-                as_configured(name, self.config, self.spaces(name)),
+                configured_values(name, self.config, self.spaces(name)),
             )
             for number, name in enumerate(self.methods)
         }
 
 
-def make_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unfollowed) -> None:
+def make_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow = no_callbacks) -> None:
     """Make trials until there is none left that nobody else is at."""
     for name, study in studies.items():
         while True:
@@ -160,7 +160,7 @@ def make_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unfol
                 make_trial(plan, name, trial, follow(f"{name}, trial {trial.number + 1} of {plan.trials}"))
 
 
-def finish_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unfollowed) -> None:
+def finish_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow = no_callbacks) -> None:
     """Make trials, and wait for those that others are at; what they leave unfinished is made here."""
     while any(len(study.finished) < plan.trials for study in studies.values()):
         make_trials(plan, studies, follow)
@@ -168,7 +168,7 @@ def finish_trials(plan: Plan, studies: Mapping[str, Study], follow: Follow = unf
             time.sleep(WAIT)
 
 
-class Judge(Callback):
+class TrialReporter(Callback):
     """Reports after each evaluated round what the global model is worth on what clients hold out.
 
     Args:
@@ -179,7 +179,7 @@ class Judge(Callback):
 
     def __init__(self, trial: Trial, rounds: int, scored: str):
         self.trial, self.rounds, self.done = trial, rounds, 0
-        self.figure = held_out_name(scored)
+        self.figure = validation_metric_name(scored)
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Nothing is to be done."""
@@ -197,11 +197,11 @@ class Judge(Callback):
         """Nothing is to be done."""
 
 
-def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback]) -> None:
+def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Callback]) -> None:
     """Draw the options of a trial, train with them, and note what came of it."""
     params = trial.params()
     folder, rounds = trial.folder, plan.config.rounds
-    judge = Judge(trial, rounds, plan.objective.name)
+    judge = TrialReporter(trial, rounds, plan.objective.name)
     try:
         config = plan.of(name, params).model_copy(update={"target": None, "trackers": (), "save_samples": False})
         if config.early_stopping is None:  # never stops so, but looks at what clients hold out
@@ -220,7 +220,7 @@ def make_trial(plan: Plan, name: str, trial: Trial, followers: Sequence[Callback
                 shared=None if plan.folder is None else plan.folder / SYNTHETIC,
             )
             history, summary = result.history, result.summary
-    except Pruned:
+    except TrialPruned:
         trial.tell(None, judge.done)
         for follower in followers:
             follower.end({})

@@ -14,29 +14,29 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, compare, seed_list
 from unskew.config.loader import experiment
-from unskew.config.paths import wherever
+from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
-from unskew.engines.cpu import watch_parent
-from unskew.errors import ConfigError, UnskewError, items, shown
+from unskew.engines.cpu import exit_with_parent
+from unskew.errors import ConfigError, UnskewError, list_items, short_repr
 from unskew.filesystem import (
     check_plain,
+    file_lock,
+    is_occupied,
     make_folder,
-    occupied,
-    place,
+    parse_path,
     read_json,
     unmake_folder,
-    waiting_for,
     write_atomic,
 )
 from unskew.records.recorder import Callback
-from unskew.runs.api_arguments import unnamed, values_of
+from unskew.runs.api_arguments import config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike
-from unskew.runs.parallel import MOST, check_parallel, on_cluster, places, side_by_side
-from unskew.runs.process_pool import Work, sendable
-from unskew.tuning.results import Tuned, Tuning, found, write_found
-from unskew.tuning.spaces import given_spaces, parts_of, spelled
+from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster
+from unskew.runs.process_pool import Job, raise_if_unpicklable
+from unskew.tuning.results import TunedMethod, TuningResult, best_of_trials, write_results
+from unskew.tuning.spaces import join_expression, split_expression, user_spaces
 from unskew.tuning.study import database, optuna_library
-from unskew.tuning.trial_runner import Follow, Plan, finish_trials, make_trials, unfollowed
+from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_trials, no_callbacks
 
 MOST_TRIALS = 10_000
 MACHINE = ("engine", "workers", "together", "ray", "patience", "device", "checkpoint_every")
@@ -57,9 +57,9 @@ def tune(
     resume: bool = False,
     parallel: int | str = 1,
     pruning: bool = True,
-    follow: Follow = unfollowed,
+    follow: Follow = no_callbacks,
     **options: Any,
-) -> Tuning:
+) -> TuningResult:
     """Tune several methods alike, and compare them with what was found on fresh seeds.
 
     Every method gets as many trials, of as many rounds, on the same data and with the same seed of the sampler. Trials are
@@ -90,14 +90,14 @@ def tune(
     _check_counts(trials, parallel)
     if "method" in options:
         raise ConfigError("Tuning takes methods=[...]; leave out method.")
-    values = values_of(options, federation, model)
-    config, folder = experiment(values), None if out is None else place(out).absolute()
+    values = config_from_arguments(options, federation, model)
+    config, folder = experiment(values), None if out is None else parse_path(out).absolute()
     fresh = fresh_seeds(seeds, config.seed)
-    given = given_spaces(space or {}, names, values)
-    plan = Plan(names, values, given, trials, pruning, folder, federation, unnamed(model))
+    given = user_spaces(space or {}, names, values)
+    plan = TuningPlan(names, values, given, trials, pruning, folder, federation, model_object(model))
     away = isinstance(parallel, str)
     if away:
-        places(parallel, [config], 0)
+        num_parallel_runs(parallel, [config], 0)
     if parallel != 1 and (folder is None or federation is not None or plan.model is not None):
         raise ConfigError(
             "Several processes share a folder and load the data and the model by their names: give out, and neither a "
@@ -110,31 +110,31 @@ def tune(
         studies = plan.studies()
         if isinstance(parallel, str):
             count = plan.trials * len(plan.methods)
-            works = [Work(number, _trials_there) for number in range(min(count, MOST))]
-            for _ in side_by_side(works, on_cluster(parallel, len(works), small=True), replace(plan)):
+            works = [Job(number, _trials_there) for number in range(min(count, MOST))]
+            for _ in run_jobs(works, run_on_cluster(parallel, len(works), small=True), replace(plan)):
                 pass
         with _helpers(plan, 0 if isinstance(parallel, str) else parallel - 1):
             finish_trials(plan, studies, follow)
-        tuned = {name: found(plan, name, study, fresh[0]) for name, study in studies.items()}
+        tuned = {name: best_of_trials(plan, name, study, fresh[0]) for name, study in studies.items()}
         rows = [{**row, "objective": plan.objective.name} for study in studies.values() for row in study.rows()]
         if folder is not None:
-            write_found(folder, tuned, rows)
+            write_results(folder, tuned, rows)
         comparison = _compared(plan, tuned, fresh, federation, model, follow, parallel if away else 1)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
-    return Tuning(tuned, rows, comparison, folder)
+    return TuningResult(tuned, rows, comparison, folder)
 
 
 def _names(methods: Any) -> list[str]:
-    names = [methods] if isinstance(methods, str) else items(methods, ConfigError("methods is a list of methods."))
+    names = [methods] if isinstance(methods, str) else list_items(methods, ConfigError("methods is a list of methods."))
     wrong = next((name for name in names if not isinstance(name, str)), None)
     if wrong is not None:
         raise ConfigError(
-            f"Methods to tune are named by text such as 'fedprox', which options are added to, not {shown(wrong)}."
+            f"Methods to tune are named by text such as 'fedprox', which options are added to, not {short_repr(wrong)}."
         )
     if not names:
         raise ConfigError("Name at least one method.")
-    names = [spelled(parts_of(name)) for name in names]
+    names = [join_expression(split_expression(name)) for name in names]
     if len(set(names)) < len(names):
         raise ConfigError("Name each method only once.")
     return names
@@ -146,7 +146,9 @@ def _check_counts(trials: Any, parallel: Any) -> None:
         check_parallel(parallel)
     for name, value, most in (("trials", trials, MOST_TRIALS), ("parallel", parallel if on_machine else 1, 4096)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ConfigError(f"{name}={shown(value, str)} is not valid: it must be a whole number from 1 to {most}.")
+            raise ConfigError(
+                f"{name}={short_repr(value, str)} is not valid: it must be a whole number from 1 to {most}."
+            )
 
 
 def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
@@ -177,7 +179,7 @@ def _in(folder: Path | None, resume: bool) -> Iterator[None]:
             raise ConfigError("Tuning goes on in a folder; name it with out.")
         yield
         return
-    fresh = not occupied(folder)
+    fresh = not is_occupied(folder)
     if not fresh and not resume:
         raise ConfigError(f"The folder {folder} is already there; choose another with --out, or go on with --resume.")
     added = make_folder(folder)
@@ -190,13 +192,13 @@ def _in(folder: Path | None, resume: bool) -> Iterator[None]:
         raise
 
 
-def _remember(folder: Path, plan: Plan, seeds: list[int]) -> None:
+def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
     """Write down what is tuned, or see that it is what was tuned here before.
 
     Raises:
         ConfigError: It is something else.
     """
-    config = {k: v for k, v in wherever(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
+    config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
     asked = {
         "methods": plan.methods,
         "trials": plan.trials,
@@ -207,7 +209,7 @@ def _remember(folder: Path, plan: Plan, seeds: list[int]) -> None:
     }
     asked = json.loads(json.dumps(asked))
     path = folder / "plan.json"
-    with waiting_for(folder / ".plan", 60.0):
+    with file_lock(folder / ".plan", 60.0):
         if not path.exists():
             write_atomic(path, (json.dumps(asked, indent=2) + "\n").encode())
             return
@@ -225,12 +227,12 @@ def _remember(folder: Path, plan: Plan, seeds: list[int]) -> None:
 
 
 @contextmanager
-def _helpers(plan: Plan, count: int) -> Iterator[None]:
+def _helpers(plan: TuningPlan, count: int) -> Iterator[None]:
     """Within, so many other processes make trials, too; the trial of one that dies is gone on with here."""
     context = multiprocessing.get_context("spawn")
     # A copy of the fields alone: each loads the data itself.
     helpers = [context.Process(target=_help, args=(replace(plan),)) for _ in range(count)]
-    with sendable():
+    with raise_if_unpicklable():
         for helper in helpers:
             helper.start()
     try:
@@ -242,22 +244,22 @@ def _helpers(plan: Plan, count: int) -> Iterator[None]:
             helper.join()
 
 
-def _help(plan: Plan) -> None:
+def _help(plan: TuningPlan) -> None:
     """What another process does. What ends it is told by the one that goes on with its trial."""
-    watch_parent()
+    exit_with_parent()
     with contextlib.suppress(KeyboardInterrupt, UnskewError, OSError), database():
         make_trials(plan, plan.studies())
 
 
-def _trials_there(plan: Plan, callbacks: Sequence[Callback]) -> None:
+def _trials_there(plan: TuningPlan, callbacks: Sequence[Callback]) -> None:
     """What a task on a cluster does: trials, until there is none left that nobody else is at."""
     with database():
         make_trials(plan, plan.studies())
 
 
 def _compared(
-    plan: Plan,
-    tuned: Mapping[str, Tuned],
+    plan: TuningPlan,
+    tuned: Mapping[str, TunedMethod],
     seeds: list[int],
     federation: Federation | None,
     model: Any,
@@ -274,7 +276,7 @@ def _compared(
     each = {
         one.config.method: {key: getattr(one.config, key) for key in sorted(fields | budgets)} for one in tuned.values()
     }
-    alone = nullcontext() if plan.folder is None else waiting_for(plan.folder / ".compare", PATIENCE)
+    alone = nullcontext() if plan.folder is None else file_lock(plan.folder / ".compare", PATIENCE)
     with alone:
         return compare(
             federation,

@@ -12,7 +12,7 @@ from numpy.random import Generator
 from unskew.errors import ConfigError, DataError
 
 
-class Foreign(NamedTuple):
+class CustomPartition(NamedTuple):
     """The owner of each sample (-1: nobody), the number of clients and the name of what made them."""
 
     owner: np.ndarray
@@ -20,9 +20,9 @@ class Foreign(NamedTuple):
     name: str
 
 
-def from_function(
+def call_partition_function(
     function: Callable[..., Sequence[np.ndarray]], labels: np.ndarray, clients: int | None, rng: Generator
-) -> Foreign:
+) -> CustomPartition:
     """Call a user's partition function and check that it uses every sample exactly once."""
     name = getattr(function, "__name__", type(function).__name__)
     if clients is None:
@@ -41,16 +41,16 @@ def from_function(
         parts = [np.asarray(part).reshape(-1) for part in made]
     except ValueError as error:
         raise DataError(f"The partition {name} must give each client a flat list of sample ids ({error}).") from error
-    owner = owner_of(parts, len(labels), clients, name)
+    owner = owners_from_ids(parts, len(labels), clients, name)
     if (owner < 0).any():
         out = int((owner < 0).sum())
         raise DataError(f"The partition {name} leaves out {out} of {len(owner)} samples; each must have one client.")
-    return Foreign(owner, clients, name)
+    return CustomPartition(owner, clients, name)
 
 
-def from_flower(
+def call_flower_partitioner(
     partitioner: Any, labels: np.ndarray, clients: int | None, columns: Mapping[str, np.ndarray]
-) -> Foreign:
+) -> CustomPartition:
     """Let a partitioner of ``flwr_datasets`` divide the labels (it may leave samples out)."""
     try:
         from datasets import Dataset
@@ -70,10 +70,10 @@ def from_flower(
     if clients is not None and clients != count:
         raise ConfigError(f"{name} makes {count} partitions, but {clients} clients are asked for; make both equal.")
     parts = [np.asarray(partitioner.load_partition(k)["__index"][:], dtype=np.int64) for k in range(count)]
-    return Foreign(owner_of(parts, len(labels), count, name), count, name)
+    return CustomPartition(owners_from_ids(parts, len(labels), count, name), count, name)
 
 
-def owner_of(parts: Sequence[np.ndarray], n: int, clients: int, name: str) -> np.ndarray:
+def owners_from_ids(parts: Sequence[np.ndarray], n: int, clients: int, name: str) -> np.ndarray:
     """The owner of each sample from each client's ids; refused when a sample has two owners."""
     if len(parts) != clients:
         raise DataError(f"The partition {name} made {len(parts)} parts for {clients} clients.")

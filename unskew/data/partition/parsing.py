@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from unskew import plugins
-from unskew.errors import ConfigError, unknown
+from unskew.errors import ConfigError, unknown_name
 
 PARTITIONS: dict[str, str] = {
     "iid": "iid: shuffle and cut",
@@ -26,7 +26,7 @@ LARGEST = 10**12  # more samples than anybody has
 EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "quantity:0.5", "natural": "natural:user"}
 
 
-def parse(spec: str) -> tuple[str, str, dict[str, str]]:
+def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
     """Split ``name:value,option=value`` into its parts; the value is empty when there is none.
 
     >>> parse("dirichlet:0.1,min=half")
@@ -35,7 +35,7 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
     head, *rest = (part.strip() for part in spec.split(","))
     name, _, value = (part.strip() for part in head.partition(":"))
     if name not in PARTITIONS:
-        plugins.find(plugins.PARTITIONS, "partition", name, PARTITIONS)
+        plugins.find_plugin(plugins.PARTITIONS, "partition", name, PARTITIONS)
     if name in EXAMPLES and not value:
         raise ConfigError(f"The partition {name} needs a value, for example {EXAMPLES[name]}.")
     if name == "iid" and value:
@@ -49,14 +49,14 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
         if not allowed and name in PARTITIONS:
             raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
         if key not in allowed and name in PARTITIONS:
-            raise ConfigError(unknown("option", key, allowed, f"The partition {name}"))
+            raise ConfigError(unknown_name("option", key, allowed, f"The partition {name}"))
         if key in options:
             raise ConfigError(f"The partition {spec!r} gives {key} twice.")
         options[key] = text
     return name, value, options
 
 
-def column_of(spec: object) -> str | None:
+def partition_column(spec: object) -> str | None:
     """The column whose values decide a partition, however it is given; None if none does.
 
     >>> column_of("natural:user"), column_of("dirichlet:0.1,by=genre"), column_of("sorted")
@@ -65,11 +65,11 @@ def column_of(spec: object) -> str | None:
     if not isinstance(spec, str):  # a partitioner of flwr_datasets may have one
         by = getattr(spec, "_partition_by", None)
         return by if isinstance(by, str) else None
-    name, value, options = parse(spec)
+    name, value, options = parse_partition(spec)
     return options.get("by") or (value if name in ("natural", "sorted") else None) or None
 
 
-def positive(text: str, what: str) -> float:
+def parse_positive(text: str, what: str) -> float:
     """A positive finite number."""
     try:
         number = float(text)
@@ -80,7 +80,7 @@ def positive(text: str, what: str) -> float:
     return number
 
 
-def whole(text: str, what: str) -> int:
+def parse_count(text: str, what: str) -> int:
     """A whole number of at least one that is not absurdly large."""
     try:
         number = int(text)
@@ -93,7 +93,7 @@ def whole(text: str, what: str) -> int:
     return number
 
 
-def truth(text: str, what: str) -> bool:
+def parse_bool(text: str, what: str) -> bool:
     """``true`` or ``false``."""
     if text.lower() not in ("true", "false"):
         raise ConfigError(f"{what} must be true or false, not {text!r}.")

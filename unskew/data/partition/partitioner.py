@@ -16,10 +16,10 @@ import numpy as np
 from numpy.random import Generator
 
 from unskew import plugins
-from unskew.data.federation import fingerprint_of
+from unskew.data.federation import compute_fingerprint
 from unskew.data.partition import custom, schemes
-from unskew.data.partition.parsing import PARTITIONS, parse, positive, truth, whole
-from unskew.errors import ConfigError, DataError, unknown
+from unskew.data.partition.parsing import PARTITIONS, parse_bool, parse_count, parse_partition, parse_positive
+from unskew.errors import ConfigError, DataError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Partition:
     def fingerprint(self) -> str:
         """Sixteen hex digits that depend on who holds which sample, not on the order inside a client."""
         client = np.repeat(np.arange(self.clients), self.sizes)
-        return fingerprint_of(self.order[np.lexsort((self.order, client))].astype(np.int64), self.offsets)
+        return compute_fingerprint(self.order[np.lexsort((self.order, client))].astype(np.int64), self.offsets)
 
     def indices(self, k: int) -> np.ndarray:
         """Sample ids of client ``k``."""
@@ -129,7 +129,7 @@ def make_partition(
     [1, 3, 5]
     """
     # Nothing to divide by: a matrix without columns.
-    labels = np.zeros((samples or 0, 0), np.int64) if labels is None else checked_labels(labels, classes)
+    labels = np.zeros((samples or 0, 0), np.int64) if labels is None else validate_labels(labels, classes)
     if seed < 0:
         raise ConfigError(f"The seed must not be negative; it is {seed}.")
     if clients is not None and clients < 1:
@@ -139,19 +139,19 @@ def make_partition(
     rng = np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(b"unskew/partition")]))
     columns = columns or {}
     if isinstance(spec, str):
-        owner = from_text(spec, labels, clients, rng, classes, columns)
+        owner = owners_from_text(spec, labels, clients, rng, classes, columns)
         parts = Partition.from_owner(owner, int(owner.max()) + 1 if clients is None else clients, spec)
-        return replace(parts, names=names_of(spec, owner, parts.clients, columns))
+        return replace(parts, names=client_names_from_column(spec, owner, parts.clients, columns))
     if type(spec).__module__.split(".")[0] == "flwr_datasets":
-        return Partition.from_owner(*custom.from_flower(spec, labels, clients, columns))
+        return Partition.from_owner(*custom.call_flower_partitioner(spec, labels, clients, columns))
     if callable(spec):
-        return Partition.from_owner(*custom.from_function(spec, labels, clients, rng))
+        return Partition.from_owner(*custom.call_partition_function(spec, labels, clients, rng))
     raise ConfigError(
         f"A partition is text such as 'dirichlet:0.1', or a function, not an object of type {type(spec).__name__}."
     )
 
 
-def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
+def validate_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     """Labels as int64, refused unless they are one class index per sample, or one column of 0 and 1 per class."""
     labels = np.asarray(labels)
     if labels.ndim == 2 and len(labels) and labels.shape[1] == classes:
@@ -167,7 +167,7 @@ def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     return labels.astype(np.int64)
 
 
-def from_text(
+def owners_from_text(
     spec: str,
     labels: np.ndarray,
     clients: int | None,
@@ -176,18 +176,18 @@ def from_text(
     columns: Mapping[str, np.ndarray],
 ) -> np.ndarray:
     """The owner of each sample, for a partition written as text."""
-    name, value, options = parse(spec)
+    name, value, options = parse_partition(spec)
     if name not in PARTITIONS:
-        return of_package(spec, labels, clients, rng)
+        return call_plugin(spec, labels, clients, rng)
     if name == "natural":
-        smallest = whole(options.get("min", "1"), f"min in {spec!r}")
-        return schemes.natural(column(columns, value, spec), clients, rng, smallest=smallest, column=value)
+        smallest = parse_count(options.get("min", "1"), f"min in {spec!r}")
+        return schemes.natural(get_column(columns, value, spec), clients, rng, smallest=smallest, column=value)
     if clients is None:
         raise ConfigError(
             f"The partition {spec!r} needs the number of clients; only natural:COLUMN finds it by itself."
         )
     if "by" in options:
-        values, codes = np.unique(column(columns, options["by"], spec), return_inverse=True)
+        values, codes = np.unique(get_column(columns, options["by"], spec), return_inverse=True)
         labels, classes = codes.reshape(-1), len(values)
     if labels.ndim > 1 and (name in ("dirichlet", "classes") or (name == "sorted" and not value)):
         what = "may have several" if labels.shape[1] else "has none"
@@ -196,19 +196,21 @@ def from_text(
             "quantity:ALPHA, natural:COLUMN or sorted:COLUMN, or divide by a column: dirichlet:0.1,by=COLUMN."
         )
     if name == "iid":
-        each = whole(options["each"], f"each in {spec!r}") if "each" in options else None
+        each = parse_count(options["each"], f"each in {spec!r}") if "each" in options else None
         return schemes.iid(labels, clients, rng, each=each)
     if name == "sorted":
-        return schemes.runs(column(columns, value, spec) if value else labels, clients)
+        return schemes.equal_runs(get_column(columns, value, spec) if value else labels, clients)
     if name == "classes":
-        each = whole(value, f"the number of classes in {spec!r}")
+        each = parse_count(value, f"the number of classes in {spec!r}")
         return schemes.classes_per_client(labels, clients, rng, each=each, classes=classes)
-    alpha = positive(value, f"ALPHA in {spec!r}")
+    alpha = parse_positive(value, f"ALPHA in {spec!r}")
     if name == "quantity":
-        smallest = whole(options.get("min", "1"), f"min in {spec!r}")
+        smallest = parse_count(options.get("min", "1"), f"min in {spec!r}")
         return schemes.quantity(labels, clients, rng, alpha=alpha, smallest=smallest)
     half = options.get("min") == "half"
-    smallest = math.ceil(len(labels) / clients / 2) if half else whole(options.get("min", "10"), f"min in {spec!r}")
+    smallest = (
+        math.ceil(len(labels) / clients / 2) if half else parse_count(options.get("min", "10"), f"min in {spec!r}")
+    )
     return schemes.dirichlet(
         labels,
         clients,
@@ -216,23 +218,25 @@ def from_text(
         alpha=alpha,
         classes=classes,
         smallest=smallest,
-        balanced=truth(options.get("balanced", "true"), f"balanced in {spec!r}"),
-        block=whole(options.get("blocks", str(clients)), f"blocks in {spec!r}"),
-        draws=whole(options.get("draws", str(schemes.DRAWS)), f"draws in {spec!r}"),
+        balanced=parse_bool(options.get("balanced", "true"), f"balanced in {spec!r}"),
+        block=parse_count(options.get("blocks", str(clients)), f"blocks in {spec!r}"),
+        draws=parse_count(options.get("draws", str(schemes.DRAWS)), f"draws in {spec!r}"),
     )
 
 
-def of_package(spec: str, labels: np.ndarray, clients: int | None, rng: Generator) -> np.ndarray:
+def call_plugin(spec: str, labels: np.ndarray, clients: int | None, rng: Generator) -> np.ndarray:
     """The owner of each sample, as a function of another package has it."""
-    name, value, options = parse(spec)
-    plugin = plugins.find(plugins.PARTITIONS, "partition", name, PARTITIONS)
+    name, value, options = parse_partition(spec)
+    plugin = plugins.find_plugin(plugins.PARTITIONS, "partition", name, PARTITIONS)
     function = plugin.load_callable()
     said: dict[str, str] = {**({"value": value} if value else {}), **options}
     divided = functools.update_wrapper(functools.partial(function, **said), function)
-    return custom.from_function(divided, labels, clients, rng).owner
+    return custom.call_partition_function(divided, labels, clients, rng).owner
 
 
-def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+def client_names_from_column(
+    spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]
+) -> tuple[str, ...]:
     """The clients' names: the values of the partition's column that each of them holds, if no value has two clients.
 
     More than four values are written as the first and the last.
@@ -241,7 +245,7 @@ def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, n
     >>> names_of("sorted:ward", np.array([0, 0, 1, 0]), 2, columns), names_of("iid", np.array([0, 0, 1, 0]), 2, columns)
     (('a, b', 'c'), ())
     """
-    name, value, options = parse(spec)
+    name, value, options = parse_partition(spec)
     by = options.get("by", value if name in ("natural", "sorted") else "")
     if not by:
         return ()
@@ -260,14 +264,14 @@ def names_of(spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, n
     return names if len(set(names)) == clients else ()
 
 
-def column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
+def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
     """A column by name, refused when it is unknown or has missing values."""
     if not columns:
         raise DataError(
             f"The partition {spec!r} needs the column {name!r}, but this data has no columns besides its labels."
         )
     if name not in columns:
-        raise DataError(unknown("column", name, columns))
+        raise DataError(unknown_name("column", name, columns))
     values = np.asarray(columns[name])
     missing = np.array([v is None or v != v for v in values]) if values.dtype.kind == "O" else values != values
     if missing.any():

@@ -32,7 +32,7 @@ def iid(labels: np.ndarray, clients: int, rng: Generator, each: int | None = Non
     return rng.permutation(owner)
 
 
-def runs(keys: np.ndarray, clients: int) -> np.ndarray:
+def equal_runs(keys: np.ndarray, clients: int) -> np.ndarray:
     """Sort by ``keys`` (stable) and cut into equal runs: sizes differ by at most one."""
     n = len(keys)
     owner = np.empty(n, np.int64)
@@ -79,8 +79,8 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
 def quantity(labels: np.ndarray, clients: int, rng: Generator, *, alpha: float, smallest: int) -> np.ndarray:
     """Sizes skewed, labels not: every client gets ``smallest`` samples, the rest is cut by one Dirichlet draw."""
     n = len(labels)
-    enough(n, clients, smallest)
-    rest = cut(log_gamma(rng, alpha, (1, clients)), np.array([n - clients * smallest]))[0]
+    check_enough_samples(n, clients, smallest)
+    rest = proportional_counts(log_gamma(rng, alpha, (1, clients)), np.array([n - clients * smallest]))[0]
     return rng.permutation(np.repeat(np.arange(clients), smallest + rest))
 
 
@@ -130,7 +130,7 @@ def dirichlet(
         draws: How often a block is drawn at most.
     """
     n = len(labels)
-    enough(n, clients, smallest)
+    check_enough_samples(n, clients, smallest)
     if not 1 <= block <= clients or clients % block:
         raise ConfigError(f"blocks={block} does not divide {clients} clients into equal blocks; use a divisor.")
     blocks = clients // block
@@ -139,16 +139,16 @@ def dirichlet(
     place[order] = np.arange(n) % blocks  # each class, and the whole, is spread over the blocks within one sample
     order = order[np.argsort(place[order], kind="stable")]
     sizes = np.bincount(place * classes + labels, minlength=blocks * classes).reshape(blocks, classes)
-    counts, drawn = accepted_counts(sizes, block, rng, alpha, smallest, balanced, draws)
+    counts, drawn = rejection_sample_counts(sizes, block, rng, alpha, smallest, balanced, draws)
     if counts is None:
-        raise DataError(hopeless(n, clients, alpha, smallest, balanced, block, drawn))
+        raise DataError(dirichlet_failure_message(n, clients, alpha, smallest, balanced, block, drawn))
     ids = np.broadcast_to(np.arange(clients).reshape(blocks, 1, block), counts.shape)
     owner = np.empty(n, np.int64)
     owner[order] = np.repeat(ids.ravel(), counts.ravel())
     return owner
 
 
-def accepted_counts(
+def rejection_sample_counts(
     sizes: np.ndarray, clients: int, rng: Generator, alpha: float, smallest: int, balanced: bool, draws: int = DRAWS
 ) -> tuple[np.ndarray | None, int]:
     """For each row of class sizes ``[M, C]`` the first draw ``[C, clients]`` that leaves no client short.
@@ -162,7 +162,7 @@ def accepted_counts(
     pending, drawn, wanted, work = np.arange(rows), 0, 1, 0
     while len(pending) and drawn < draws and (drawn < LEAST or work < WORK):
         times = max(1, min(wanted, draws - drawn, CELLS // (len(pending) * cells)))
-        tried = class_counts(np.repeat(sizes[pending], times, axis=0), clients, rng, alpha, balanced)
+        tried = draw_class_counts(np.repeat(sizes[pending], times, axis=0), clients, rng, alpha, balanced)
         tried = tried.reshape(len(pending), times, classes, clients)
         good = tried.sum(2).min(2) >= smallest
         first, settled = good.argmax(1), good.any(1)
@@ -172,17 +172,17 @@ def accepted_counts(
     return (None if len(pending) else counts), drawn
 
 
-def class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: float, balanced: bool) -> np.ndarray:
+def draw_class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: float, balanced: bool) -> np.ndarray:
     """One Dirichlet draw per row and class: how many samples each client gets, ``[M, C, clients]``."""
     weights = log_gamma(rng, alpha, (*sizes.shape, clients))
     if not balanced:
-        return cut(weights, sizes)
+        return proportional_counts(weights, sizes)
     share = sizes.sum(1, keepdims=True) / clients
     counts = np.empty(weights.shape, np.int64)
     held = np.zeros((len(sizes), clients), np.int64)
     for c in range(sizes.shape[1]):
         # Some client is below its share while samples are left, so the open weights are never all empty.
-        counts[:, c] = cut(np.where(held >= share, -np.inf, weights[:, c]), sizes[:, c])
+        counts[:, c] = proportional_counts(np.where(held >= share, -np.inf, weights[:, c]), sizes[:, c])
         held += counts[:, c]
     return counts
 
@@ -196,7 +196,7 @@ def log_gamma(rng: Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarra
     return np.asarray(np.log(rng.standard_gamma(alpha + 1, shape)) - rng.standard_exponential(shape) / alpha)
 
 
-def cut(log_weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
+def proportional_counts(log_weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """Cut ``totals [...]`` in proportion to ``exp(log_weights) [..., K]``; whole numbers that add up exactly."""
     top = log_weights.max(-1, keepdims=True)
     edges = np.cumsum(np.exp(log_weights - np.where(np.isfinite(top), top, 0)), -1)
@@ -212,7 +212,7 @@ def shuffled_by_class(labels: np.ndarray, rng: Generator) -> np.ndarray:
     return order[np.argsort(labels[order], kind="stable")]
 
 
-def enough(n: int, clients: int, smallest: int) -> None:
+def check_enough_samples(n: int, clients: int, smallest: int) -> None:
     """Raise at once when the samples cannot give every client its minimum."""
     if n < clients * smallest:
         raise DataError(
@@ -221,7 +221,9 @@ def enough(n: int, clients: int, smallest: int) -> None:
         )
 
 
-def hopeless(n: int, clients: int, alpha: float, smallest: int, balanced: bool, block: int, drawn: int) -> str:
+def dirichlet_failure_message(
+    n: int, clients: int, alpha: float, smallest: int, balanced: bool, block: int, drawn: int
+) -> str:
     """The sentence for a Dirichlet split that was not found, with what would help."""
     remedies = ["a larger ALPHA", "fewer clients"]
     if smallest > 1:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from unskew.errors import ConfigError, DataError, unknown
+from unskew.errors import ConfigError, DataError, unknown_name
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
@@ -17,7 +17,7 @@ COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 SHOWN = 40
 
 
-class Choice(NamedTuple):
+class ColumnSelection(NamedTuple):
     """What the user says of a table's columns.
 
     Attributes:
@@ -53,7 +53,9 @@ class Choice(NamedTuple):
         return tuple(piece.strip() for piece in label.split(",")) if several else (label,)
 
 
-def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tuple[list[str], dict[str, str]]:
+def select_inputs(
+    table: Any, label: tuple[str, ...], choice: ColumnSelection, name: str
+) -> tuple[list[str], dict[str, str]]:
     """The columns that are inputs, in order, and what is done to every column of the table.
 
     Args:
@@ -67,7 +69,7 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
         DataError: There is no such column, a chosen one holds no numbers, one looks like an identifier, or no input is left.
     """
     check_named(table, label, choice, name)
-    done = {field.name: role(table.column(field.name), field.name, label, choice) for field in table.schema}
+    done = {field.name: column_role(table.column(field.name), field.name, label, choice) for field in table.schema}
     for column in choice.features:
         empty = choice.agreed and is_empty(table.column(column).type)
         if (
@@ -75,7 +77,7 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
             and not empty
             and not is_numeric(table.column(column).type)
         ):
-            reason = left_out(table.column(column)).removeprefix("left out: ")
+            reason = exclusion_reason(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
     gaps = [c for c, what in done.items() if what == INPUT and table.column(c).null_count] * (
         choice.missing == "refuse"
@@ -104,7 +106,7 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
         done[""] = "left out: numbers of rows"
     inputs = list(choice.features) or [column for column, what in done.items() if what in (INPUT, CATEGORY, DATE)]
     if not inputs:
-        listed = ", ".join(f"{column} ({what})" for column, what in described(done))
+        listed = ", ".join(f"{column} ({what})" for column, what in describe_roles(done))
         raise DataError(
             f"{name} has no numeric columns besides the label {', '.join(map(repr, label))} that could be inputs: {listed}. "
             "For images, name their column with image (--image), for texts with text.columns (--text)."
@@ -112,7 +114,9 @@ def choose(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> tup
     return inputs, done
 
 
-def beside_images(table: Any, label: tuple[str, ...], image: str, choice: Choice, name: str) -> dict[str, str]:
+def roles_next_to_images(
+    table: Any, label: tuple[str, ...], image: str, choice: ColumnSelection, name: str
+) -> dict[str, str]:
     """What is done to every column of a table whose inputs are images.
 
     Raises:
@@ -132,13 +136,13 @@ def beside_images(table: Any, label: tuple[str, ...], image: str, choice: Choice
     return {column: known.get(column, "left out: the inputs are images") for column in table.column_names}
 
 
-def check_named(table: Any, label: tuple[str, ...], choice: Choice, name: str) -> None:
+def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, name: str) -> None:
     """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label."""
     there = set(table.column_names)
     for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
         for column in getattr(choice, field):
             if column not in there and not (field == "categories" and choice.categories == AUTO):
-                raise DataError(f"{name}, {field}: {unknown('column', column, table.column_names)}")
+                raise DataError(f"{name}, {field}: {unknown_name('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
         twice = next(column for column in choice.features if choice.features.count(column) > 1)
         raise ConfigError(f"features names the column {twice!r} twice.")
@@ -149,12 +153,12 @@ def check_named(table: Any, label: tuple[str, ...], choice: Choice, name: str) -
         raise ConfigError(f"The column {column!r} is the label, which is predicted; take it out of features.")
 
 
-def role(column: Any, name: str, label: tuple[str, ...], choice: Choice) -> str:
+def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSelection) -> str:
     """What is done to one column."""
     if name in label:
         return LABEL
     if name in choice.features:
-        kind = kind_of(column, name, choice) or INPUT
+        kind = declared_kind(column, name, choice) or INPUT
         kind = CATEGORY if kind.startswith("left out") else kind
         return f"{kind}, and {DIVIDES}" if name == choice.divides else kind
     if name == choice.divides:
@@ -167,10 +171,10 @@ def role(column: Any, name: str, label: tuple[str, ...], choice: Choice) -> str:
         return "left out: not among the features"
     if name.startswith("__index_level_"):
         return "left out: numbers of rows"
-    return kind_of(column, name, choice) or (INPUT if is_numeric(column.type) else left_out(column))
+    return declared_kind(column, name, choice) or (INPUT if is_numeric(column.type) else exclusion_reason(column))
 
 
-def kind_of(column: Any, name: str, choice: Choice) -> str | None:
+def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None:
     """Whether a column is said to hold categories or dates.
 
     Raises:
@@ -199,11 +203,13 @@ def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
         f"the column {column!r} holds dates. Name it in dates (--dates), and the days since 1970 are an input, or leave it "
         "out with exclude (--exclude)."
         for column, what in done.items()
-        if what.startswith("left out") and is_date(table.column(column).type) and what == left_out(table.column(column))
+        if what.startswith("left out")
+        and is_date(table.column(column).type)
+        and what == exclusion_reason(table.column(column))
     ]
 
 
-def left_out(column: Any) -> str:
+def exclusion_reason(column: Any) -> str:
     """Why a column that holds no numbers is no input, and what would help."""
     import pyarrow as pa
 
@@ -273,7 +279,7 @@ def has_decimal_commas(column: Any) -> bool:
     return bool(pc.all(pc.match_substring_regex(texts, COMMA_NUMBER)).as_py())
 
 
-def described(columns: Mapping[str, str]) -> list[tuple[str, str]]:
+def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     """Each column and what is done to it; of a wide table, a line for all columns to which the same is done.
 
     >>> described({"age": "input", "name": "left out: text"})
@@ -285,10 +291,10 @@ def described(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     alike: dict[str, list[str]] = {}
     for name, what in named.items():
         alike.setdefault(what, []).append(name)
-    return [(shortened(names), what) for what, names in alike.items()]
+    return [(abbreviate(names), what) for what, names in alike.items()]
 
 
-def shortened(names: list[str], most: int = 5) -> str:
+def abbreviate(names: list[str], most: int = 5) -> str:
     """The first few names, and how many more there are.
 
     >>> shortened(["a", "b", "c"], most=2)

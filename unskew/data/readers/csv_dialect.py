@@ -36,12 +36,12 @@ def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
     Raises:
         DataError: The format is ambiguous.
     """
-    encoding = asked.encoding or encoding_of(path)
+    encoding = asked.encoding or detect_encoding(path)
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
         sample = file.read(BLOCK)
         cut = bool(file.read(1))
-    separator = asked.separator or separator_of(path, sample, cut)
-    decimal = asked.decimal or decimal_of(path, records(sample, separator, cut), separator)
+    separator = asked.separator or detect_separator(path, sample, cut)
+    decimal = asked.decimal or detect_decimal_mark(path, read_records(sample, separator, cut), separator)
     found = CsvSpec(separator, decimal, encoding)
     if found not in (CsvSpec(",", ".", "utf-8"), asked):
         mark = {",": "comma", ".": "point"}[decimal]
@@ -49,7 +49,7 @@ def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
     return found
 
 
-def encoding_of(path: Path) -> str:
+def detect_encoding(path: Path) -> str:
     """Return ``utf-8``, ``utf-16``, ``latin-1`` or ``cp1252``: the first that all bytes of a file allow.
 
     Raises:
@@ -80,7 +80,7 @@ def encoding_of(path: Path) -> str:
     return "cp1252" if used & {*range(0x80, 0xA0)} else "latin-1"
 
 
-def records(sample: str, separator: str, cut: bool) -> list[list[str]]:
+def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
     """Return the first records of a sample; none if it cannot be read with this separator."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator)
     try:
@@ -90,13 +90,13 @@ def records(sample: str, separator: str, cut: bool) -> list[list[str]]:
     return found[:-1] if cut and len(found) < RECORDS else found
 
 
-def separator_of(path: Path, sample: str, cut: bool) -> str:
+def detect_separator(path: Path, sample: str, cut: bool) -> str:
     """Return the separator that gives every record the same number of fields, or else the most frequent in the header.
 
     Raises:
         DataError: Several separators do.
     """
-    lengths = {mark: {len(record) for record in records(sample, mark, cut)} for mark in ",;\t|"}
+    lengths = {mark: {len(record) for record in read_records(sample, mark, cut)} for mark in ",;\t|"}
     regular = [mark for mark, sizes in lengths.items() if len(sizes) == 1 and sizes != {1}]
     if len(regular) > 1:
         names = " and ".join(NAMES.get(mark, mark) for mark in regular)
@@ -108,7 +108,7 @@ def separator_of(path: Path, sample: str, cut: bool) -> str:
     return regular[0] if regular else max(",;\t|", key=header.count)
 
 
-def decimal_of(path: Path, rows: list[list[str]], separator: str) -> str:
+def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> str:
     """Return the decimal mark of the numbers in a file; where columns are separated by commas, it is the point.
 
     Raises:

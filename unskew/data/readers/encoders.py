@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.column_statistics import MOMENTS, bytes_of, counted, moments, squares
-from unskew.data.normalization import Normalisation
+from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
+from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.errors import DataError
 
@@ -77,16 +77,18 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
     if one.kind == "category":
         if not empty and not is_category(column.type):
             raise DataError(f"{what} holds {column.type}, not categories as in the training rows.")
-        return codes(texts(column), one.values)
+        return to_codes(to_texts(column), one.values)
     if one.kind == "date":
         if not empty and not is_date(column.type):
-            held = where_not(column, pa.timestamp("us"))
+            held = first_mismatch(column, pa.timestamp("us"))
             raise DataError(f"{what} holds {held}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
         days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
         if not empty and not is_numeric(column.type):
-            raise DataError(f"{what} holds {where_not(column, pa.float64())}, not numbers as in the training rows.")
+            raise DataError(
+                f"{what} holds {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
+            )
         with np.errstate(over="ignore"):
             values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
     if np.isinf(values).any() or (not one.fills and np.isnan(values).any()):
@@ -95,7 +97,7 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
     return np.asarray(values)
 
 
-def where_not(column: Any, kind: Any) -> str:
+def first_mismatch(column: Any, kind: Any) -> str:
     """What a column holds that has another type: the first text that is no value of the type, and its row, from 0 on.
 
     >>> import pyarrow as pa
@@ -105,7 +107,7 @@ def where_not(column: Any, kind: Any) -> str:
     import pyarrow as pa
 
     if is_string(column.type):
-        for row, value in enumerate(texts(column)):
+        for row, value in enumerate(to_texts(column)):
             truth = pa.types.is_floating(kind) and value in ("true", "false")  # which count as numbers
             try:
                 pa.scalar(None if truth else value, pa.string()).cast(kind)
@@ -114,14 +116,14 @@ def where_not(column: Any, kind: Any) -> str:
     return str(column.type)
 
 
-def texts(column: Any) -> np.ndarray:
+def to_texts(column: Any) -> np.ndarray:
     """Values as text; None where they are missing."""
     import pyarrow as pa
 
     return np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
 
 
-def codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
+def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     """Places among the known values from 1 on; 0 of all others.
 
     >>> codes(np.array(["b", None, "z"], object), ["a", "b"])
@@ -131,13 +133,13 @@ def codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     return np.array([place.get(value, 0) for value in values], np.float32)
 
 
-def distinct(columns: Sequence[Any]) -> tuple[str, ...]:
+def distinct_values(columns: Sequence[Any]) -> tuple[str, ...]:
     """All values of a column in several tables, sorted."""
-    return tuple(sorted({value for column in columns for value in texts(column).tolist() if value is not None}))
+    return tuple(sorted({value for column in columns for value in to_texts(column).tolist() if value is not None}))
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedEncoders:
     """Encoders as the clients' sums make them.
 
     Attributes:
@@ -155,17 +157,17 @@ class Fitted:
         values = x.numpy().copy()
         for j, (one, before) in enumerate(zip(self.encoders, self.known, strict=True)):
             if one.kind == "category":
-                place = np.concatenate([[0], codes(np.array(before.values, object), one.values)])
+                place = np.concatenate([[0], to_codes(np.array(before.values, object), one.values)])
                 values[:, j] = place[values[:, j].astype(np.int64)]
-        return torch.from_numpy(filled(values, self.encoders))
+        return torch.from_numpy(impute(values, self.encoders))
 
     @property
-    def normalisation(self) -> Normalisation:
+    def normalisation(self) -> Normalization:
         """See ``scaling_of``."""
-        return scaling_of(self.encoders)
+        return column_scaling(self.encoders)
 
 
-def filled(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
+def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
     """Columns ``[n, f]`` with means where numbers are missing, and behind them the inputs that say so."""
     missing = np.isnan(values)
     means = np.array([one.mean for one in encoders], np.float32)
@@ -174,21 +176,21 @@ def filled(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
     return np.column_stack([whole, *marks]).astype(np.float32)
 
 
-def scaling_of(encoders: Sequence[Encoder]) -> Normalisation:
+def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
     """How inputs are standardised: numbers are; codes of categories and marks are not."""
     marks = sum(one.marks for one in encoders)
-    return Normalisation(
+    return Normalization(
         (*(one.mean for one in encoders), *[0.0] * marks), (*(one.std for one in encoders), *[1.0] * marks)
     )
 
 
-def categories_of(encoders: Sequence[Encoder]) -> tuple[int, ...]:
+def category_counts(encoders: Sequence[Encoder]) -> tuple[int, ...]:
     """Of each input, how many values its codes have; 0 for numbers."""
     marks = sum(one.marks for one in encoders)
     return (*(len(one.values) + 1 if one.kind == "category" else 0 for one in encoders), *[0] * marks)
 
 
-class Told(NamedTuple):
+class ClientStats(NamedTuple):
     """What a client tells first of the rows that it trains on.
 
     Attributes:
@@ -204,29 +206,31 @@ class Told(NamedTuple):
     values: tuple[tuple[str, ...], ...]
 
 
-def numeric(known: Sequence[Encoder]) -> list[int]:
+def numeric_columns(known: Sequence[Encoder]) -> list[int]:
     """Columns that are no categories."""
     return [j for j, one in enumerate(known) if one.kind != "category"]
 
 
-def told(x: np.ndarray, known: Sequence[Encoder]) -> Told:
+def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
     """What a client tells of its columns ``x [n_k, f]``, which were read with the encoders ``known``."""
     coded = [(x[:, j], one) for j, one in enumerate(known) if one.kind == "category"]
     there = [[one.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, one in coded]
-    return Told(len(x), *counted(x[:, numeric(known)].astype(np.float64)), tuple(map(tuple, there)))
+    return ClientStats(
+        len(x), *counts_and_sums(x[:, numeric_columns(known)].astype(np.float64)), tuple(map(tuple, there))
+    )
 
 
-def squared(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
+def squared_deviations(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
     """What it tells then: squared distances from the mean of all clients."""
-    return squares(x[:, numeric(known)].astype(np.float64), mean)
+    return sums_of_squares(x[:, numeric_columns(known)].astype(np.float64), mean)
 
 
-def fit(
+def fit_encoders(
     known: Sequence[Encoder],
     indicate: bool,
-    first: Sequence[Told],
+    first: Sequence[ClientStats],
     second: Callable[[np.ndarray], Iterable[np.ndarray]],
-) -> Fitted:
+) -> FittedEncoders:
     """Fit the encoders by what each client has to train on.
 
     Args:
@@ -238,10 +242,10 @@ def fit(
     Raises:
         DataError: No client has any value of a column.
     """
-    numbers, encoders = numeric(known), list(known)
+    numbers, encoders = numeric_columns(known), list(known)
     sent = np.full((len(first), 2), MOMENTS * len(numbers), np.int64)
     if numbers:
-        found = moments(((one.counts, one.sums) for one in first), second, [known[j].name for j in numbers])
+        found = global_moments(((one.counts, one.sums) for one in first), second, [known[j].name for j in numbers])
         total = sum(one.rows for one in first)
         for place, j in enumerate(numbers):
             marks = indicate and int(found.counts[place]) < total
@@ -250,6 +254,6 @@ def fit(
     for place, j in enumerate(j for j, one in enumerate(known) if one.kind == "category"):
         held = [one.values[place] for one in first]
         encoders[j] = replace(known[j], values=tuple(sorted(set().union(*held))))
-        sent[:, 0] += [bytes_of(values) for values in held]
-        sent[:, 1] += bytes_of(encoders[j].values)
-    return Fitted(tuple(encoders), tuple(known), sent)
+        sent[:, 0] += [category_bytes(values) for values in held]
+        sent[:, 1] += category_bytes(encoders[j].values)
+    return FittedEncoders(tuple(encoders), tuple(known), sent)

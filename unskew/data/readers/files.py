@@ -13,10 +13,10 @@ from unskew.data.readers.arrow_io import read_file
 from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
-from unskew.progress import tell
+from unskew.progress import report_progress
 
 
-class Hub(NamedTuple):
+class HubDataset(NamedTuple):
     """A data set of the Hugging Face hub: its name there, its configuration, its columns, and its test part if it has one."""
 
     name: str
@@ -26,7 +26,7 @@ class Hub(NamedTuple):
     test: str | None = "test"
 
 
-def existing(path: str | Path | None) -> Path | None:
+def absolute_path(path: str | Path | None) -> Path | None:
     """The absolute path; None stays None.
 
     Raises:
@@ -40,22 +40,22 @@ def existing(path: str | Path | None) -> Path | None:
     return where
 
 
-def stamp(path: Path | None) -> tuple[int, int, int]:
+def files_stamp(path: Path | None) -> tuple[int, int, int]:
     """What changes when the files under a path change: their number, the newest time and the total size."""
     if path is None:
         return (0, 0, 0)
     # A single file is stamped with its folder: train.csv reads the test.csv next to it.
-    files = path.rglob("*") if path.is_dir() else with_suffix(path.parent.iterdir(), path.suffix)
+    files = path.rglob("*") if path.is_dir() else files_with_suffix(path.parent.iterdir(), path.suffix)
     stats = [file.stat() for file in files if file.is_file()]
     return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
 
 
-def with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
+def files_with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
     """Those with this suffix, in small or capital letters, sorted."""
     return sorted(file for file in files if file.suffix.lower() == suffix.lower())
 
 
-def hub_tables(hub: Hub) -> tuple[Any, Any | None]:
+def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
     """Training and test rows from the hub, or from the local copy that an earlier download left."""
     with quiet_datasets() as datasets, hub_or_cache() as reached:
         try:
@@ -69,13 +69,13 @@ def hub_tables(hub: Hub) -> tuple[Any, Any | None]:
     return loaded["train"].data.table, loaded[hub.test].data.table if hub.test else None
 
 
-def local_tables(kind: str, hub: Hub, path: Path) -> tuple[Any, Any | None]:
+def local_tables(kind: str, hub: HubDataset, path: Path) -> tuple[Any, Any | None]:
     """Training and test rows from a folder laid out like the hub's, through ``datasets``."""
     files = local_files(kind, hub, path)
     return dataset_tables("parquet", {split: [glob.escape(str(f)) for f in some] for split, some in files.items()})
 
 
-def local_files(kind: str, hub: Hub, path: Path) -> dict[str, list[Path]]:
+def local_files(kind: str, hub: HubDataset, path: Path) -> dict[str, list[Path]]:
     """The parquet files of each part in a folder laid out like the hub's, or one level down, as ``train`` and ``test``.
 
     Raises:
@@ -95,7 +95,7 @@ def local_files(kind: str, hub: Hub, path: Path) -> dict[str, list[Path]]:
 
 def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
     """The files of one split: ``train*.parquet``, or all files of a folder ``train``."""
-    return with_suffix(folder.glob(f"{split}*"), suffix) or with_suffix((folder / split).glob("*"), suffix)
+    return files_with_suffix(folder.glob(f"{split}*"), suffix) or files_with_suffix((folder / split).glob("*"), suffix)
 
 
 def folder_tables(path: Path) -> tuple[Any, Any | None]:
@@ -144,7 +144,7 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
 def file_tables(path: Path, csv: CsvSpec = DETECTED) -> tuple[Any, Any | None]:
     """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
     train, test = table_files(path)
-    return joined(train, csv), joined(test, csv) if test else None
+    return concatenate_tables(train, csv), concatenate_tables(test, csv) if test else None
 
 
 def table_files(path: Path) -> tuple[list[Path], list[Path]]:
@@ -161,14 +161,14 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
         raise DataError(f"{path} holds no train*.parquet, no train*.csv and no train*.jsonl.")
     if path.suffix.lower() not in TABLES:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
-    return [path], with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
+    return [path], files_with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
 
 
-def joined(files: list[Path], csv: CsvSpec = DETECTED) -> Any:
+def concatenate_tables(files: list[Path], csv: CsvSpec = DETECTED) -> Any:
     """The rows of several files, one after the other."""
     parts = []
     for number, file in enumerate(files):
-        tell("files read", number, len(files))
+        report_progress("files read", number, len(files))
         parts.append(read_file(file, csv))
     for file, part in zip(files, parts, strict=True):
         if part.column_names != parts[0].column_names:

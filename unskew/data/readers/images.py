@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.data.federation import cat_inputs
+from unskew.data.federation import concatenate_inputs
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
-from unskew.progress import tell
+from unskew.progress import report_progress
 
 JPEG = b"\xff\xd8"
 MOST_PIXELS = 2**27
@@ -41,10 +41,10 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
     """
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
-    for i, data in enumerate(encoded(column, who, folder)):
+    for i, data in enumerate(image_bytes(column, who, folder)):
         colour = out.shape[-1] == 3
         if i % 100 == 0:
-            tell("images read", i, len(column))
+            report_progress("images read", i, len(column))
         try:
             image = decode(data, colour, simplejpeg)
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on damaged files
@@ -52,7 +52,9 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
             raise DataError(f"Image {i} of {who} cannot be decoded ({reason}); repair or remove it.") from error
         if size is not None:  # one by one: all of them as they are may not fit into memory
             image = (
-                with_size(torch.from_numpy(image.copy()).permute(2, 0, 1)[None], size, size)[0].permute(1, 2, 0).numpy()
+                resize_images(torch.from_numpy(image.copy()).permute(2, 0, 1)[None], size, size)[0]
+                .permute(1, 2, 0)
+                .numpy()
             )
         if i == 0:
             out = np.empty((len(column), *image.shape), np.uint8)
@@ -94,7 +96,7 @@ def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
         raise ValueError(f"it has too many pixels: {error}") from error
 
 
-def encoded(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:
+def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:
     """The bytes of each image, from the column itself or from the file that it names."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -144,7 +146,7 @@ def optional_simplejpeg() -> Any | None:
     return simplejpeg
 
 
-def with_channels(x: Tensor, channels: int) -> Tensor:
+def convert_channels(x: Tensor, channels: int) -> Tensor:
     """Images with the given number of channels: grey is repeated, colour becomes its luminance.
 
     >>> with_channels(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), 3).shape
@@ -154,18 +156,18 @@ def with_channels(x: Tensor, channels: int) -> Tensor:
         return x
     if channels == 1:
         weights = torch.tensor([0.299, 0.587, 0.114])
-        parts = [(part[:, :3].permute(0, 2, 3, 1).float() @ weights).round().to(x.dtype) for part in chunks(x)]
+        parts = [(part[:, :3].permute(0, 2, 3, 1).float() @ weights).round().to(x.dtype) for part in sample_chunks(x)]
         return torch.cat(parts)[:, None]
-    grey = with_channels(x, 1)
+    grey = convert_channels(x, 1)
     return grey.permute(0, 2, 3, 1).expand(-1, -1, -1, channels).contiguous().permute(0, 3, 1, 2)
 
 
-def chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:
+def sample_chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:
     """Runs of samples, so that a float copy of a large uint8 array never exists as a whole."""
     return (x[i : i + size] for i in range(0, len(x), size))
 
 
-def with_size(x: Tensor, height: int, width: int) -> Tensor:
+def resize_images(x: Tensor, height: int, width: int) -> Tensor:
     """Images resized bilinearly, with antialiasing; uint8 stays uint8."""
     if x.shape[2:] == (height, width):
         return x
@@ -174,4 +176,4 @@ def with_size(x: Tensor, height: int, width: int) -> Tensor:
         values = F.interpolate(part.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
         return values.round().clamp(0, 255).to(x.dtype) if x.dtype == torch.uint8 else values
 
-    return cat_inputs([resized(part) for part in chunks(x)])
+    return concatenate_inputs([resized(part) for part in sample_chunks(x)])

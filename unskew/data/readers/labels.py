@@ -10,10 +10,10 @@ import numpy as np
 from unskew.data.readers.column_roles import is_numeric
 from unskew.data.readers.images import is_binary
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import from_json
+from unskew.filesystem import parse_json
 
 
-class Labels(NamedTuple):
+class EncodedLabels(NamedTuple):
     """What a label column says, part by part.
 
     Attributes:
@@ -29,7 +29,7 @@ class Labels(NamedTuple):
 
 def read_labels(
     parts: Mapping[str, Any], label: str, class_names: tuple[str, ...], separator: str | None = None
-) -> Labels:
+) -> EncodedLabels:
     """The labels of several tables, encoded alike.
 
     A column of lists, or of text that ``separator`` cuts into labels, makes the task multi-label. The classes are
@@ -45,17 +45,17 @@ def read_labels(
         ConfigError: A separator for a column that holds lists already.
         DataError: A label is missing, fractional or unknown, or the parts differ in kind.
     """
-    lists = [is_list(column.type) for column in parts.values()]
+    lists = [is_list_type(column.type) for column in parts.values()]
     if any(lists) and separator is not None:
         raise ConfigError(f"The label column {label!r} holds lists; label_separator is for a column of text.")
     if any(lists) and not all(lists):
-        raise DataError(f"The label column {label!r} holds lists in {' but not in '.join(by_kind(parts, lists))}.")
+        raise DataError(f"The label column {label!r} holds lists in {' but not in '.join(split_lists(parts, lists))}.")
     if separator is None and not any(lists):
-        names, ys = encode([label_values(column, label, where) for where, column in parts.items()], class_names)
-        return Labels(names, ys, "classification")
+        names, ys = encode_labels([label_values(column, label, where) for where, column in parts.items()], class_names)
+        return EncodedLabels(names, ys, "classification")
     raw = [label_lists(column, label, where, separator) for where, column in parts.items()]
     whole = all(values.dtype.kind in "iu" for _, values in raw if len(values))
-    names, indices = encode([values.astype(np.int64 if whole else str) for _, values in raw], class_names)
+    names, indices = encode_labels([values.astype(np.int64 if whole else str) for _, values in raw], class_names)
     if not names:
         raise DataError(f"No row has a label in the label column {label!r}.")
     ys = []
@@ -67,10 +67,10 @@ def read_labels(
         y = np.zeros((len(column), len(names)), np.uint8)
         y[rows, index] = 1
         ys.append(y)
-    return Labels(names, ys, "multilabel")
+    return EncodedLabels(names, ys, "multilabel")
 
 
-def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> Labels:
+def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLabels:
     """Columns of numbers that are predicted, ``[n, T]`` in float64.
 
     Args:
@@ -99,28 +99,28 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> Labels:
                     "those rows."
                 )
         ys.append(np.column_stack(found))
-    return Labels(tuple(columns), ys, "regression")
+    return EncodedLabels(tuple(columns), ys, "regression")
 
 
-def is_list(kind: Any) -> bool:
+def is_list_type(kind: Any) -> bool:
     """Whether a pyarrow type is a list."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def by_kind(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
+def split_lists(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
     """Where the column holds lists, and where it does not."""
     return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
 
 
-def class_names_of(table: Any, label: str) -> tuple[str, ...]:
+def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
     """Class names that the hub's metadata gives to a column or to the entries of its lists; empty if it gives none."""
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return ()
     try:
-        feature: Any = from_json(metadata)
+        feature: Any = parse_json(metadata)
     except ValueError as error:
         raise DataError(f"The metadata 'huggingface' of the table is damaged: {error}.") from error
     for name in ("info", "features", label):
@@ -189,7 +189,7 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     return rows, values.to_numpy(zero_copy_only=False)
 
 
-def encode(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
+def encode_labels(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Class names and class indices; without ``class_names``, the sorted values found in any part are the classes.
 
     Raises:

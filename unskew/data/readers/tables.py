@@ -13,16 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.federation import take
-from unskew.data.normalization import Normalisation
-from unskew.data.readers.column_roles import CATEGORY, DATE, DIVIDES, Choice, beside_images, choose, is_numeric
-from unskew.data.readers.encoders import Encoder, distinct, read_columns
-from unskew.data.readers.images import decode_column, is_binary, with_channels, with_size
-from unskew.data.readers.labels import class_names_of, read_labels, read_targets
+from unskew.data.federation import take_rows
+from unskew.data.normalization import Normalization
+from unskew.data.readers.column_roles import (
+    CATEGORY,
+    DATE,
+    DIVIDES,
+    ColumnSelection,
+    is_numeric,
+    roles_next_to_images,
+    select_inputs,
+)
+from unskew.data.readers.encoders import Encoder, distinct_values, read_columns
+from unskew.data.readers.images import convert_channels, decode_column, is_binary, resize_images
+from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
 from unskew.data.spec import Split
-from unskew.data.splits import check_apart, rows_to_test
+from unskew.data.splits import check_no_shared_groups, test_row_mask
 from unskew.data.validation import as_targets, check_classes, check_targets
-from unskew.errors import ConfigError, DataError, unknown
+from unskew.errors import ConfigError, DataError, unknown_name
 
 FEW_CLASSES, MANY = 10, 100
 """Numbers as a label: with more than the first, a notice asks for regression; with more than the second, a value for nearly
@@ -32,7 +40,7 @@ SPLIT_SEED = 0  # the split into training and test rows is part of the data set,
 
 
 @dataclass(frozen=True)
-class Table:
+class SampleTable:
     """Samples, their labels and whatever else is known about them.
 
     Attributes:
@@ -48,10 +56,12 @@ class Table:
     def __len__(self) -> int:
         return len(self.y)
 
-    def rows(self, index: np.ndarray) -> Table:
+    def rows(self, index: np.ndarray) -> SampleTable:
         """The table of the rows ``index``."""
         ids = torch.from_numpy(index)
-        return Table(take(self.x, ids), self.y[ids], {name: values[index] for name, values in self.columns.items()})
+        return SampleTable(
+            take_rows(self.x, ids), self.y[ids], {name: values[index] for name, values in self.columns.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,8 @@ class Source:
     """
 
     name: str
-    train: Table
-    test: Table
+    train: SampleTable
+    test: SampleTable
     class_names: tuple[str, ...]
     classes: int
     task: str = "classification"
@@ -76,7 +86,7 @@ class Source:
         """The same with images of this side; inputs that are no images stay as they are."""
         if size is None or self.train.x.dim() != 4 or tuple(self.train.x.shape[2:]) == (size, size):
             return self
-        train, test = (replace(part, x=with_size(part.x, size, size)) for part in (self.train, self.test))
+        train, test = (replace(part, x=resize_images(part.x, size, size)) for part in (self.train, self.test))
         return replace(self, train=train, test=test)
 
     def first(self, classes: int | None) -> Source:
@@ -99,14 +109,14 @@ class Source:
         return replace(self, train=train, test=test, class_names=names, classes=classes)
 
     @cached_property
-    def normalisation(self) -> Normalisation | None:
+    def normalisation(self) -> Normalization | None:
         """Statistics of the training inputs; computed once. None for token ids."""
-        return normalisation_of(self.train.x)
+        return fit_normalization(self.train.x)
 
 
-def normalisation_of(x: Tensor) -> Normalisation | None:
+def fit_normalization(x: Tensor) -> Normalization | None:
     """Statistics of inputs, unless they are token ids."""
-    return None if x.dtype == torch.int64 else Normalisation.fit(x)
+    return None if x.dtype == torch.int64 else Normalization.fit(x)
 
 
 def source_from_tables(
@@ -117,7 +127,7 @@ def source_from_tables(
     label: str | None,
     image: str | None = None,
     label_separator: str | None = None,
-    choice: Choice | None = None,
+    choice: ColumnSelection | None = None,
     folder: Path | None = None,
     size: int | None = None,
     test_share: float = 0.2,
@@ -140,13 +150,13 @@ def source_from_tables(
         ConfigError: What is said of the columns does not fit together.
         DataError: A column is missing, empty, not numeric or holds missing values, or the rows have one class only.
     """
-    choice, told = choice or Choice(), choice is not None
+    choice, told = choice or ColumnSelection(), choice is not None
     labels = () if label is None else choice.labels(label, train.column_names)
     parts = {"the training rows": train} | ({} if test is None else {"the test rows": test})
     for where, part in parts.items():
         for column in (*labels, image):
             if column is not None and column not in part.column_names:
-                raise DataError(f"{name}, {where}: {unknown('column', column, part.column_names)}")
+                raise DataError(f"{name}, {where}: {unknown_name('column', column, part.column_names)}")
         if part.num_rows == 0:
             raise DataError(f"{name}: {where} are empty.")
     if label is None:
@@ -155,20 +165,20 @@ def source_from_tables(
         names, ys, task = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
     else:
         columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
-        names, ys, task = read_labels(columns, label, class_names_of(train, label), label_separator)
-        check_few(name, label, train, len(names), task)
+        names, ys, task = read_labels(columns, label, metadata_class_names(train, label), label_separator)
+        check_not_continuous(name, label, train, len(names), task)
     check_classes(names, name, task)
     encoders: tuple[Encoder, ...] = ()
     if image is None:
-        inputs, done = choose(train, labels, choice, name)
-        encoders = tuple(encoder_of(train, column, done[column], choice) for column in inputs)
+        inputs, done = select_inputs(train, labels, choice, name)
+        encoders = tuple(initial_encoder(train, column, done[column], choice) for column in inputs)
         read = {f"{name}, {where}": part for where, part in parts.items()}
         xs = [torch.from_numpy(read_columns(part, encoders, where)) for where, part in read.items()]
     else:
-        done = beside_images(train, labels, image, choice, name) if told else {}
+        done = roles_next_to_images(train, labels, image, choice, name) if told else {}
         xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
         channels = max(x.shape[1] for x in xs)
-        xs = [with_channels(x, channels) for x in xs]
+        xs = [convert_channels(x, channels) for x in xs]
     if xs[0].shape[1:] != xs[-1].shape[1:]:
         raise DataError(
             f"The training images of {name} have shape {tuple(xs[0].shape[1:])}, its test images {tuple(xs[-1].shape[1:])}."
@@ -177,14 +187,14 @@ def source_from_tables(
     for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
-        tables.append(Table(x, y, further_columns(part, {*labels, image})))
+        tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
     fitted = encoders if choice.mixed else ()
     indicate = choice.missing == "indicator"
-    parts_of = with_test(tables, test_share, Split(*choice.split) if choice.split else None)
+    parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, done, fitted, indicate)
 
 
-def check_few(name: str, label: str, train: Any, classes: int, task: str) -> None:
+def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
     """Refuse numbers that nearly every row has another one of: whoever names them as the label means to predict the number.
 
     Raises:
@@ -201,29 +211,31 @@ def check_few(name: str, label: str, train: Any, classes: int, task: str) -> Non
             "class. --task regression (task: regression) predicts the number; names of classes are better "
             "written as text."
         )
-    numbers = is_numeric(train.column(label).type) and not class_names_of(train, label)
+    numbers = is_numeric(train.column(label).type) and not metadata_class_names(train, label)
     if task == "classification" and classes > FEW_CLASSES and numbers:
         sentence = "the label %r has %d different numbers, and each is a class; --task regression predicts the number"
         LOG.warning(sentence, label, classes)
 
 
-def encoder_of(train: Any, column: str, done: str, choice: Choice) -> Encoder:
+def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection) -> Encoder:
     """How a column is read, before anything is known of what clients hold."""
     kind = done.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
-        return Encoder(column, "category", distinct([train.column(column)]))
+        return Encoder(column, "category", distinct_values([train.column(column)]))
     return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "refuse")
 
 
-def with_test(tables: Sequence[Table], share: float, split: Split | None = None) -> tuple[Table, Table]:
+def train_test_tables(
+    tables: Sequence[SampleTable], share: float, split: Split | None = None
+) -> tuple[SampleTable, SampleTable]:
     """A training and a test table: those of ``tables``, or the one there is without ``share`` of its rows, and these."""
     train, *test = tables
     if test:
         if split is not None:
-            check_apart(train.columns, test[0].columns, split)
+            check_no_shared_groups(train.columns, test[0].columns, split)
         return train, test[0]
     if split is not None:
-        chosen = rows_to_test(train.columns, split, len(train), share, SPLIT_SEED)
+        chosen = test_row_mask(train.columns, split, len(train), share, SPLIT_SEED)
         return train.rows(np.flatnonzero(~chosen)), train.rows(np.flatnonzero(chosen))
     strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
     rows, held = split_rows(strata.numpy(), share)
@@ -253,7 +265,7 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
     return np.setdiff1d(np.arange(len(labels)), held), held
 
 
-def further_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
+def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
     """Every column with one plain value per row, by name; the rest (lists, structs, bytes) is left out."""
     import pyarrow as pa
 

@@ -12,19 +12,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.readers.files import Hub, existing, file_tables, hub_tables, joined, local_files, stamp
-from unskew.data.readers.labels import class_names_of, read_labels
-from unskew.data.readers.tables import Source, Table, further_columns, with_test
+from unskew.data.readers.files import (
+    HubDataset,
+    absolute_path,
+    concatenate_tables,
+    file_tables,
+    files_stamp,
+    hub_tables,
+    local_files,
+)
+from unskew.data.readers.labels import metadata_class_names, read_labels
+from unskew.data.readers.tables import SampleTable, Source, metadata_columns, train_test_tables
 from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
 from unskew.data.sources.sentences import sentences
 from unskew.data.spec import DETECTED, CsvSpec, Split
 from unskew.data.validation import check_classes
-from unskew.errors import ConfigError, DataError, unknown
-from unskew.progress import tell
+from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.progress import report_progress
 
 TEXTS = ("multi_nli", "sentences", "text")
 PAIR = ("premise", "hypothesis")
-MULTI_NLI = Hub("nyu-mll/multi_nli", None, "", "label", test="validation_matched")
+MULTI_NLI = HubDataset("nyu-mll/multi_nli", None, "", "label", test="validation_matched")
 PADDING = -1
 CHUNK = 10_000
 
@@ -85,15 +93,25 @@ def load_texts(
         )
     if len(columns) > 2:
         raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")
-    where, folder = existing(path), Path(tokenizer).expanduser()
-    tokenizer_stamp = stamp(folder) if folder.is_dir() else None
-    return cached(
-        name, where, stamp(where), label, tuple(columns), tokenizer, tokenizer_stamp, block, test_share, csv, split
+    where, folder = absolute_path(path), Path(tokenizer).expanduser()
+    tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
+    return load_cached(
+        name,
+        where,
+        files_stamp(where),
+        label,
+        tuple(columns),
+        tokenizer,
+        tokenizer_stamp,
+        block,
+        test_share,
+        csv,
+        split,
     )
 
 
 @lru_cache(maxsize=2)
-def cached(
+def load_cached(
     kind: str,
     path: Path | None,
     stamp: tuple[int, int, int],
@@ -115,17 +133,17 @@ def cached(
         for column in (*own, *([] if label is None else [label])):
             if column not in part.column_names:
                 hint = "" if columns or column == label else " Name the text's column with text.columns."
-                raise DataError(f"{name}, {where}: {unknown('column', column, part.column_names)}{hint}")
-    texts = {where: strings(part, own, f"{name}, {where}") for where, part in parts.items()}
+                raise DataError(f"{name}, {where}: {unknown_name('column', column, part.column_names)}{hint}")
+    texts = {where: row_texts(part, own, f"{name}, {where}") for where, part in parts.items()}
     if tokenizer_stamp is not None:
         make_tokenizer.cache_clear()  # the folder may hold another one by now
     tokens = make_tokenizer(tokenizer)
-    beside = [further_columns(part, {*own, label}) for part in parts.values()]
+    beside = [metadata_columns(part, {*own, label}) for part in parts.values()]
     if label is None:
-        rows = {where: cut(some, tokens, block, f"{name}, {where}") for where, some in texts.items()}
-        filled = padded([ids for ids, _ in rows.values()])
+        rows = {where: cut_blocks(some, tokens, block, f"{name}, {where}") for where, some in texts.items()}
+        filled = pad_rows([ids for ids, _ in rows.values()])
         tables = [
-            Table(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in further.items()})
+            SampleTable(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in further.items()})
             for ids, (_, origin), further in zip(filled, rows.values(), beside, strict=True)
         ]
         names: tuple[str, ...] = ("texts",)
@@ -134,17 +152,17 @@ def cached(
         labels = read_labels(
             {f"{name}, {where}": part.column(label) for where, part in parts.items()},
             label,
-            class_names_of(next(iter(parts.values())), label),
+            metadata_class_names(next(iter(parts.values())), label),
         )
-        filled = padded([encoded(some, tokens, block) for some in texts.values()])
+        filled = pad_rows([encode_for_classification(some, tokens, block) for some in texts.values()])
         tables = [
-            Table(x, torch.from_numpy(np.asarray(y)), further)
+            SampleTable(x, torch.from_numpy(np.asarray(y)), further)
             for x, y, further in zip(filled, labels.ys, beside, strict=True)
         ]
         names, classes, task = labels.names, len(labels.names), labels.task
         check_classes(names, name, task)
-        check_known(tables, classes, label, name)
-    return Source(name, *with_test(tables, test_share, split), names, classes, task)
+        check_class_indices(tables, classes, label, name)
+    return Source(name, *train_test_tables(tables, test_share, split), names, classes, task)
 
 
 def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, Any], str]:
@@ -160,7 +178,7 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
         if path is None:
             train, test = hub_tables(MULTI_NLI)
         else:
-            train, test = (joined(files) for files in local_files(kind, MULTI_NLI, path).values())
+            train, test = (concatenate_tables(files) for files in local_files(kind, MULTI_NLI, path).values())
         return {"the training rows": train, "the test rows": test}, kind
     assert path is not None
     train, test = file_tables(path, csv)
@@ -168,7 +186,7 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
     return {"the training rows": train} | ({} if test is None else {"the test rows": test}), name
 
 
-def strings(table: Any, columns: Sequence[str], where: str) -> list[Text]:
+def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
     """The texts of each row.
 
     Raises:
@@ -189,7 +207,7 @@ def strings(table: Any, columns: Sequence[str], where: str) -> list[Text]:
     return texts
 
 
-def cut(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tuple[list[list[int]], np.ndarray]:
+def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tuple[list[list[int]], np.ndarray]:
     """Token ids in rows of at most ``block``, and the text that each row is of. A lone last token has nothing to predict."""
     rows: list[list[int]] = []
     origin: list[int] = []
@@ -204,16 +222,16 @@ def cut(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tupl
     return rows, np.array(origin)
 
 
-def encoded(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
+def encode_for_classification(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
     """Token ids for classification, at most ``block`` a text."""
     found: list[list[int]] = []
     for first in range(0, len(texts), CHUNK):
-        tell("texts read", first, len(texts))
+        report_progress("texts read", first, len(texts))
         found += tokenizer.pairs(texts[first : first + CHUNK], block)
     return found
 
 
-def padded(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
+def pad_rows(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
     """Rows of each part as one int64 array ``[n, L]``, filled up with -1 to the longest row of all parts."""
     longest = max(len(row) for rows in parts for row in rows)
     arrays = []
@@ -225,7 +243,7 @@ def padded(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
     return arrays
 
 
-def check_known(tables: Sequence[Table], classes: int, label: str, name: str) -> None:
+def check_class_indices(tables: Sequence[SampleTable], classes: int, label: str, name: str) -> None:
     """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labelled."""
     for table in tables:
         if table.y.dim() == 1 and (int(table.y.min()) < 0 or int(table.y.max()) >= classes):

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
         """The ids of each text or pair as a classifier is used to it, at most so many."""
 
 
-class Bytes:
+class ByteTokenizer:
     """The bytes of a text's UTF-8; 256 stands before a text and between the two of a pair. Needs no download."""
 
     size = 257
@@ -45,7 +45,7 @@ class Bytes:
         return [[i for part in text for i in (256, *part.encode())][:most] for text in texts]
 
 
-class Words:
+class WordTokenizer:
     """Words, marks and pairs of neighboring words, hashed to 16,384 ids. Needs no download and no vocabulary.
 
     The pairs follow the words, so a long text loses its pairs first.
@@ -67,7 +67,7 @@ class Words:
         return [zlib.crc32(word.encode()) % self.size for word in [*chain(*words), *neighbors]]
 
 
-class HuggingFace:
+class HuggingFaceTokenizer:
     """A tokeniser of the package ``transformers``.
 
     Args:
@@ -123,5 +123,5 @@ def make_tokenizer(name: str) -> Tokenizer:
     >>> make_tokenizer("bytes").join([("ab", "c")])
     [[256, 97, 98, 10, 99]]
     """
-    own: dict[str, type[Bytes | Words]] = {"bytes": Bytes, "words": Words}
-    return own[name]() if name in own else HuggingFace(name)
+    own: dict[str, type[ByteTokenizer | WordTokenizer]] = {"bytes": ByteTokenizer, "words": WordTokenizer}
+    return own[name]() if name in own else HuggingFaceTokenizer(name)

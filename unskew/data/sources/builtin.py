@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.readers.tables import Source, Table
+from unskew.data.readers.tables import SampleTable, Source
 from unskew.data.validation import as_inputs
 
 
@@ -38,7 +38,7 @@ def digits() -> Source:
     images, labels = (values[:, :-1].reshape(-1, 8, 8) * 15).astype(np.uint8), values[:, -1].astype(np.int64)
     order = np.load(Path(__file__).with_name("digits-split.npy"))
     parts = np.split(order, [int(0.8 * len(order))])
-    train, test = (Table(as_inputs(images[rows], "digits"), torch.from_numpy(labels[rows]), {}) for rows in parts)
+    train, test = (SampleTable(as_inputs(images[rows], "digits"), torch.from_numpy(labels[rows]), {}) for rows in parts)
     return Source("digits", train, test, tuple(str(c) for c in range(10)), 10)
 
 
@@ -49,9 +49,9 @@ def gaussians() -> Source:
     """
     draws = np.random.default_rng(0)
 
-    def sample(n: int) -> Table:
+    def sample(n: int) -> SampleTable:
         labels = draws.integers(0, 10, n)
         values = draws.normal(size=(n, 10)) + (labels - 5)[:, None]
-        return Table(torch.from_numpy(values.astype(np.float32)), torch.from_numpy(labels), {})
+        return SampleTable(torch.from_numpy(values.astype(np.float32)), torch.from_numpy(labels), {})
 
     return Source("gaussians", sample(20_000), sample(50_000), tuple(str(c) for c in range(-5, 5)), 10)

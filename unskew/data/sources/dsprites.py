@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.readers.tables import Source, Table
+from unskew.data.readers.tables import SampleTable, Source
 from unskew.errors import DataError
 
 SHAPES = ("square", "ellipse", "heart")
@@ -57,7 +57,7 @@ def factors(rows: np.ndarray) -> np.ndarray:
     return np.stack(np.unravel_index(rows, SIZES), 1)
 
 
-def draw(values: np.ndarray) -> np.ndarray:
+def draw_images(values: np.ndarray) -> np.ndarray:
     """Images ``[n, 64, 64]``, uint8 of 0 and 255, from their factors ``[n, 5]``."""
     shapes = stencils().astype(np.uint8) * 255
     which = np.ravel_multi_index(tuple(values[:, :3].T), SIZES[:3])
@@ -72,7 +72,7 @@ def draw(values: np.ndarray) -> np.ndarray:
     return images
 
 
-def groups(values: np.ndarray) -> np.ndarray:
+def client_groups(values: np.ndarray) -> np.ndarray:
     """The client of each image: ``4 shape + 2 (lower half) + (right half)``, 0 to 11."""
     return np.asarray(4 * values[:, 0] + 2 * (values[:, 4] >= SIZES[4] // 2) + (values[:, 3] >= SIZES[3] // 2))
 
@@ -90,22 +90,22 @@ def dsprites(path: Path | None = None, count: int | None = None) -> Source:
     if count is not None and not 2 * GROUPS <= count <= TOTAL:
         raise DataError(f"dsprites:{count} is not possible; take from {2 * GROUPS} to {TOTAL:,} images.")
     draws = np.random.default_rng(0)
-    group = groups(factors(np.arange(TOTAL)))
+    group = client_groups(factors(np.arange(TOTAL)))
     parts = [draws.permutation(np.flatnonzero(group == k))[: (count or TOTAL) // GROUPS] for k in range(GROUPS)]
     held = max(1, round(0.1 * len(parts[0])))
     test, train = (np.sort(np.concatenate([p[cut] for p in parts])) for cut in (slice(held), slice(held, None)))
-    images = None if path is None else read(path)
+    images = None if path is None else read_original(path)
 
-    def table(rows: np.ndarray) -> Table:
+    def table(rows: np.ndarray) -> SampleTable:
         values = factors(rows)
-        x = draw(values) if images is None else images[rows] * np.uint8(255)
-        columns = {"client": groups(values), **{name: values[:, i] for i, name in enumerate(COLUMNS)}}
-        return Table(torch.from_numpy(x)[:, None], torch.from_numpy(values[:, 0].astype(np.int64)), columns)
+        x = draw_images(values) if images is None else images[rows] * np.uint8(255)
+        columns = {"client": client_groups(values), **{name: values[:, i] for i, name in enumerate(COLUMNS)}}
+        return SampleTable(torch.from_numpy(x)[:, None], torch.from_numpy(values[:, 0].astype(np.int64)), columns)
 
     return Source("dsprites", table(train), table(test), SHAPES, len(SHAPES))
 
 
-def read(path: Path) -> np.ndarray:
+def read_original(path: Path) -> np.ndarray:
     """The images ``[737280, 64, 64]`` of 0 and 1 from the original's file.
 
     Raises:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.readers.images import decode_column, with_channels
-from unskew.data.readers.labels import encode, label_values
-from unskew.data.readers.tables import Source, Table, with_test
+from unskew.data.readers.images import convert_channels, decode_column
+from unskew.data.readers.labels import encode_labels, label_values
+from unskew.data.readers.tables import SampleTable, Source, train_test_tables
 from unskew.data.validation import as_inputs, as_targets, check_classes
 from unskew.errors import DataError
 from unskew.filesystem import read_file
@@ -54,23 +54,23 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
     if len(kinds) > 1:
         raise DataError(f"The inputs of {path} are numbers in one split and file names in the other.")
     if kinds == {"f"}:
-        xs = [numbers(samples.x, path, splits["train"].x.shape[1]) for samples in splits.values()]
+        xs = [numbers_to_inputs(samples.x, path, splits["train"].x.shape[1]) for samples in splits.values()]
         if len({x.dtype for x in xs}) > 1:  # one split happens to hold whole pixels only
             xs = [x.float() / 255 if x.dtype == torch.uint8 else x for x in xs]
     else:
         folder = images or next((f for f in (root / "raw" / "img_align_celeba", root / "raw") if f.is_dir()), root)
-        xs = [files(samples.x, f"{path}, {split}", folder, size) for split, samples in splits.items()]
+        xs = [open_images(samples.x, f"{path}, {split}", folder, size) for split, samples in splits.items()]
         channels = max(x.shape[1] for x in xs)
-        xs = [with_channels(x, channels) for x in xs]
-    names, ys = encode([labels(s.y, f"{path}, {split}") for split, s in splits.items()], ())
+        xs = [convert_channels(x, channels) for x in xs]
+    names, ys = encode_labels([read_labels(s.y, f"{path}, {split}") for split, s in splits.items()], ())
     check_classes(names, str(path), "classification")
     tables = [
-        Table(x, as_targets(y, str(path)), {"user": np.array(s.users)})
+        SampleTable(x, as_targets(y, str(path)), {"user": np.array(s.users)})
         for x, y, s in zip(xs, ys, splits.values(), strict=True)
     ]
     if tables[0].x.shape[1:] != tables[-1].x.shape[1:]:
         raise DataError(f"The training inputs of {path} have another shape than its test inputs.")
-    return Source(path.name, *with_test(tables, test_share), names, len(names))
+    return Source(path.name, *train_test_tables(tables, test_share), names, len(names))
 
 
 def leaf_root(path: Path) -> Path:
@@ -122,10 +122,10 @@ def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
         if len(x) != len(y) or (size is not None and size != len(y)):
             raise DataError(f"{file}: user {user!r} has {len(x)} inputs, {len(y)} labels and num_samples {size}.")
         if x:
-            yield str(user), inputs(x, f"{file}, user {user!r}"), y
+            yield str(user), read_inputs(x, f"{file}, user {user!r}"), y
 
 
-def inputs(x: list[Any], who: str) -> np.ndarray:
+def read_inputs(x: list[Any], who: str) -> np.ndarray:
     """Lists of numbers as ``[n, f]``, or file names as ``[n]``."""
     if all(isinstance(one, str) for one in x):
         return np.array(x)
@@ -138,7 +138,7 @@ def inputs(x: list[Any], who: str) -> np.ndarray:
     return values
 
 
-def labels(y: list[Any], who: str) -> np.ndarray:
+def read_labels(y: list[Any], who: str) -> np.ndarray:
     """One class per sample."""
     import pyarrow as pa
 
@@ -149,7 +149,7 @@ def labels(y: list[Any], who: str) -> np.ndarray:
     return label_values(column, "y", who)
 
 
-def numbers(x: np.ndarray, path: Path, width: int) -> Tensor:
+def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
     """Grey images where the lists are squares of pixels (8-bit, if they are 255ths from 0 to 1), else features."""
     if x.shape[1] != width:
         raise DataError(f"The inputs of {path} have {width} numbers in training and {x.shape[1]} in test.")
@@ -162,7 +162,7 @@ def numbers(x: np.ndarray, path: Path, width: int) -> Tensor:
     return as_inputs(squares.reshape(-1, 1, side, side), str(path))
 
 
-def files(names: np.ndarray, who: str, folder: Path, size: int | None) -> Tensor:
+def open_images(names: np.ndarray, who: str, folder: Path, size: int | None) -> Tensor:
     """The images of these names."""
     import pyarrow as pa
 

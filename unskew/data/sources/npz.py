@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from unskew.data.memory_map import map_of
-from unskew.data.readers.tables import SPLIT_SEED, Source, Table
+from unskew.data.memory_map import mapped_array
+from unskew.data.readers.tables import SPLIT_SEED, SampleTable, Source
 from unskew.data.validation import as_inputs, as_targets, check_targets
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
 
 
-def arrays(path: Path) -> dict[str, np.ndarray]:
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file, or those of a folder as they lie in their files; nothing executable is loaded.
 
     Raises:
@@ -47,7 +47,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def folder_of_arrays(path: Path) -> Path:
+def is_array_folder(path: Path) -> Path:
     """A folder that holds ``x.npy`` and ``y.npy``.
 
     Raises:
@@ -64,9 +64,9 @@ def npz_source(path: Path, test_share: float) -> Source:
     Raises:
         DataError: The arrays cannot be used.
     """
-    found = arrays(path)
+    found = load_arrays(path)
     for values in found.values():
-        map_of(values)
+        mapped_array(values)
     n = len(found["y"])
     columns = {
         k: v
@@ -74,9 +74,9 @@ def npz_source(path: Path, test_share: float) -> Source:
         if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
     }
     x, y = as_inputs(found["x"], str(path)), as_targets(found["y"], str(path))
-    whole = Table(x, y, columns)
+    whole = SampleTable(x, y, columns)
     if "x_test" in found:
-        test = Table(as_inputs(found["x_test"], str(path)), as_targets(found["y_test"], str(path)), {})
+        test = SampleTable(as_inputs(found["x_test"], str(path)), as_targets(found["y_test"], str(path)), {})
         train = whole
     else:
         order = np.random.default_rng(SPLIT_SEED).permutation(n)

@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew import plugins
-from unskew.data.readers.column_roles import Choice
+from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
-    Hub,
+    HubDataset,
+    absolute_path,
     class_folders,
-    existing,
     file_tables,
+    files_stamp,
     folder_tables,
     hub_tables,
     local_tables,
-    stamp,
     table_files,
 )
-from unskew.data.readers.tables import Source, Table, source_from_tables
+from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.leaf import leaf_root, leaf_source
-from unskew.data.sources.npz import folder_of_arrays, npz_source
+from unskew.data.sources.npz import is_array_folder, npz_source
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.data.validation import as_inputs, as_targets
 from unskew.errors import ConfigError, DataError, UnskewError
 
-__all__ = ["SOURCES", "Source", "Table", "load_source"]
+__all__ = ["SOURCES", "Source", "SampleTable", "load_source"]
 
 SOURCES: dict[str, str] = {
     "digits": "handwritten digits, 8 x 8 grey, 1,797 images; comes with scikit-learn, no download",
@@ -67,23 +67,23 @@ PATHS = ("folder", "table", "leaf", "npz", "npy")
 
 LAYOUTS: dict[str, Callable[[Path], object]] = {
     "leaf": leaf_root,
-    "npy": folder_of_arrays,
+    "npy": is_array_folder,
     "folder": class_folders,
     "table": table_files,
 }
 """What refuses a path that is of another kind, before all files under it are looked at."""
 
-ALL = Choice()
+ALL = ColumnSelection()
 """Nothing is said of a table's columns."""
 
-HUB: dict[str, Hub] = {
-    "cifar10": Hub("uoft-cs/cifar10", None, "img", "label"),
-    "cifar100": Hub("uoft-cs/cifar100", None, "img", "fine_label"),
-    "mnist": Hub("ylecun/mnist", None, "image", "label"),
-    "fashion_mnist": Hub("zalando-datasets/fashion_mnist", None, "image", "label"),
-    "svhn": Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
-    "femnist": Hub("flwrlabs/femnist", None, "image", "character", test=None),
-    "celeba": Hub("flwrlabs/celeba", None, "image", "Smiling"),
+HUB: dict[str, HubDataset] = {
+    "cifar10": HubDataset("uoft-cs/cifar10", None, "img", "label"),
+    "cifar100": HubDataset("uoft-cs/cifar100", None, "img", "fine_label"),
+    "mnist": HubDataset("ylecun/mnist", None, "image", "label"),
+    "fashion_mnist": HubDataset("zalando-datasets/fashion_mnist", None, "image", "label"),
+    "svhn": HubDataset("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+    "femnist": HubDataset("flwrlabs/femnist", None, "image", "character", test=None),
+    "celeba": HubDataset("flwrlabs/celeba", None, "image", "Smiling"),
 }
 
 
@@ -96,7 +96,7 @@ def load_source(
     label_separator: str | None = None,
     size: int | None = None,
     classes: int | None = None,
-    choice: Choice = ALL,
+    choice: ColumnSelection = ALL,
     test_share: float = 0.2,
     csv: CsvSpec = DETECTED,
 ) -> Source:
@@ -138,7 +138,9 @@ def load_source(
         raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
     if count is None and kind not in SOURCES:
         said = {"label": label, "image": image, "label_separator": label_separator}
-        return of_package(kind, path, {k: v for k, v in said.items() if v is not None} or choice != ALL, size, classes)
+        return load_plugin_source(
+            kind, path, {k: v for k, v in said.items() if v is not None} or choice != ALL, size, classes
+        )
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
     if kind in DRAWN and (path is not None or label is not None or image is not None):
@@ -161,13 +163,13 @@ def load_source(
         if choice.mixed:
             raise ConfigError(f"task=regression, categories, dates and missing are for tables; {name!r} is none.")
         choice = ALL
-    where = existing(path)
+    where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
     if csv != DETECTED and kind != "table":
         raise ConfigError(f"csv describes the files of a table; {name!r} is none.")
-    request = Request(kind, where, label, image, label_separator, size, classes, choice, test_share, csv)
-    return cached(request, stamp(where))
+    request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, test_share, csv)
+    return load_cached(request, files_stamp(where))
 
 
 def _not_data(path: Path) -> str:
@@ -180,13 +182,15 @@ def _not_data(path: Path) -> str:
     return f"There is no file or folder {path}.{hint}"
 
 
-def of_package(name: str, path: str | Path | None, more: object, size: int | None, classes: int | None) -> Source:
+def load_plugin_source(
+    name: str, path: str | Path | None, more: object, size: int | None, classes: int | None
+) -> Source:
     """A data set of another package: a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays.
 
     It is called with ``path=`` where files of it are named, and without anything where none are.
     """
     try:
-        plugin = plugins.find(plugins.DATA, "data set", name, SOURCES)
+        plugin = plugins.find_plugin(plugins.DATA, "data set", name, SOURCES)
     except ConfigError:
         if "/" in name or Path(name).suffix:
             raise ConfigError(_not_data(Path(name))) from None
@@ -196,7 +200,7 @@ def of_package(name: str, path: str | Path | None, more: object, size: int | Non
     function = plugin.load_callable()
     try:
         made = function() if path is None else function(path=path)
-        source = made if isinstance(made, Source) else from_pairs(name, *made)
+        source = made if isinstance(made, Source) else source_from_arrays(name, *made)
     except UnskewError:
         raise
     except Exception as error:  # somebody else's function may fail in any way
@@ -206,14 +210,14 @@ def of_package(name: str, path: str | Path | None, more: object, size: int | Non
     return source.sized(size).first(classes)
 
 
-def from_pairs(name: str, train: tuple[object, object], test: tuple[object, object]) -> Source:
+def source_from_arrays(name: str, train: tuple[object, object], test: tuple[object, object]) -> Source:
     """A source of arrays: inputs as ``Federation.from_arrays`` takes them, and one class a sample."""
-    first, last = (Table(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
+    first, last = (SampleTable(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
     classes = 1 + int(max(first.y.max(), last.y.max()))
     return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
 
 
-class Request(NamedTuple):
+class SourceRequest(NamedTuple):
     """What ``load_source`` was asked for, once it is known to make sense."""
 
     kind: str
@@ -223,18 +227,18 @@ class Request(NamedTuple):
     label_separator: str | None
     size: int | None
     classes: int | None
-    choice: Choice
+    choice: ColumnSelection
     test_share: float
     csv: CsvSpec
 
 
 @lru_cache(maxsize=4)
-def cached(request: Request, stamp: tuple[int, int, int]) -> Source:
+def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
     """Load and decode; ``stamp`` is only part of the key."""
-    return loaded(request).sized(request.size).first(request.classes)
+    return load_uncached(request).sized(request.size).first(request.classes)
 
 
-def loaded(request: Request) -> Source:
+def load_uncached(request: SourceRequest) -> Source:
     """The source as it is; images that are decoded here have the side asked for already."""
     kind, path, label, image = request[:4]
     how: dict[str, Any] = {"size": request.size, "test_share": request.test_share}

@@ -42,10 +42,10 @@ def sentences(seed: int, each: int) -> list[Row]:
     'fiction'
     """
     draws = np.random.default_rng(seed)
-    return [pair(genre, draws) for genre in GENRES for _ in range(each)]
+    return [make_pair(genre, draws) for genre in GENRES for _ in range(each)]
 
 
-def pair(genre: str, draws: np.random.Generator) -> Row:
+def make_pair(genre: str, draws: np.random.Generator) -> Row:
     """One pair."""
     nouns, verbs, adjectives = (words.split() for words in GENRES[genre])
     subject, other, third = draws.choice(nouns, 3, replace=False)

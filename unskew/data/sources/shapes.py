@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from unskew.data.readers.tables import Source, Table
+from unskew.data.readers.tables import SampleTable, Source
 
 SHAPES = ("disc", "square", "triangle", "ring", "cross")
 TEXTURES = ("plain", "striped", "chequered", "grainy")
@@ -23,16 +23,16 @@ def shapes() -> Source:
     """10,000 images ``[3, 32, 32]`` and 2,000 to test on, as many of each class; always the same draw."""
     draws = np.random.default_rng(0)
 
-    def table(n: int) -> Table:
+    def table(n: int) -> SampleTable:
         labels = np.arange(n) % (len(SHAPES) * len(TEXTURES))
-        images = np.concatenate([draw(labels[first : first + CHUNK], draws) for first in range(0, n, CHUNK)])
-        return Table(torch.from_numpy(images), torch.from_numpy(labels), {})
+        images = np.concatenate([draw_shapes(labels[first : first + CHUNK], draws) for first in range(0, n, CHUNK)])
+        return SampleTable(torch.from_numpy(images), torch.from_numpy(labels), {})
 
     names = tuple(f"{texture} {shape}" for shape in SHAPES for texture in TEXTURES)
     return Source("shapes", table(TRAIN), table(TEST), names, len(names))
 
 
-def draw(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     """One image per class number ``4 shape + texture``: uint8 ``[n, 3, 32, 32]``."""
     n = len(labels)
     shape, texture = np.divmod(labels, len(TEXTURES))
@@ -50,23 +50,23 @@ def draw(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     pattern = np.zeros((n, SIDE, SIDE))
     for number, name in enumerate(SHAPES):
         mine = shape == number
-        inside[mine] = within(name, u[mine], v[mine])
+        inside[mine] = points_inside(name, u[mine], v[mine])
     stripes = np.sin(2 * np.pi * waves * u)
     for name, values in (
         ("striped", np.sign(stripes)),
         ("chequered", np.sign(stripes * np.sin(2 * np.pi * waves * v))),
-        ("grainy", clouds(n, 1, 0.3, draws)[:, 0]),
+        ("grainy", random_fields(n, 1, 0.3, draws)[:, 0]),
     ):
         mine = texture == TEXTURES.index(name)
         pattern[mine] = values[mine]
 
-    back = between(40, 215, 3, 1, 1) + between(10, 45, 1, 1, 1) * clouds(n, 3, 1.5, draws)
+    back = between(40, 215, 3, 1, 1) + between(10, 45, 1, 1, 1) * random_fields(n, 3, 1.5, draws)
     front = between(40, 215, 3, 1, 1) + between(-60, 60, 3, 1, 1) * pattern[:, None]
     noise = 4 * draws.normal(size=(n, 3, SIDE, SIDE))
     return (np.where(inside[:, None], front, back) + noise).clip(0, 255).astype(np.uint8)
 
 
-def within(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Which of the points lie in the shape."""
     away, wide = np.hypot(u, v), np.maximum(abs(u), abs(v))
     side = np.sqrt(0.75)
@@ -80,7 +80,7 @@ def within(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.asarray(of[shape])
 
 
-def clouds(n: int, channels: int, fall: float, draws: np.random.Generator) -> np.ndarray:
+def random_fields(n: int, channels: int, fall: float, draws: np.random.Generator) -> np.ndarray:
     """Random fields ``[n, channels, 32, 32]``, mean 0 and deviation 1, with amplitudes ``frequency^-fall``."""
     axis = np.fft.fftfreq(SIDE)
     frequency = np.hypot(axis[:, None], axis[None])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unskew.deployment.flower.subprocesses import Child, check_done
+from unskew.deployment.flower.subprocesses import ManagedProcess, run_to_completion
 from unskew.errors import ConfigError, EngineError
 
 VERSION = "1.41.0"
@@ -26,7 +26,7 @@ QUIET = {
 """Nothing is sent home, and a message is taken up within a tenth of a second."""
 
 
-def program(name: str) -> str:
+def program_path(name: str) -> str:
     """The path of one of Flower's programs.
 
     Raises:
@@ -78,9 +78,9 @@ class SuperLink:
         """
         if not commands:
             return ""
-        python = Path(program("flwr")).parent / "python"  # that of the environment that Flower is in
+        python = Path(program_path("flwr")).parent / "python"  # that of the environment that Flower is in
         asked = [str(python), "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
-        return check_done(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
+        return run_to_completion(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
     def registering(self, public_key: Path) -> list[str]:
         """The command that lets a site in."""
@@ -124,29 +124,31 @@ class SuperLink:
                 time.sleep(0.1)
 
 
-def superlink(folder: Path, port: int, logs: Path, home: Path) -> Child:
+def start_superlink(folder: Path, port: int, logs: Path, home: Path) -> ManagedProcess:
     """A SuperLink on loopback, with the certificates of ``folder``."""
     keys = folder / "superlink"
     command = [
-        *(program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)),
+        *(program_path("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)),
         *("--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt")),
         *("--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"),
         *("--disable-runtime-dependency-installation", "--database", str(keys / "superlink.db")),
     ]
-    return Child("the SuperLink", command, logs / "superlink.log", {**QUIET, **_home(home)})
+    return ManagedProcess("the SuperLink", command, logs / "superlink.log", {**QUIET, **_home(home)})
 
 
-def supernode(name: str, superlink: SuperLink, key: Path, port: int, to: Path, logs: Path, home: Path) -> Child:
+def start_supernode(
+    name: str, superlink: SuperLink, key: Path, port: int, to: Path, logs: Path, home: Path
+) -> ManagedProcess:
     """A SuperNode whose messages go to the site's process at the socket ``to``."""
     command = [
-        *(program("flower-supernode"), "--superlink", superlink.address, "--root-certificates", str(superlink.ca)),
+        *(program_path("flower-supernode"), "--superlink", superlink.address, "--root-certificates", str(superlink.ca)),
         *("--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port)),
         *("--node-config", f'socket="{to}"'),
     ]
-    return Child(f"the SuperNode of {name}", command, logs / f"{name}-supernode.log", {**QUIET, **_home(home)})
+    return ManagedProcess(f"the SuperNode of {name}", command, logs / f"{name}-supernode.log", {**QUIET, **_home(home)})
 
 
 def _home(home: Path) -> dict[str, str]:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = str(Path(program("flower-superexec")).parent)
+    beside = str(Path(program_path("flower-superexec")).parent)
     return {"FLWR_HOME": str(home), "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"}

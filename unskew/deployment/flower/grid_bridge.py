@@ -18,11 +18,11 @@ AT_ONCE = 64 << 20
 """Bytes of answers that are taken at once."""
 
 
-class LinkLost(EngineError):
+class LinkClosedError(EngineError):
     """Flower's app has gone, as when the SuperLink was stopped."""
 
 
-class Link:
+class GridBridge:
     """A Unix socket in a folder of its own that only this user can enter; Flower's app at the server connects to it.
 
     Args:
@@ -57,7 +57,7 @@ class Link:
                 hello = receive(app, 1 << 20)
             except (TimeoutError, FrameError, OSError) as error:
                 if time.monotonic() > end:
-                    raise LinkLost(
+                    raise LinkClosedError(
                         f"Flower's app has not begun on the SuperLink within {seconds:g} s; flwr list shows its runs, and "
                         "the SuperLink's log tells why. It must run on this machine as the same user."
                     ) from error
@@ -126,11 +126,11 @@ class Link:
 
     def _ask(self, frame: Frame) -> list[Frame]:
         if self._app is None:
-            raise LinkLost("Flower's app is not connected.")
+            raise LinkClosedError("Flower's app is not connected.")
         try:
             send(self._app, frame)
             count = int(receive(self._app, self.largest).config["count"])
             return [receive(self._app, self.largest) for _ in range(count)]
         except (OSError, FrameError, KeyError) as error:
             self.disconnect()
-            raise LinkLost(f"Flower's app on the SuperLink has ended ({error}).") from error
+            raise LinkClosedError(f"Flower's app on the SuperLink has ended ({error}).") from error

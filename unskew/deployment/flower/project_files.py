@@ -10,44 +10,44 @@ from string import Template
 import yaml
 
 from unskew.config.experiment import Experiment
-from unskew.config.paths import anchored
+from unskew.config.paths import with_absolute_paths
 from unskew.deployment.flower.cli import VERSION
-from unskew.deployment.flower.subprocesses import check_done
+from unskew.deployment.flower.subprocesses import run_to_completion
 from unskew.errors import ConfigError
-from unskew.filesystem import make_folder, occupied, write_atomic
+from unskew.filesystem import is_occupied, make_folder, write_atomic
 
 SCRIPTS = ("certificates.sh", "node-key.sh")
 UNITS = ("unskew-site.service", "flower-supernode.service", "flower-superlink.service")
 
 
-def template(name: str, **values: str) -> str:
+def render_template(name: str, **values: str) -> str:
     """A file that comes with the package, filled in."""
     return Template((files("unskew.deployment") / "templates" / name).read_text(encoding="utf-8")).substitute(values)
 
 
-def put(path: Path, text: str, executable: bool = False) -> None:
+def write_file(path: Path, text: str, executable: bool = False) -> None:
     """Write a file."""
     make_folder(path.parent)
     write_atomic(path, text.encode())
     path.chmod(0o755 if executable else 0o644)
 
 
-def put_tools(folder: Path) -> None:
+def write_scripts(folder: Path) -> None:
     """The app and the scripts that make certificates and keys."""
     for name in SCRIPTS:
         text = (files("unskew.deployment") / "templates" / name).read_text(encoding="utf-8")
-        put(folder / name, text, executable=True)
-    put(folder / "app" / "pyproject.toml", template("app.toml", version=VERSION))
+        write_file(folder / name, text, executable=True)
+    write_file(folder / "app" / "pyproject.toml", render_template("app.toml", version=VERSION))
 
 
 def make_certificates(folder: Path, hosts: list[str]) -> None:
     """Run the script that makes a CA and the SuperLink's certificate."""
-    check_done(["sh", str(folder / "certificates.sh"), *hosts], {}, 60, "certificates.sh")
+    run_to_completion(["sh", str(folder / "certificates.sh"), *hosts], {}, 60, "certificates.sh")
 
 
 def make_node_key(folder: Path, place: Path) -> None:
     """Run the script that makes a site's key."""
-    check_done(["sh", str(folder / "node-key.sh"), str(place)], {}, 60, "node-key.sh")
+    run_to_completion(["sh", str(folder / "node-key.sh"), str(place)], {}, 60, "node-key.sh")
 
 
 def is_private(path: Path) -> bool:
@@ -55,31 +55,35 @@ def is_private(path: Path) -> bool:
     return not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
-def site_values(name: str, client: int, **others: object) -> str:
+def site_yaml_values(name: str, client: int, **others: object) -> str:
     """A ``site.yaml``."""
     return yaml.safe_dump({"name": name, "client": client, **others}, sort_keys=False)
 
 
-def init(folder: Path, config: Experiment) -> list[Path]:
+def init_project(folder: Path, config: Experiment) -> list[Path]:
     """Write the folder of a deployment; gives the files, from the first to be read.
 
     Raises:
         ConfigError: Something is there already.
     """
-    if occupied(folder):
+    if is_occupied(folder):
         raise ConfigError(f"The folder {folder} is already there; choose another.")
     make_folder(folder)
-    put_tools(folder)
+    write_scripts(folder)
     clients = "the number of sites" if config.clients is None else str(config.clients)
-    put(folder / "experiment.yaml", anchored(config).to_yaml())
-    put(folder / "site" / "site.yaml", template("site.yaml", last=str((config.clients or 2) - 1)))
-    put(folder / "README.md", template("README.md", version=VERSION, clients=clients, method=config.method))
-    put(folder / "site" / "ADMINISTRATOR.md", template("ADMINISTRATOR.md", version=VERSION, method=config.method))
+    write_file(folder / "experiment.yaml", with_absolute_paths(config).to_yaml())
+    write_file(folder / "site" / "site.yaml", render_template("site.yaml", last=str((config.clients or 2) - 1)))
+    write_file(
+        folder / "README.md", render_template("README.md", version=VERSION, clients=clients, method=config.method)
+    )
+    write_file(
+        folder / "site" / "ADMINISTRATOR.md", render_template("ADMINISTRATOR.md", version=VERSION, method=config.method)
+    )
     for unit in UNITS:
         place = "superlink" if "superlink" in unit else "site"
-        put(folder / place / unit, template(unit))
+        write_file(folder / place / unit, render_template(unit))
     nginx = (files("unskew.deployment") / "templates" / "nginx.conf").read_text(encoding="utf-8")  # its $ are nginx's
-    put(folder / "superlink" / "nginx.conf", nginx)
-    put(folder / "compose.yaml", template("compose.yaml"))
-    put(folder / "Dockerfile", template("Dockerfile", version=VERSION))
+    write_file(folder / "superlink" / "nginx.conf", nginx)
+    write_file(folder / "compose.yaml", render_template("compose.yaml"))
+    write_file(folder / "Dockerfile", render_template("Dockerfile", version=VERSION))
     return [folder / name for name in ("README.md", "site/ADMINISTRATOR.md", "experiment.yaml", "site/site.yaml")]

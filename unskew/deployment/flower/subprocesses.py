@@ -27,7 +27,7 @@ def _end_with_parent() -> None:
 
 
 @dataclass
-class Child:
+class ManagedProcess:
     """A process that must run.
 
     Attributes:
@@ -86,16 +86,16 @@ class Child:
         return "\n".join(line for line in lines[-12:] if line.strip())
 
 
-class Family:
+class ProcessGroup:
     """Several children, those that die started again after a second."""
 
     def __init__(self) -> None:
-        self.children: list[Child] = []
+        self.children: list[ManagedProcess] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._restart, daemon=True)
 
-    def add(self, child: Child) -> Child:
+    def add(self, child: ManagedProcess) -> ManagedProcess:
         """Start one more."""
         with self._lock:
             child.start()
@@ -130,7 +130,7 @@ class Family:
             self.children = []
 
 
-def check_done(command: Sequence[str], environment: Mapping[str, str], seconds: float, what: str) -> str:
+def run_to_completion(command: Sequence[str], environment: Mapping[str, str], seconds: float, what: str) -> str:
     """The output of a command that ends by itself.
 
     Raises:

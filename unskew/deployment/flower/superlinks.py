@@ -13,8 +13,8 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.deployment.flower import cli as flower_cli
 from unskew.deployment.flower import project_files
-from unskew.deployment.flower.grid_bridge import Link
-from unskew.deployment.flower.subprocesses import Child, Family
+from unskew.deployment.flower.grid_bridge import GridBridge
+from unskew.deployment.flower.subprocesses import ManagedProcess, ProcessGroup
 from unskew.deployment.secagg.roster import FILE, read_roster
 from unskew.errors import EngineError
 from unskew.filesystem import user_cache
@@ -23,7 +23,7 @@ STARTING = 120.0
 """Seconds in which the SuperLink must listen."""
 
 
-def cache() -> Path:
+def deployment_cache() -> Path:
     """Where deployments on this machine keep keys and states: never in a run folder."""
     return user_cache() / "local"
 
@@ -35,7 +35,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Given:
+class RemoteSuperLink:
     """A SuperLink that runs already, on this machine.
 
     Args:
@@ -46,9 +46,9 @@ class Given:
     def __init__(self, place: Path, address: str):
         self.folder, self.app = place, place / "app"
         self.superlink = flower_cli.SuperLink(address, place / "ca" / "ca.crt", place / "home")
-        self.link: Link | None = None
+        self.link: GridBridge | None = None
 
-    def open(self, largest: int, seconds: float) -> Link:
+    def open(self, largest: int, seconds: float) -> GridBridge:
         """Start the app there, which connects to the link that is given back.
 
         Args:
@@ -58,7 +58,7 @@ class Given:
         Raises:
             EngineError: It does not.
         """
-        self.link = Link(largest)
+        self.link = GridBridge(largest)
         self.begin()
         self.link.connect(seconds)
         return self.link
@@ -115,7 +115,7 @@ class Given:
         """The run has ended: remove what was only for it."""
 
 
-class Local(Given):
+class LocalSuperLink(RemoteSuperLink):
     """A SuperLink and sites on loopback, with TLS and node keys; each process is stopped by its own id.
 
     Args:
@@ -125,12 +125,12 @@ class Local(Given):
     """
 
     def __init__(self, run: str, sites: int, experiments: Sequence[Experiment]):
-        super().__init__(cache() / run, "")
+        super().__init__(deployment_cache() / run, "")
         self.sites, self.experiments = sites, experiments
-        self.family = Family()
+        self.family = ProcessGroup()
         self.sockets = Path(tempfile.mkdtemp(prefix="unskew-"))  # a path in it is short enough for a socket
         self.logs = self.folder / "logs"
-        self.main: Child | None = None
+        self.main: ManagedProcess | None = None
 
     def begin(self) -> None:
         """Start what does not run yet, and the app; Flower's command line takes seconds to start, so that is done once."""
@@ -152,7 +152,7 @@ class Local(Given):
         if self.main is not None:
             return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        project_files.put_tools(self.folder)
+        project_files.write_scripts(self.folder)
         if not (self.folder / "superlink" / "server.key").exists():
             project_files.make_certificates(self.folder, ["127.0.0.1", "localhost"])
         self.logs.mkdir(mode=0o700, exist_ok=True)
@@ -160,13 +160,13 @@ class Local(Given):
         self.superlink = flower_cli.SuperLink(f"127.0.0.1:{port}", self.superlink.ca, self.superlink.home)
         self.superlink.configure()
         main = self.main = self.family.add(
-            flower_cli.superlink(self.folder, port, self.logs, self.folder / "home-superlink")
+            flower_cli.start_superlink(self.folder, port, self.logs, self.folder / "home-superlink")
         )
         new = [key for key in map(self._make_keys, range(self.sites)) if key is not None]
         signing = [(self._site(client) / "signing.pub").read_text().strip() for client in range(self.sites)]
         roster = "".join(f"{client} {key}\n" for client, key in enumerate(signing))
         for place in (self.folder, *map(self._site, range(self.sites))):
-            project_files.put(place / FILE, roster)
+            project_files.write_file(place / FILE, roster)
         for client in range(self.sites):
             self._start_site(client)
         self.superlink.wait(STARTING, main.running)
@@ -190,15 +190,15 @@ class Local(Given):
         name, place = f"site-{client}", self._site(client)
         shutil.rmtree(place / "experiments", ignore_errors=True)
         for number, config in enumerate(self.experiments):
-            project_files.put(place / "experiments" / f"{number}.yaml", config.to_yaml())
+            project_files.write_file(place / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
         values = {"experiments": "experiments", "socket": socket_of}
-        project_files.put(place / "site.yaml", project_files.site_values(name, client, **values))
+        project_files.write_file(place / "site.yaml", project_files.site_yaml_values(name, client, **values))
         command = [sys.executable, "-m", "unskew", "deploy", "site", str(place / "site.yaml")]
-        self.family.add(Child(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))
+        self.family.add(ManagedProcess(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))
 
-    def _supernode(self, client: int) -> Child:
-        return flower_cli.supernode(
+    def _supernode(self, client: int) -> ManagedProcess:
+        return flower_cli.start_supernode(
             f"site-{client}",
             self.superlink,
             self._site(client) / "node.key",

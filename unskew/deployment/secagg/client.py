@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.fixed_point import Part, exponent_of, rounded, step
-from unskew.deployment.secagg.ledger import Ledger
-from unskew.deployment.secagg.roster import Identity, is_signed
-from unskew.deployment.site.state import Forgotten
+from unskew.deployment.secagg.fixed_point import SumPart, quantize, required_exponent, step_size
+from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.roster import SigningIdentity, is_signed
+from unskew.deployment.site.state import SiteStateLostError
 from unskew.deployment.wire.frames import Frame, encode_header
-from unskew.deployment.wire.messages import text
-from unskew.deployment.wire.tensor_codec import NAMES, Nonsense, blob
-from unskew.protocol.messages import Update, flat
+from unskew.deployment.wire.messages import read_text
+from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_tensor
+from unskew.protocol.messages import Update, flatten_records
 from unskew.simulation.update_buffer import FIGURES
 
 LEAST = 3
@@ -53,7 +53,7 @@ def threshold(sites: int) -> int:
     return 2 * sites // 3 + 1
 
 
-def pieces(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, float]]:
+def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, float]]:
     """What of an update is added up: name, tensor, and the weight that it has in the sum.
 
     Args:
@@ -66,17 +66,17 @@ def pieces(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, floa
         *model,
         ("buffers", update.buffers, update.weight),
         *((f"report/{name}", t, update.weight) for name, t in sorted(update.report.items())),
-        *((name, t, 1.0) for name, t in sorted(flat("upload", update.upload).items())),
+        *((name, t, 1.0) for name, t in sorted(flatten_records("upload", update.upload).items())),
         ("figures", figures, 1.0),
     ]
 
 
-def written(parts: Sequence[Part]) -> str:
+def parts_as_text(parts: Sequence[SumPart]) -> str:
     """Parts as text."""
     return json.dumps([[part.name, NAMES[part.dtype], list(part.shape), part.exponent] for part in parts])
 
 
-def view_of(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
+def view_digest(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
     """Return the digest of all that the sites of a sum must have seen alike: who takes part, with which keys and model."""
     return hashlib.sha256(json.dumps([run, round, session, sorted(ready.items()), parts]).encode()).hexdigest()
 
@@ -87,7 +87,7 @@ def ready_message(run: str, round: int, session: str, client: int, keys: list[st
 
 
 @dataclass
-class Open:
+class OpenSum:
     """One sum that a site takes part in.
 
     Attributes:
@@ -107,13 +107,13 @@ class Open:
         answers: Replies, so that a message that is sent again gets the same one.
     """
 
-    identity: Identity
-    ledger: Ledger
+    identity: SigningIdentity
+    ledger: OpenedSumLedger
     session: str
     round: int
     model: str
     held: list[tuple[str, Tensor, float]]
-    parts: list[Part]
+    parts: list[SumPart]
     secret: int = field(default_factory=crypto.random_secret)
     seal_secret: int = field(default_factory=crypto.random_secret)
     seed: int = field(default_factory=crypto.random_secret)
@@ -147,10 +147,10 @@ class Open:
         if asked.kind in self.answers:
             before, answer = self.answers[asked.kind]
             if before != digest:
-                raise Nonsense(f"{asked.kind} was answered in this sum already, to another message")
+                raise InvalidMessageError(f"{asked.kind} was answered in this sum already, to another message")
             return answer
         if len(self.answers) != PHASES.index(asked.kind):
-            raise Nonsense(f"{asked.kind} comes out of turn")
+            raise InvalidMessageError(f"{asked.kind} comes out of turn")
         steps = {"share": self.share, "mask": self.mask, "agree": self.agree, "unmask": self.unmask}
         answer = steps[asked.kind](asked.config)
         self.answers[asked.kind] = digest, answer
@@ -162,32 +162,32 @@ class Open:
         Raises:
             Nonsense: If the keys are not signed by at least three different sites that got the same model.
         """
-        ready, parts, run = parsed(config, "ready"), text(config, "parts"), self.ledger.run
+        ready, parts, run = parse_json_field(config, "ready"), read_text(config, "parts"), self.ledger.run
         found = {}
         for name, (keys, signature) in ready.items():
             message = ready_message(run, self.round, self.session, int(name), keys, self.model)
             if not is_signed(self.identity.roster, int(name), message, signature):
-                raise Nonsense(
+                raise InvalidMessageError(
                     f"client {name} of the roster has not signed these keys and the model that this site got"
                 )
             found[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
         every = [key for both in found.values() for key in both]
-        own = crypto.public(self.secret), crypto.public(self.seal_secret)
+        own = crypto.public_key(self.secret), crypto.public_key(self.seal_secret)
         if len(found) < LEAST or len(set(every)) != len(every) or found.get(self.client) != own:
-            raise Nonsense(f"a sum needs different keys of at least {LEAST} sites, this one's among them")
+            raise InvalidMessageError(f"a sum needs different keys of at least {LEAST} sites, this one's among them")
         self._lay_out(json.loads(parts))
         self.keys = found
-        self.view = view_of(run, self.round, self.session, ready, parts)
+        self.view = view_digest(run, self.round, self.session, ready, parts)
         count = len(self.keys)
         (seeds, seed_points), (secrets, key_points) = (
-            crypto.deal(secret, self.needed, count) for secret in (self.seed, self.secret)
+            crypto.share_secret(secret, self.needed, count) for secret in (self.seed, self.secret)
         )
         sealed = {}
         for place, (k, (_, seal_key)) in enumerate(sorted(self.keys.items())):
             if k == self.client:
                 self.shares[k] = seeds[place], secrets[place]
                 continue
-            self.common[k] = crypto.agree(self.seal_secret, seal_key)
+            self.common[k] = crypto.shared_key(self.seal_secret, seal_key)
             plain = json.dumps([self.view, self.client, k, f"{seeds[place]:x}", f"{secrets[place]:x}"]).encode()
             sealed[str(k)] = crypto.seal(self.common[k], plain).hex()
         commitments = [[point.hex() for point in points] for points in (seed_points, key_points)]
@@ -197,12 +197,12 @@ class Open:
 
     def _lay_out(self, told: Any) -> None:
         if not isinstance(told, list) or [one[:3] for one in told] != [
-            one[:3] for one in json.loads(written(self.parts))
+            one[:3] for one in json.loads(parts_as_text(self.parts))
         ]:
-            raise Nonsense("what is to be added up is not what this site has")
+            raise InvalidMessageError("what is to be added up is not what this site has")
         larger = [int(one[3]) for one in told]
         if any(e < part.exponent for e, part in zip(larger, self.parts, strict=True)):
-            raise Nonsense("this site's numbers are larger than those of the sum")
+            raise InvalidMessageError("this site's numbers are larger than those of the sum")
         self.parts = [replace(part, exponent=e) for e, part in zip(larger, self.parts, strict=True)]
 
     def mask(self, config: dict[str, Any]) -> Frame:
@@ -211,13 +211,13 @@ class Open:
         Raises:
             Nonsense: If shares of too few sites are there, or commitments are not signed by their site.
         """
-        sealed, commitments = parsed(config, "sealed"), parsed(config, "commitments")
+        sealed, commitments = parse_json_field(config, "sealed"), parse_json_field(config, "commitments")
         wrong, shares = [], {self.client: self.shares[self.client]}
         for name in sealed:
             k, (seed_points, key_points, signature) = int(name), commitments[name]
             message = ["shares", self.view, k, [seed_points, key_points]]
             if k not in self.common or not is_signed(self.identity.roster, k, message, signature):
-                raise Nonsense(f"client {k} has not signed these commitments, or has no part in the sum")
+                raise InvalidMessageError(f"client {k} has not signed these commitments, or has no part in the sum")
             points = [[bytes.fromhex(point) for point in some] for some in (seed_points, key_points)]
             found = self._unsealed(k, str(sealed[name]), points)
             if found is None:
@@ -227,20 +227,20 @@ class Open:
         if wrong:
             return Frame("accused", {"client": self.client, "wrong": json.dumps(wrong)})
         if len(shares) < self.needed:
-            raise Nonsense(f"there are shares of {len(shares)} of at least {self.needed} sites")
+            raise InvalidMessageError(f"there are shares of {len(shares)} of at least {self.needed} sites")
         self.shares = shares
         held = [
-            (tensor, weight, step(part.exponent, len(self.keys)))
+            (tensor, weight, step_size(part.exponent, len(self.keys)))
             for (_, tensor, weight), part in zip(self.held, self.parts, strict=True)
         ]
-        masked, errors = rounded(held)
+        masked, errors = quantize(held)
         self.held = []
-        crypto.apply(masked, crypto.stream(self.seed, len(masked)), add=True)
+        crypto.apply_mask(masked, crypto.mask_stream(self.seed, len(masked)), add=True)
         for k in self.shares:
             if k != self.client:
-                key = crypto.agree(self.secret, self.keys[k][0])
-                crypto.apply(masked, crypto.stream(key, len(masked)), add=self.client > k)
-        array = blob(torch.from_numpy(masked.view("int32")))
+                key = crypto.shared_key(self.secret, self.keys[k][0])
+                crypto.apply_mask(masked, crypto.mask_stream(key, len(masked)), add=self.client > k)
+        array = encode_tensor(torch.from_numpy(masked.view("int32")))
         largest = max((e for part, e in zip(self.parts, errors, strict=True) if part.name == "delta"), default=0.0)
         return Frame("masked", {"client": self.client}, {"error": largest}, {"masked/x": array})
 
@@ -252,7 +252,7 @@ class Open:
             shares = int(both[0], 16), int(both[1], 16)
             good = (view, sender, to, points[1][0]) == (self.view, k, self.client, self.keys[k][0])
             good = good and {len(some) for some in points} == {self.needed}
-            good = good and all(crypto.fits(x, place, p) for x, p in zip(shares, points, strict=True))
+            good = good and all(crypto.verify_share(x, place, p) for x, p in zip(shares, points, strict=True))
         except (ValueError, TypeError, IndexError):
             return None
         return shares if good else None
@@ -264,9 +264,9 @@ class Open:
             Nonsense: If it lists sites without a part in the sum, or too few, or not this one.
             Opened: If another sum of this round was opened.
         """
-        alive = {int(k) for k in parsed(config, "alive")}
+        alive = {int(k) for k in parse_json_field(config, "alive")}
         if not alive <= {*self.shares} or self.client not in alive or len(alive) < self.needed:
-            raise Nonsense("the sites whose masked updates arrived are not sites of this sum, or too few")
+            raise InvalidMessageError("the sites whose masked updates arrived are not sites of this sum, or too few")
         self.ledger.check(self.round, tuple(sorted(alive)))
         self.alive = tuple(sorted(alive))
         return Frame("agreed", {"client": self.client, "signature": self.identity.sign(self._survivors())})
@@ -281,10 +281,10 @@ class Open:
             Nonsense: If too few sites of the list have signed it.
             Opened: If another sum of this round was opened meanwhile.
         """
-        signatures = parsed(config, "signatures")
+        signatures = parse_json_field(config, "signatures")
         given = {k for k in self.alive if is_signed(self.identity.roster, k, self._survivors(), signatures.get(str(k)))}
         if len(given) < self.needed:
-            raise Nonsense(
+            raise InvalidMessageError(
                 f"{len(given)} of at least {self.needed} sites have signed the list of sites that this one signed"
             )
         self.ledger.record(self.round, self.alive)
@@ -298,35 +298,35 @@ def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) ->
     return ["survivors", view, [*shared], [*alive]]
 
 
-def parsed(config: dict[str, Any], name: str) -> Any:
+def parse_json_field(config: dict[str, Any], name: str) -> Any:
     """A structure that a message carries as JSON.
 
     Raises:
         Nonsense: It is none.
     """
     try:
-        return json.loads(text(config, name))
+        return json.loads(read_text(config, name))
     except (ValueError, RecursionError) as error:
-        raise Nonsense(f"{name} cannot be read") from error
+        raise InvalidMessageError(f"{name} cannot be read") from error
 
 
-class Masks:
+class SecAggClient:
     """The open sums of a site, one a run.
 
     Args:
         identity: The site's signing key and the roster; None if it has none, and then it takes part in no masked sum.
     """
 
-    def __init__(self, identity: Identity | None):
+    def __init__(self, identity: SigningIdentity | None):
         self.identity = identity
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, OpenSum] = {}
 
     def again(self, run: str, session: str) -> Frame | None:
         """What was answered when this sum began, if it has."""
         one = self._open.get(run)
         return one.ready if one is not None and one.session == session else None
 
-    def begin(self, session: str, update: Update, delta: Tensor | None, model: str, ledger: Ledger) -> Frame:
+    def begin(self, session: str, update: Update, delta: Tensor | None, model: str, ledger: OpenedSumLedger) -> Frame:
         """Take part in a sum with an update.
 
         Args:
@@ -339,10 +339,10 @@ class Masks:
         if not update.is_finite():
             return Frame("unusable", {"client": update.client})
         assert self.identity is not None, "a site without a roster trains no masked experiment"
-        held = pieces(update, delta)
-        parts = [Part(name, t.dtype, tuple(t.shape), exponent_of(t, weight)) for name, t, weight in held]
-        one = Open(self.identity, ledger, session, update.born, model, held, parts)
-        keys = [crypto.public(secret).hex() for secret in (one.secret, one.seal_secret)]
+        held = summands(update, delta)
+        parts = [SumPart(name, t.dtype, tuple(t.shape), required_exponent(t, weight)) for name, t, weight in held]
+        one = OpenSum(self.identity, ledger, session, update.born, model, held, parts)
+        keys = [crypto.public_key(secret).hex() for secret in (one.secret, one.seal_secret)]
         message = ready_message(ledger.run, update.born, session, update.client, keys, model)
         config = {
             "client": update.client,
@@ -350,7 +350,7 @@ class Masks:
             "round": update.born,
             "examples": update.examples,
             "weight": float(update.weight),
-            "parts": written(parts),
+            "parts": parts_as_text(parts),
             "keys": json.dumps(keys),
             "model": model,
             "signature": self.identity.sign(message),
@@ -371,9 +371,9 @@ class Masks:
             Nonsense: The message is not what it must be.
         """
         one = self._open.get(run)
-        if one is None or one.session != text(asked.config, "session"):
-            raise Forgotten("this site was restarted since the sum began, or never took part in it")
+        if one is None or one.session != read_text(asked.config, "session"):
+            raise SiteStateLostError("this site was restarted since the sum began, or never took part in it")
         try:
             return one.carried_out(asked)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise Nonsense(f"its keys or shares cannot be read ({type(error).__name__})") from error
+            raise InvalidMessageError(f"its keys or shares cannot be read ({type(error).__name__})") from error

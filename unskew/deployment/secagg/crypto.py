@@ -44,7 +44,7 @@ def random_secret() -> int:
     return 1 + secrets.randbelow(ORDER - 1)
 
 
-def public(secret: int) -> bytes:
+def public_key(secret: int) -> bytes:
     """Return the public key of a secret key: the point ``secret`` times the base point, uncompressed."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -53,7 +53,7 @@ def public(secret: int) -> bytes:
     return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
-def agree(secret: int, other: bytes) -> bytes:
+def shared_key(secret: int, other: bytes) -> bytes:
     """Return the 32-byte key that two sites share, from one's secret key and the other's public key.
 
     Raises:
@@ -73,7 +73,7 @@ def _derived(key: bytes, purpose: bytes) -> bytes:
     return HKDF(SHA256(), 32, None, purpose).derive(key)
 
 
-def deal(secret: int, needed: int, count: int) -> tuple[list[int], list[bytes]]:
+def share_secret(secret: int, needed: int, count: int) -> tuple[list[int], list[bytes]]:
     """Share a secret (Shamir 1979) and commit to the shares (Feldman 1987).
 
     Args:
@@ -86,18 +86,18 @@ def deal(secret: int, needed: int, count: int) -> tuple[list[int], list[bytes]]:
     """
     terms = [secret, *(random_secret() for _ in range(needed - 1))]
     shares = [sum(term * pow(x, i, ORDER) for i, term in enumerate(terms)) % ORDER for x in range(1, count + 1)]
-    return shares, [public(term) for term in terms]
+    return shares, [public_key(term) for term in terms]
 
 
-def fits(share: int, place: int, commitments: Sequence[bytes]) -> bool:
+def verify_share(share: int, place: int, commitments: Sequence[bytes]) -> bool:
     """Return whether a share of this place is the one that the dealer committed to."""
     found: Point = None
     for commitment in reversed(commitments):
-        found = _add(_times(place, found), decoded(commitment))
-    return 0 < share < ORDER and found is not None and decoded(public(share)) == found
+        found = _add(_times(place, found), decode_point(commitment))
+    return 0 < share < ORDER and found is not None and decode_point(public_key(share)) == found
 
 
-def combine(shares: Mapping[int, int]) -> int:
+def combine_shares(shares: Mapping[int, int]) -> int:
     """Return the secret from at least ``needed`` of its shares, by place."""
     total = 0
     for x, share in shares.items():
@@ -108,7 +108,7 @@ def combine(shares: Mapping[int, int]) -> int:
     return total % ORDER
 
 
-def decoded(encoded: bytes) -> Point:
+def decode_point(encoded: bytes) -> Point:
     """Decode a public key or commitment, an uncompressed point.
 
     Raises:
@@ -163,7 +163,7 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
         raise ValueError("this was sealed with another key, or changed") from error
 
 
-def stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
+def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
     """Yield ``size`` pseudorandom 32-bit integers of a key, in arrays of at most ``CHUNK``; a key is used for one mask."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -173,7 +173,7 @@ def stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
         yield np.frombuffer(cipher.update(bytes(4 * min(CHUNK, size - start))), np.uint32)
 
 
-def apply(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
+def apply_mask(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
     """Add a mask to numbers of 32 bits, or subtract it; sums wrap around."""
     at = 0
     for piece in stream:

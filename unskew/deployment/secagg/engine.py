@@ -8,18 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.secagg.client import LEAST, parsed, ready_message
-from unskew.deployment.secagg.crypto import decoded
-from unskew.deployment.secagg.fixed_point import Part
+from unskew.deployment.secagg.client import LEAST, parse_json_field, ready_message
+from unskew.deployment.secagg.crypto import decode_point
+from unskew.deployment.secagg.fixed_point import SumPart
 from unskew.deployment.secagg.roster import is_signed
-from unskew.deployment.secagg.server import Accused, Ready, Reopened, Sum, Summation, Unopened, parts_of
-from unskew.deployment.server.audit_log import digest_of
+from unskew.deployment.secagg.server import (
+    MaskedSum,
+    OpenedSum,
+    ReadySite,
+    SumReopenedError,
+    UnmaskingError,
+    WrongSharesError,
+    parse_parts,
+)
+from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.wire.frames import SIZES, Frame
-from unskew.deployment.wire.messages import cast_frame, digest_of_cast, same, text
-from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, Nonsense, blobs, length_of, placed
+from unskew.deployment.wire.messages import broadcast_digest, check_reply_matches, encode_broadcast, read_text
+from unskew.deployment.wire.tensor_codec import (
+    DTYPES,
+    NAMES,
+    InvalidMessageError,
+    encode_record,
+    scatter_slices,
+    slices_length,
+)
 from unskew.errors import ConfigError, EngineError
-from unskew.protocol.messages import Broadcast, ClientState, Update, nested
+from unskew.protocol.messages import Broadcast, ClientState, Update, unflatten_records
 from unskew.protocol.rules import Method
 from unskew.simulation.update_buffer import FIGURES
 
@@ -40,7 +55,7 @@ class MaskedEngine(FlowerEngine):
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``FlowerEngine``: the updates stand for the sum, and each of them is nobody's."""
-        found = self._summed(casts) if casts else Sum()
+        found = self._summed(casts) if casts else OpenedSum()
         for cast in casts:
             if cast.client in found.unusable:
                 nothing = torch.full_like(cast.v, torch.nan)
@@ -50,7 +65,7 @@ class MaskedEngine(FlowerEngine):
             self._tell_error(found.error / weight, len(found.clients))
             means = self._means(casts, found, weight)
             names = [self.sites.name(k) for k in found.clients]
-            self.sites.log("sum opened", sites=names, digest=digest_of(blobs("sum", found.tensors)))
+            self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", found.tensors)))
         for cast in casts:
             if cast.client in found.clients:
                 yield self._update(cast, means)
@@ -60,7 +75,7 @@ class MaskedEngine(FlowerEngine):
             elif cast.client not in found.unusable:
                 self.server.lost(cast.client)
 
-    def _summed(self, casts: Sequence[Broadcast]) -> Sum:
+    def _summed(self, casts: Sequence[Broadcast]) -> OpenedSum:
         """Return the sum of a round; if too few sites are left, it is started again if the run is to wait."""
         if any(cast.up != casts[0].up for cast in casts):
             sync = self.terms.method.sync
@@ -70,32 +85,34 @@ class MaskedEngine(FlowerEngine):
             )
         text, barred = "", set[int]()
         round, patience = str(casts[0].round + 1), self.sites.patience
-        requests = {cast.client: cast_frame(cast, self.terms, "train", self._budget(cast.client)) for cast in casts}
+        requests = {
+            cast.client: encode_broadcast(cast, self.terms, "train", self._budget(cast.client)) for cast in casts
+        }
         least = max(patience.least, LEAST, len(casts) // 2 + 1)
         tries = 0
         while tries < TRIES:
             self.shapes = None
             left = {k: frame for k, frame in requests.items() if k not in barred}
-            summation = Summation(self.sites, casts[0].round, least, self.roster)
+            summation = MaskedSum(self.sites, casts[0].round, least, self.roster)
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:
-                    raise Unopened
+                    raise UnmaskingError
                 return summation.of(left, self._taking(casts, left))
-            except Accused as error:  # each time fewer are left
+            except WrongSharesError as error:  # each time fewer are left
                 barred |= {*error.guilty}
                 self._tell_guilty(error.guilty)
                 continue
-            except Reopened as error:
+            except SumReopenedError as error:
                 text = (
                     f"Round {round}: its sum over {error} was opened before the server was interrupted, and some of these "
                     "sites are missing. The sum of others stays masked, as the difference could be a single update"
                 )
-            except Unopened:
+            except UnmaskingError:
                 text = f"Round {round}: fewer than {summation.least} of {len(casts)} sites are left, so the sum stays masked"
             tries += 1
             if patience.short == "go":
                 self.sites.tell(f"{text}; the round goes on without any update.")
-                return Sum()
+                return OpenedSum()
             if patience.short == "stop":
                 break
             self.sites.tell(f"{text}; the round is begun again.")
@@ -110,41 +127,41 @@ class MaskedEngine(FlowerEngine):
 
     def _taking(self, casts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
         by_client = {cast.client: cast for cast in casts}
-        models = {client: digest_of_cast(frame, self.terms) for client, frame in requests.items()}
+        models = {client: broadcast_digest(frame, self.terms) for client, frame in requests.items()}
 
-        def take(client: int, frame: Frame) -> Ready | None:
+        def take(client: int, frame: Frame) -> ReadySite | None:
             cast = by_client[client]
             if self._left_out(client, frame):
                 return None
             if frame.kind == "unusable":
-                return Ready(usable=False)
+                return ReadySite(usable=False)
             if frame.kind != "ready":
-                raise Nonsense(f"it is called {frame.kind[:40]!r}, but what it sends must be masked")
-            same(frame.config, cast, self._examples(client))
-            parts = parts_of(frame.config, self.terms.norm * max(1.0, cast.weight))
+                raise InvalidMessageError(f"it is called {frame.kind[:40]!r}, but what it sends must be masked")
+            check_reply_matches(frame.config, cast, self._examples(client))
+            parts = parse_parts(frame.config, self.terms.norm * max(1.0, cast.weight))
             self._check_parts(parts, cast)
-            keys, opened = parsed(frame.config, "keys"), parsed(frame.config, "opened")
+            keys, opened = parse_json_field(frame.config, "keys"), parse_json_field(frame.config, "opened")
             try:
                 public, seal_public = (str(key) for key in keys)
                 for key in (public, seal_public):
-                    decoded(bytes.fromhex(key))
+                    decode_point(bytes.fromhex(key))
                 before = tuple(sorted(int(k) for k in opened))
             except (ValueError, TypeError, OverflowError) as error:
-                raise Nonsense("its keys, or the sums that it opened, cannot be read") from error
-            session, signature = text(frame.config, "session"), text(frame.config, "signature")
+                raise InvalidMessageError("its keys, or the sums that it opened, cannot be read") from error
+            session, signature = read_text(frame.config, "session"), read_text(frame.config, "signature")
             message = ready_message(self.sites.run, cast.round, session, client, keys, models[client])
             if not is_signed(self.roster, client, message, signature):
-                raise Nonsense("its keys and its model are not signed by the key that the roster names")
-            return Ready(parts, (public, seal_public), signature, before)
+                raise InvalidMessageError("its keys and its model are not signed by the key that the roster names")
+            return ReadySite(parts, (public, seal_public), signature, before)
 
         return take
 
-    def _check_parts(self, parts: Sequence[Part], cast: Broadcast) -> None:
+    def _check_parts(self, parts: Sequence[SumPart], cast: Broadcast) -> None:
         """Refuse what could not be added up with what the others send."""
         model = NAMES[cast.v.dtype]
         fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),)), "figures": ("float64", (len(FIGURES),))}
         if self.terms.sends_model:
-            fixed["delta"] = model, (length_of(cast.up, self.terms.spec.size),)
+            fixed["delta"] = model, (slices_length(cast.up, self.terms.spec.size),)
         if cast.report:
             fixed["report/v"] = model, (self.terms.spec.size,)
         found = {part.name: (NAMES[part.dtype], part.shape) for part in parts}
@@ -153,27 +170,27 @@ class MaskedEngine(FlowerEngine):
         wrong |= {name for name in uploads if name.split("/")[1] not in self.terms.names}
         size = sum(part.size * SIZES[NAMES[part.dtype]] for part in parts if part.name in uploads)
         if wrong or size > self.terms.largest or len(found) != len(parts):
-            raise Nonsense(f"what it adds up is not what was asked for: {sorted(wrong)[:3]}")
+            raise InvalidMessageError(f"what it adds up is not what was asked for: {sorted(wrong)[:3]}")
         if self.shapes is None:
             self.shapes = found
         elif found != self.shapes:
-            raise Nonsense("what it sends beside the model differs from what other sites send")
+            raise InvalidMessageError("what it sends beside the model differs from what other sites send")
 
-    def _means(self, casts: Sequence[Broadcast], found: Sum, weight: float) -> dict[str, Any]:
+    def _means(self, casts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
         """Return what each update of the round stands for: the weighted means; and the sums of what rules send."""
         sums, taken, count = found.tensors, [c for c in casts if c.client in found.clients], len(found.clients)
         v, b, delta = taken[0].v, taken[0].b, torch.zeros_like(taken[0].v)
         if "delta" in sums:
-            delta = placed(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))
+            delta = scatter_slices(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))
             for cast in () if self.terms.needs_base else taken:
                 for piece in self.terms.base(cast.down, cast.up):  # there a site sent its values
                     delta[piece] -= cast.weight / weight * v[piece]
         figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
         report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
         dtypes = {name: dtype for name, (dtype, _) in (self.shapes or {}).items()}
-        uploads = {n: as_type(t, dtypes[n]).to(v.device) for n, t in sums.items() if n.startswith("upload/")}
+        uploads = {n: to_dtype(t, dtypes[n]).to(v.device) for n, t in sums.items() if n.startswith("upload/")}
         b = (sums["buffers"] / weight).to(b)
-        upload = nested("upload", uploads)
+        upload = unflatten_records("upload", uploads)
         return {"delta": delta, "buffers": b, "report": report, "upload": upload, "metrics": figures}
 
     def _update(self, cast: Broadcast, fields: dict[str, Any]) -> Update:
@@ -195,7 +212,7 @@ class MaskedEngine(FlowerEngine):
         return {"masking_error": self.error}
 
 
-def as_type(tensor: Tensor, dtype: str) -> Tensor:
+def to_dtype(tensor: Tensor, dtype: str) -> Tensor:
     """A sum with the type that its tensors have; whole numbers stay whole."""
     wanted = DTYPES[dtype]
     return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)

@@ -20,7 +20,7 @@ PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Part:
+class SumPart:
     """One tensor of a sum, as all sites have it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
         return math.prod(self.shape)
 
 
-def exponent_of(tensor: Tensor, weight: float) -> int:
+def required_exponent(tensor: Tensor, weight: float) -> int:
     """The smallest whole number so that no entry, times ``weight``, is larger than two to it.
 
     >>> exponent_of(torch.tensor([3.0, -1.0]), 1.0), exponent_of(torch.zeros(2), 1.0)
@@ -53,12 +53,12 @@ def exponent_of(tensor: Tensor, weight: float) -> int:
     return LOWEST if top == 0 else max(LOWEST, math.frexp(top)[1])
 
 
-def step(exponent: int, sites: int) -> float:
+def step_size(exponent: int, sites: int) -> float:
     """The step in which so many sites round entries up to ``2 ** exponent``: their sum stays below ``2 ** 31``."""
     return math.ldexp(1.0, exponent - (30 - math.ceil(math.log2(max(2, sites)))))
 
 
-def rounded(tensors: Sequence[tuple[Tensor, float, float]]) -> tuple[np.ndarray, list[float]]:
+def quantize(tensors: Sequence[tuple[Tensor, float, float]]) -> tuple[np.ndarray, list[float]]:
     """Tensors times their weights, in their steps, one after another; and by how much rounding has moved an entry at most.
 
     Args:
@@ -84,11 +84,11 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield flat[start : start + PIECE]
 
 
-def restored(whole: np.ndarray, parts: Sequence[Part], sites: int) -> dict[str, Tensor]:
+def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
     """The sums in double precision, by name."""
     found, at = {}, 0
     for part in parts:
         numbers = torch.from_numpy(whole[at : at + part.size].view(np.int32))
-        found[part.name] = (numbers.double() * step(part.exponent, sites)).view(part.shape)
+        found[part.name] = (numbers.double() * step_size(part.exponent, sites)).view(part.shape)
         at += part.size
     return found

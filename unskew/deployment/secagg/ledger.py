@@ -6,17 +6,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from unskew.deployment.site.state import Forgotten
+from unskew.deployment.site.state import SiteStateLostError
 from unskew.errors import ConfigError
 from unskew.filesystem import make_folder, write_atomic
 
 
-class Opened(Forgotten):
+class SumAlreadyOpenedError(SiteStateLostError):
     """Another sum of this round was opened, so this site takes no part in the one that is asked for."""
 
 
 @dataclass(frozen=True)
-class Ledger:
+class OpenedSumLedger:
     """The newest masked sum of one experiment that a site has opened.
 
     The difference of two sums of one round, over different sites, can be the update of a single site. Training is
@@ -31,9 +31,9 @@ class Ledger:
     run: str
 
     @staticmethod
-    def of(state: Path, digest: str, run: str) -> Ledger:
+    def of(state: Path, digest: str, run: str) -> OpenedSumLedger:
         """Return the ledger of an experiment in the folder of a site's states."""
-        return Ledger(state / "sums" / f"{digest[:32]}.json", run)
+        return OpenedSumLedger(state / "sums" / f"{digest[:32]}.json", run)
 
     def opened(self, round: int) -> tuple[int, ...]:
         """Return the clients whose sum was opened in this round of the run, none if no sum was.
@@ -65,7 +65,7 @@ class Ledger:
         """
         before = self.opened(round)
         if before and before != clients:
-            raise Opened(
+            raise SumAlreadyOpenedError(
                 f"this site has already opened the sum of clients {', '.join(map(str, before))} in round {round + 1}; the "
                 "difference from another sum could reveal the update of one site"
             )

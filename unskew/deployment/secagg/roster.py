@@ -74,7 +74,7 @@ def is_signed(keys: Mapping[int, Any], client: int, message: list[Any], signatur
 
 
 @dataclass(frozen=True)
-class Identity:
+class SigningIdentity:
     """A site's own signing key, and the roster.
 
     Attributes:
@@ -88,7 +88,7 @@ class Identity:
     roster: Mapping[int, Any]
 
     @staticmethod
-    def load(client: int, key: Path, roster: Path) -> Identity:
+    def load(client: int, key: Path, roster: Path) -> SigningIdentity:
         """Read a site's key and the roster.
 
         Raises:
@@ -106,7 +106,7 @@ class Identity:
             raise ConfigError(
                 f"The roster {roster} does not name {key.with_suffix('.pub')} as the key of client {client}."
             )
-        return Identity(client, own, keys)
+        return SigningIdentity(client, own, keys)
 
     def sign(self, message: list[Any]) -> str:
         """Sign a message as this site; the first entry names its purpose, so that it cannot stand for another one."""
@@ -116,7 +116,7 @@ class Identity:
         return str(self.key.sign(json.dumps(message).encode(), ec.ECDSA(SHA384())).hex())
 
 
-def identity_of(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> Identity | None:
+def load_identity(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> SigningIdentity | None:
     """Return a site's identity; None if it has no roster and takes part in no masked experiment.
 
     Raises:
@@ -124,7 +124,7 @@ def identity_of(site: SiteConfig, folder: Path, experiments: Iterable[Experiment
     """
     roster = site.path("roster", folder)
     if roster.is_file():
-        return Identity.load(site.client, site.path("signing_key", folder), roster)
+        return SigningIdentity.load(site.client, site.path("signing_key", folder), roster)
     if any(experiment.secure_aggregation == "required" for experiment in experiments):
         raise ConfigError(
             f"Secure aggregation needs {roster}: a line for each client with its number and the content of its signing.pub, "

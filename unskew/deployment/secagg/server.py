@@ -13,18 +13,25 @@ import numpy as np
 from torch import Tensor
 
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.client import LEAST, parsed, survivors_message, threshold, view_of, written
-from unskew.deployment.secagg.fixed_point import LOWEST, Part, restored
+from unskew.deployment.secagg.client import (
+    LEAST,
+    parse_json_field,
+    parts_as_text,
+    survivors_message,
+    threshold,
+    view_digest,
+)
+from unskew.deployment.secagg.fixed_point import LOWEST, SumPart, dequantize
 from unskew.deployment.secagg.roster import is_signed
-from unskew.deployment.server.sites import Sites
+from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import number, text
-from unskew.deployment.wire.tensor_codec import DTYPES, Nonsense, check_records, record_of
+from unskew.deployment.wire.messages import read_number, read_text
+from unskew.deployment.wire.tensor_codec import DTYPES, InvalidMessageError, check_records, decode_record
 from unskew.errors import UnskewError
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadySite:
     """A site that has trained.
 
     Attributes:
@@ -35,7 +42,7 @@ class Ready:
         usable: Whether its numbers are finite.
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SumPart, ...] = ()
     keys: tuple[str, str] = ("", "")
     signature: str = ""
     opened: tuple[int, ...] = ()
@@ -43,7 +50,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Shares:
+class DealtShares:
     """Shares that a site dealt.
 
     Attributes:
@@ -60,7 +67,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Sum:
+class OpenedSum:
     """A sum that was opened.
 
     Attributes:
@@ -76,15 +83,15 @@ class Sum:
     error: float = 0.0
 
 
-class Unopened(UnskewError):
+class UnmaskingError(UnskewError):
     """Too few sites are left to open the sum."""
 
 
-class Reopened(UnskewError):
+class SumReopenedError(UnskewError):
     """The sum of this round was opened before, over other sites than those that are here now."""
 
 
-class Accused(UnskewError):
+class WrongSharesError(UnskewError):
     """Sites have received wrong shares, so the sum is to be started again without those who sent them.
 
     Attributes:
@@ -96,7 +103,9 @@ class Accused(UnskewError):
         self.guilty = guilty
 
 
-def judged(accusations: Mapping[int, Collection[int]], sites: int, name: Callable[[int], str]) -> Accused:
+def find_wrong_dealers(
+    accusations: Mapping[int, Collection[int]], sites: int, name: Callable[[int], str]
+) -> WrongSharesError:
     """Decide who sent wrong shares, if fewer than a third of the sites lie.
 
     A site that more others accuse than can lie has sent wrong shares; one that accuses more others than can lie is itself
@@ -117,29 +126,29 @@ def judged(accusations: Mapping[int, Collection[int]], sites: int, name: Callabl
     for k, wrong in left.items():
         for accused in () if k in guilty else wrong - {*guilty}:
             guilty[accused] = f"{name(k)} reports that its shares are wrong; one of the two sites is at fault", False
-    return Accused(guilty)
+    return WrongSharesError(guilty)
 
 
-def parts_of(config: dict[str, Any], largest: float) -> tuple[Part, ...]:
+def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
     """What a site says that it adds up.
 
     Raises:
         Nonsense: It is none.
     """
-    parts, listed = [], parsed(config, "parts")
+    parts, listed = [], parse_json_field(config, "parts")
     for one in listed if isinstance(listed, list) else [listed]:
         try:
             name, dtype, shape, exponent = one
             exponent = int(exponent)
-            parts.append(Part(str(name), DTYPES[dtype], tuple(int(n) for n in shape), exponent))
+            parts.append(SumPart(str(name), DTYPES[dtype], tuple(int(n) for n in shape), exponent))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise Nonsense("what it adds up cannot be read") from error
+            raise InvalidMessageError("what it adds up cannot be read") from error
         if min(parts[-1].shape, default=0) < 0 or exponent < LOWEST or 2.0 ** min(exponent, 1000) > 2 * largest:
-            raise Nonsense(f"what it adds up under {str(name)[:60]!r} is none, or larger than {largest:.3g}")
+            raise InvalidMessageError(f"what it adds up under {str(name)[:60]!r} is none, or larger than {largest:.3g}")
     return tuple(parts)
 
 
-class Summation:
+class MaskedSum:
     """One masked sum.
 
     Args:
@@ -149,11 +158,11 @@ class Summation:
         roster: Public signing keys, by client.
     """
 
-    def __init__(self, sites: Sites, round: int, least: int, roster: Mapping[int, Any]):
+    def __init__(self, sites: SiteManager, round: int, least: int, roster: Mapping[int, Any]):
         self.sites, self.round, self.least, self.roster = sites, round, least, roster
         self.session = secrets.token_hex(16)
-        self.ready: dict[int, Ready] = {}
-        self.shares: dict[int, Shares] = {}
+        self.ready: dict[int, ReadySite] = {}
+        self.shares: dict[int, DealtShares] = {}
         self.view = ""
 
     def _ask(
@@ -170,11 +179,11 @@ class Summation:
                 self.sites.tell(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
                 return None
             if answer and frame.kind != answer:
-                raise Nonsense(f"it is called {frame.kind[:40]!r} and not {answer!r}")
+                raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and not {answer!r}")
             try:
                 return take(client, frame)
             except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
-                raise Nonsense(f"what it sends cannot be read ({type(error).__name__})") from error
+                raise InvalidMessageError(f"what it sends cannot be read ({type(error).__name__})") from error
 
         frames = {k: Frame(kind, {**config, "session": self.session}) for k, config in configs.items()}
         what = {"unmask": "its update is in the sum, which the other sites open"}.get(
@@ -185,10 +194,10 @@ class Summation:
 
     def _enough(self, found: dict[int, Any]) -> dict[int, Any]:
         if len(found) < self.least:
-            raise Unopened
+            raise UnmaskingError
         return dict(sorted(found.items()))
 
-    def of(self, requests: Mapping[int, Frame], take: Callable[[int, Frame], Ready | None]) -> Sum:
+    def of(self, requests: Mapping[int, Frame], take: Callable[[int, Frame], ReadySite | None]) -> OpenedSum:
         """Return the sum of what the sites make of these requests.
 
         Args:
@@ -205,15 +214,15 @@ class Summation:
         unusable = tuple(k for k, one in trained.items() if not one.usable)
         self.ready = self._enough(self._as_before({k: one for k, one in trained.items() if one.usable}))
         self.least = max(self.least, LEAST, threshold(len(self.ready)))
-        parts = agreed([one.parts for one in self.ready.values()])
+        parts = agree_on_parts([one.parts for one in self.ready.values()])
         self._share(parts)
         alive, total, error = self._masked(sum(part.size for part in parts))
         signatures = self._signed(alive)
         for k, secret in self._opened(alive, signatures).items():
             self._take_off(total, k, secret, alive)
-        return Sum(tuple(alive), unusable, restored(total, parts, len(self.ready)), error)
+        return OpenedSum(tuple(alive), unusable, dequantize(total, parts, len(self.ready)), error)
 
-    def _as_before(self, ready: dict[int, Ready]) -> dict[int, Ready]:
+    def _as_before(self, ready: dict[int, ReadySite]) -> dict[int, ReadySite]:
         """Return the sites whose sum was opened in this round before, if more sites report that than can lie; else all.
 
         Raises:
@@ -224,33 +233,36 @@ class Summation:
             return ready
         before = claims[0][0]
         if not {*before} <= {*ready}:
-            raise Reopened(", ".join(map(self.sites.name, before)))
+            raise SumReopenedError(", ".join(map(self.sites.name, before)))
         self.least = len(before)
         return {k: ready[k] for k in before}
 
-    def _share(self, parts: Sequence[Part]) -> None:
+    def _share(self, parts: Sequence[SumPart]) -> None:
         """Let each site share its secrets."""
         ready = {str(k): [[*one.keys], one.signature] for k, one in self.ready.items()}
-        text_of_parts = written(parts)
-        self.view = view_of(self.sites.run, self.round, self.session, ready, text_of_parts)
+        text_of_parts = parts_as_text(parts)
+        self.view = view_digest(self.sites.run, self.round, self.session, ready, text_of_parts)
 
-        def take(client: int, frame: Frame) -> Shares:
-            sealed, commitments = parsed(frame.config, "sealed"), parsed(frame.config, "commitments")
+        def take(client: int, frame: Frame) -> DealtShares:
+            sealed, commitments = (
+                parse_json_field(frame.config, "sealed"),
+                parse_json_field(frame.config, "commitments"),
+            )
             if not isinstance(sealed, dict) or {*sealed} != {str(j) for j in self.ready if j != client}:
-                raise Nonsense("its shares are not for the sites of the sum")
+                raise InvalidMessageError("its shares are not for the sites of the sum")
             try:
                 seed, key, signature = commitments
-                found = Shares({to: str(one) for to, one in sealed.items()}, (seed, key, str(signature)))
+                found = DealtShares({to: str(one) for to, one in sealed.items()}, (seed, key, str(signature)))
                 points = [*found.points(0), *found.points(1)]
                 for point in points:
-                    crypto.decoded(point)
+                    crypto.decode_point(point)
             except (ValueError, TypeError) as error:
-                raise Nonsense("its commitments cannot be read") from error
+                raise InvalidMessageError("its commitments cannot be read") from error
             good = len(seed) == len(key) == max(LEAST, threshold(len(self.ready)))
             if not good or key[0] != self.ready[client].keys[0]:
-                raise Nonsense("its commitments are not to shares of its keys")
+                raise InvalidMessageError("its commitments are not to shares of its keys")
             if not is_signed(self.roster, client, ["shares", self.view, client, [seed, key]], signature):
-                raise Nonsense("its commitments are not signed by the key that the roster names")
+                raise InvalidMessageError("its commitments are not signed by the key that the roster names")
             return found
 
         config = {"ready": json.dumps(ready), "parts": text_of_parts}
@@ -274,24 +286,24 @@ class Summation:
 
         def take(client: int, frame: Frame) -> float:
             if frame.kind == "accused":
-                wrong = parsed(frame.config, "wrong")
+                wrong = parse_json_field(frame.config, "wrong")
                 if not isinstance(wrong, list) or not wrong or not {*wrong} <= {*self.shares} - {client}:
-                    raise Nonsense("it accuses sites that have no part in the sum")
+                    raise InvalidMessageError("it accuses sites that have no part in the sum")
                 accusations[client] = wrong
                 return 0.0
             if frame.kind != "masked":
-                raise Nonsense(f"it is called {frame.kind[:40]!r} and not 'masked'")
+                raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and not 'masked'")
             check_records(frame, ("masked",))
-            found = record_of(frame, "masked").get("x")
+            found = decode_record(frame, "masked").get("x")
             if found is None or found.dtype != DTYPES["int32"] or tuple(found.shape) != (size,):
-                raise Nonsense("its masked update has not the length of the others")
-            error = abs(number({"error": frame.figures.get("error", 0.0)}, "error"))
+                raise InvalidMessageError("its masked update has not the length of the others")
+            error = abs(read_number({"error": frame.figures.get("error", 0.0)}, "error"))
             np.add(total, found.numpy().view(np.uint32), out=total)
             return error
 
         found = self._ask("mask", "", configs, take)
         if accusations:
-            raise judged(accusations, len(self.shares), self.sites.name)
+            raise find_wrong_dealers(accusations, len(self.shares), self.sites.name)
         return list(found), total, sum(found.values())
 
     def _signed(self, alive: Sequence[int]) -> dict[int, str]:
@@ -299,9 +311,9 @@ class Summation:
         message = survivors_message(self.view, [*self.shares], alive)
 
         def take(client: int, frame: Frame) -> str:
-            signature = text(frame.config, "signature")
+            signature = read_text(frame.config, "signature")
             if not is_signed(self.roster, client, message, signature):
-                raise Nonsense("it has signed another list of sites than the one that it was sent")
+                raise InvalidMessageError("it has signed another list of sites than the one that it was sent")
             return signature
 
         least, self.least = self.least, min(self.least, threshold(len(self.ready)))
@@ -321,16 +333,16 @@ class Summation:
         shares: dict[int, dict[int, int]] = {k: {} for k in self.shares}
 
         def take(client: int, frame: Frame) -> bool:
-            found = parsed(frame.config, "shares")
+            found = parse_json_field(frame.config, "shares")
             if not isinstance(found, dict) or {*found} != {str(k) for k in self.shares}:
-                raise Nonsense("its shares are not those that it was asked for")
+                raise InvalidMessageError("its shares are not those that it was asked for")
             for owner, text_of_share in found.items():
                 try:
                     k, share = int(owner), int(str(text_of_share), 16)
                 except ValueError as error:
-                    raise Nonsense("its shares cannot be read") from error
-                if not crypto.fits(share, places[client], points[k]):
-                    raise Nonsense(
+                    raise InvalidMessageError("its shares cannot be read") from error
+                if not crypto.verify_share(share, places[client], points[k]):
+                    raise InvalidMessageError(
                         f"its share of a secret of {self.sites.name(k)} does not fit the commitments of that site"
                     )
                 shares[k][places[client]] = share
@@ -340,19 +352,19 @@ class Summation:
         text_of_signatures = json.dumps({str(k): one for k, one in signatures.items()})
         self._ask("unmask", "opened", {k: {"signatures": text_of_signatures} for k in signatures}, take)
         if any(len(some) < needed for some in shares.values()):
-            raise Unopened
-        return {k: crypto.combine(dict([*some.items()][:needed])) for k, some in shares.items()}
+            raise UnmaskingError
+        return {k: crypto.combine_shares(dict([*some.items()][:needed])) for k, some in shares.items()}
 
     def _take_off(self, total: np.ndarray, client: int, secret: int, alive: Collection[int]) -> None:
         """Subtract a site's own mask from the sum; if it has dropped out, those that others have in common with it."""
         if client in alive:
-            crypto.apply(total, crypto.stream(secret, len(total)), add=False)
+            crypto.apply_mask(total, crypto.mask_stream(secret, len(total)), add=False)
             return
         for k in alive:
-            key = crypto.agree(secret, bytes.fromhex(self.ready[k].keys[0]))
-            crypto.apply(total, crypto.stream(key, len(total)), add=k < client)
+            key = crypto.shared_key(secret, bytes.fromhex(self.ready[k].keys[0]))
+            crypto.apply_mask(total, crypto.mask_stream(key, len(total)), add=k < client)
 
 
-def agreed(several: Sequence[tuple[Part, ...]]) -> list[Part]:
+def agree_on_parts(several: Sequence[tuple[SumPart, ...]]) -> list[SumPart]:
     """The parts of a sum, with the largest exponents of all sites."""
     return [replace(same[0], exponent=max(part.exponent for part in same)) for same in zip(*several, strict=True)]

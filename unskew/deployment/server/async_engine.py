@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unskew.deployment.server.engine import FlowerEngine, norms_of
-from unskew.deployment.server.requests import Conversation
-from unskew.deployment.server.sites import Wait
+from unskew.deployment.server.engine import FlowerEngine, tensor_norms
+from unskew.deployment.server.requests import PendingRequests
+from unskew.deployment.server.sites import RoundWait
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import cast_frame
+from unskew.deployment.wire.messages import encode_broadcast
 from unskew.protocol.messages import Broadcast, Update
 
 
-class AsynchronousEngine(FlowerEngine):
+class AsyncFlowerEngine(FlowerEngine):
     """``FlowerEngine`` whose rounds end with the first updates that come, whatever round they were sent out in."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.flying: dict[int, Broadcast] = {}
-        self.talk = Conversation(self.sites, "", self._take)
+        self.talk = PendingRequests(self.sites, "", self._take)
         self.norms: dict[int, dict[str, float]] = {}  # of each client's last update
 
     @property
@@ -36,9 +36,9 @@ class AsynchronousEngine(FlowerEngine):
         for cast in casts:
             self.flying[cast.client] = cast
             self.talk.failures.pop(cast.client, None)
-            self.talk.requests[cast.client] = cast_frame(cast, self.terms, "train", self._budget(cast.client))
+            self.talk.requests[cast.client] = encode_broadcast(cast, self.terms, "train", self._budget(cast.client))
         self.talk.round = str(casts[0].round + 1) if casts else self.talk.round
-        wait, done = Wait(sites, self.talk.round, patience.least, patience.deadline), 0
+        wait, done = RoundWait(sites, self.talk.round, patience.least, patience.deadline), 0
         while self.talk.requests:
             for client in self.talk.requests.keys() & sites.barred:
                 self.talk.drop(client)
@@ -50,7 +50,7 @@ class AsynchronousEngine(FlowerEngine):
             for client, update in answers:
                 cast = self.flying.pop(client)
                 if update is not None:
-                    self.norms[client] = norms_of(update)
+                    self.norms[client] = tensor_norms(update)
                 if update is None or self.too_large(self.norms, [client], [cast]):
                     self.norms.pop(client, None)
                     self.server.lost(client)

@@ -12,14 +12,14 @@ from typing import Any
 
 from unskew.deployment.wire.frames import Blob
 from unskew.errors import CheckpointError
-from unskew.filesystem import read_file, writing
+from unskew.filesystem import disk_errors, read_file
 
 FILE = "audit.jsonl"
 FIRST = "0" * 64
 """Value of ``previous`` in the first line."""
 
 
-def digest_of(arrays: dict[str, Blob]) -> str:
+def arrays_digest(arrays: dict[str, Blob]) -> str:
     """Return the SHA-256 of arrays with their names, independent of their order."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
@@ -37,7 +37,7 @@ class AuditLog:
 
     def __init__(self, folder: Path):
         self.path, self._lock, self._last = folder / FILE, threading.Lock(), FIRST
-        with writing(self.path):
+        with disk_errors(self.path):
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             whole = self.path.read_bytes().rpartition(b"\n")[0]
             os.ftruncate(self._file, len(whole) + 1 if whole else 0)
@@ -47,7 +47,7 @@ class AuditLog:
     def add(self, event: str, round: int, **fields: Any) -> None:
         """Append one event; fields that are empty or None are left out."""
         known = {name: value for name, value in fields.items() if value not in (None, "")}
-        with self._lock, writing(self.path):
+        with self._lock, disk_errors(self.path):
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             entry = {"time": when, "round": round, "event": event, **known, "previous": self._last}
             line = json.dumps(entry).encode()

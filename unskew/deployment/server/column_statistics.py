@@ -13,16 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.column_statistics import MOMENTS, bytes_of, counted, means, moments, squares
-from unskew.data.partitioned import Divided, Known
-from unskew.data.readers.encoders import Encoder, Told, fit, numeric, squared, told
-from unskew.data.target_scaling import bytes_of_targets, scaled_by
-from unskew.deployment.server.data_exchange import everyone
-from unskew.deployment.server.sites import Sites
-from unskew.deployment.site.data import Holding
+from unskew.data.column_statistics import (
+    MOMENTS,
+    category_bytes,
+    counts_and_sums,
+    global_means,
+    global_moments,
+    sums_of_squares,
+)
+from unskew.data.partitioned import GlobalStats, PartitionedSource
+from unskew.data.readers.encoders import (
+    ClientStats,
+    Encoder,
+    client_stats,
+    fit_encoders,
+    numeric_columns,
+    squared_deviations,
+)
+from unskew.data.target_scaling import target_scaling_bytes, task_with_moments
+from unskew.deployment.server.data_exchange import request_all
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.site.data import SiteData
 from unskew.deployment.wire.frames import Blob, Frame
-from unskew.deployment.wire.messages import text
-from unskew.deployment.wire.tensor_codec import Nonsense, blobs, record_of
+from unskew.deployment.wire.messages import read_text
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.protocol.messages import Tensors
 from unskew.tasks.regression import Regression
@@ -31,46 +45,46 @@ LONGEST = 1000
 """Characters of a category's value."""
 
 
-def own_sums(holding: Holding) -> tuple[dict[str, Blob], str]:
+def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
     """What a site tells first: how many values its columns and targets have and their sums; and its categories as JSON."""
-    columns, targets = parts_of(holding)
-    first = told(columns, holding.source.encoders)
-    counts, sums = counted(targets)
+    columns, targets = columns_and_targets(holding)
+    first = client_stats(columns, holding.source.encoders)
+    counts, sums = counts_and_sums(targets)
     both = {"counts": np.concatenate([first.counts, counts]), "sums": np.concatenate([first.sums, sums])}
-    return blobs("sums", tensors_of(both)), json.dumps(first.values, ensure_ascii=False)
+    return encode_record("sums", as_tensors(both)), json.dumps(first.values, ensure_ascii=False)
 
 
-def own_squares(holding: Holding, mean: Tensor) -> dict[str, Blob]:
+def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
     """What a site tells then: squared distances from the mean of all.
 
     Raises:
         Nonsense: There is not one mean for each column and target.
     """
-    columns, targets = parts_of(holding)
-    width = len(numeric(holding.source.encoders))
+    columns, targets = columns_and_targets(holding)
+    width = len(numeric_columns(holding.source.encoders))
     if mean.dtype != torch.float64 or tuple(mean.shape) != (width + targets.shape[1],) or not mean.isfinite().all():
-        raise Nonsense("it does not have a mean for each column")
+        raise InvalidMessageError("it does not have a mean for each column")
     both = mean.numpy()
-    found = [squared(columns, holding.source.encoders, both[:width]), squares(targets, both[width:])]
-    return blobs("sums", tensors_of({"squares": np.concatenate(found)}))
+    found = [squared_deviations(columns, holding.source.encoders, both[:width]), sums_of_squares(targets, both[width:])]
+    return encode_record("sums", as_tensors({"squares": np.concatenate(found)}))
 
 
-def parts_of(holding: Holding) -> tuple[np.ndarray, np.ndarray]:
+def columns_and_targets(holding: SiteData) -> tuple[np.ndarray, np.ndarray]:
     """The columns and the targets that a site trains on; without any of them an array of no width."""
     rows, nothing = holding.train, np.zeros((len(holding.train), 0))
     regression = holding.source.task == Regression.name
     return rows.x.numpy() if holding.source.encoders else nothing, rows.y.numpy() if regression else nothing
 
 
-def tensors_of(arrays: Mapping[str, np.ndarray]) -> Tensors:
+def as_tensors(arrays: Mapping[str, np.ndarray]) -> Tensors:
     """Arrays as tensors; counts are whole numbers."""
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
 
 
-def said(holding: Holding) -> list[str]:
+def describe_sums(holding: SiteData) -> list[str]:
     """For the administrator of a site: what leaves it for these sums."""
     encoders, lines = holding.source.encoders, []
-    names = [encoders[j].name for j in numeric(encoders)]
+    names = [encoders[j].name for j in numeric_columns(encoders)]
     names += list(holding.source.class_names) if holding.source.task == Regression.name else []
     if names:
         lines.append(
@@ -78,26 +92,26 @@ def said(holding: Holding) -> list[str]:
             f"all sites; {MOMENTS * len(names)} bytes"
         )
     coded = [one.name for one in encoders if one.kind == "category"]
-    for name, values in zip(coded, told(parts_of(holding)[0], encoders).values, strict=True):
+    for name, values in zip(coded, client_stats(columns_and_targets(holding)[0], encoders).values, strict=True):
         shown = ", ".join(values[:20]) + (f" and {len(values) - 20} more" if len(values) > 20 else "")
-        lines.append(f"the values of the category {name}: {shown or 'none'}; {bytes_of(values)} bytes")
+        lines.append(f"the values of the category {name}: {shown or 'none'}; {category_bytes(values)} bytes")
     return lines
 
 
-def first_in(
+def parse_sums(
     frame: Frame, examples: int, known: Sequence[Encoder], targets: int
-) -> tuple[Told, np.ndarray, np.ndarray]:
+) -> tuple[ClientStats, np.ndarray, np.ndarray]:
     """What a site told first: of its columns, and counts and sums of its targets.
 
     Raises:
         Nonsense: It cannot be.
     """
-    arrays, width = record_of(frame, "sums"), len(numeric(known))
-    counts, sums = (vector(arrays, name, width + targets) for name in ("counts", "sums"))
+    arrays, width = decode_record(frame, "sums"), len(numeric_columns(known))
+    counts, sums = (parse_vector(arrays, name, width + targets) for name in ("counts", "sums"))
     if not ((counts >= 0) & (counts <= examples)).all() or not (counts[width:] == examples).all():
-        raise Nonsense(f"it counts more values than its {examples} samples can have")
+        raise InvalidMessageError(f"it counts more values than its {examples} samples can have")
     try:
-        values = json.loads(text(frame.config, "values"))
+        values = json.loads(read_text(frame.config, "values"))
         coded = len(known) - width
         lists = isinstance(values, list) and len(values) == coded and all(isinstance(some, list) for some in values)
         if not lists or not all(isinstance(v, str) and len(v) <= LONGEST for some in values for v in some):
@@ -105,11 +119,11 @@ def first_in(
         if any(len(set(some)) < len(some) or len(some) > examples for some in values):
             raise ValueError
     except (ValueError, RecursionError) as error:
-        raise Nonsense("its categories cannot be read") from error
-    return Told(examples, counts[:width], sums[:width], tuple(map(tuple, values))), counts[width:], sums[width:]
+        raise InvalidMessageError("its categories cannot be read") from error
+    return ClientStats(examples, counts[:width], sums[:width], tuple(map(tuple, values))), counts[width:], sums[width:]
 
 
-def vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
+def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
     """So many finite numbers of a message: whole ones for ``counts``.
 
     Raises:
@@ -118,13 +132,13 @@ def vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
     found = arrays.get(name)
     wanted = torch.int64 if name == "counts" else torch.float64
     if found is None or found.dtype != wanted or tuple(found.shape) != (size,) or not found.isfinite().all():
-        raise Nonsense(f"its {name} are not {size} finite numbers")
+        raise InvalidMessageError(f"its {name} are not {size} finite numbers")
     if name == "squares" and (found < 0).any():
-        raise Nonsense("a sum of squares is negative")
+        raise InvalidMessageError("a sum of squares is negative")
     return found.numpy()
 
 
-def known_of(drawn: Divided, frames: Mapping[int, Frame], sites: Sites) -> Known:
+def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], sites: SiteManager) -> GlobalStats:
     """What all sites hold together; asks them for their second sums.
 
     Args:
@@ -138,44 +152,46 @@ def known_of(drawn: Divided, frames: Mapping[int, Frame], sites: Sites) -> Known
     """
     known, regression = drawn.source.encoders, drawn.source.task == Regression.name
     targets = drawn.source.classes if regression else 0
-    names = [*(known[j].name for j in numeric(known)), *(drawn.source.class_names if regression else ())]
+    names = [*(known[j].name for j in numeric_columns(known)), *(drawn.source.class_names if regression else ())]
     width = len(names) - targets
     first = {}
     for client, frame in frames.items():
         try:
-            first[client] = first_in(frame, int(frame.config["examples"]), known, targets)
-        except (Nonsense, KeyError, ValueError, TypeError) as error:
+            first[client] = parse_sums(frame, int(frame.config["examples"]), known, targets)
+        except (InvalidMessageError, KeyError, ValueError, TypeError) as error:
             raise EngineError(f"{sites.name(client)}: its sums were refused, because {error}.") from error
     both = [
         (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
         for columns, counts, sums in first.values()
     ]
     try:
-        mean = means(both, names)[1]
+        mean = global_means(both, names)[1]
     except DataError as error:
         raise ConfigError(str(error).replace("client", "site")) from error
-    asked = Frame("squares", {}, {}, blobs("sums", {"mean": torch.from_numpy(mean)}))
-    found = everyone(sites, dict.fromkeys(first, asked), "sums", lambda client, frame: squares_in(frame, len(names)))
+    asked = Frame("squares", {}, {}, encode_record("sums", {"mean": torch.from_numpy(mean)}))
+    found = request_all(
+        sites, dict.fromkeys(first, asked), "sums", lambda client, frame: parse_squares(frame, len(names))
+    )
     second = list(found.values())
     columns, scale, sent = None, None, None
     if known:
         rest = [columns for columns, _, _ in first.values()]
-        columns = fit(known, drawn.source.indicate, rest, lambda _: (one[:width] for one in second))
+        columns = fit_encoders(known, drawn.source.indicate, rest, lambda _: (one[:width] for one in second))
         sent = columns.told
     if regression:
         of_targets = [(counts, sums) for _, counts, sums in first.values()]
-        scale = scaled_by(moments(of_targets, lambda _: (one[width:] for one in second), names[width:]))
-        cost = bytes_of_targets(len(first), targets)
+        scale = task_with_moments(global_moments(of_targets, lambda _: (one[width:] for one in second), names[width:]))
+        cost = target_scaling_bytes(len(first), targets)
         sent = cost if sent is None else sent + cost
-    return Known(columns, scale, sent)
+    return GlobalStats(columns, scale, sent)
 
 
-def squares_in(frame: Frame, size: int) -> np.ndarray:
+def parse_squares(frame: Frame, size: int) -> np.ndarray:
     """What a site told then.
 
     Raises:
         Nonsense: It cannot be.
     """
     if frame.kind != "squares":
-        raise Nonsense(f"it is called {frame.kind[:40]!r} and no squares")
-    return vector(record_of(frame, "sums"), "squares", size)
+        raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no squares")
+    return parse_vector(decode_record(frame, "sums"), "squares", size)

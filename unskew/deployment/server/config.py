@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.flower.superlinks import Given, Local
-from unskew.deployment.server.sites import Patience
-from unskew.deployment.site.config import address
+from unskew.deployment.flower.superlinks import LocalSuperLink, RemoteSuperLink
+from unskew.deployment.server.sites import RoundPolicy
+from unskew.deployment.site.config import parse_address
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import read_json, write_atomic
 
@@ -45,7 +45,7 @@ class Deployment:
     address: str | None = None
     own_data: bool = False
     gathering: float = 600.0
-    patience: Patience = field(default_factory=Patience)
+    patience: RoundPolicy = field(default_factory=RoundPolicy)
     asynchronous: bool = False
     quorum: int | None = None
     megabytes: float = 2048.0
@@ -53,19 +53,19 @@ class Deployment:
     exact: bool = False
     excluded: tuple[int, ...] = ()
 
-    def place(self, config: Experiment) -> Given:
+    def place(self, config: Experiment) -> RemoteSuperLink:
         """Where its SuperLink and its sites are.
 
         Raises:
             ConfigError: It does not say where.
         """
         if self.local is not None:
-            return Local(self.run, self.local, [config])
+            return LocalSuperLink(self.run, self.local, [config])
         if self.folder is None or self.address is None:
             raise ConfigError(
                 "Say where the sites are: --local N starts them here, --folder and --superlink name others."
             )
-        return Given(Path(self.folder), self.address)
+        return RemoteSuperLink(Path(self.folder), self.address)
 
     def check(self) -> None:
         """Refuse numbers that make no sense.
@@ -75,7 +75,7 @@ class Deployment:
         """
         if self.address is not None:
             try:
-                address(self.address)
+                parse_address(self.address)
             except ValueError as error:
                 raise ConfigError(f"superlink={self.address} is no address: {error}.") from error
         patience = self.patience
@@ -109,7 +109,7 @@ class Deployment:
         """
         try:
             values = read_json(folder / FILE)
-            changed = {"patience": Patience(**values["patience"]), "excluded": tuple(map(int, values["excluded"]))}
+            changed = {"patience": RoundPolicy(**values["patience"]), "excluded": tuple(map(int, values["excluded"]))}
             one = Deployment(**{**values, **changed})
             one.check()
             return one

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unskew.deployment.server.sites import Sites
+from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError
 from unskew.filesystem import read_json, write_atomic
@@ -25,7 +25,7 @@ SECONDS = 10.0
 """Seconds that either end waits for the other."""
 
 
-class Control:
+class ControlSocket:
     """Answers the operator's commands in a thread while the run goes through its rounds.
 
     Args:
@@ -34,7 +34,7 @@ class Control:
         save_excluded: Stores the excluded clients, so that a resumed run excludes them, too.
     """
 
-    def __init__(self, folder: Path, sites: Sites, save_excluded: Callable[[set[int]], None]):
+    def __init__(self, folder: Path, sites: SiteManager, save_excluded: Callable[[set[int]], None]):
         self.folder, self.sites, self.save_excluded = folder, sites, save_excluded
         self._private = tempfile.TemporaryDirectory(prefix="unskew-")  # mode 0700; the path of a socket must be short
         path = Path(self._private.name) / "control.sock"
@@ -79,7 +79,7 @@ class Control:
             return Frame("failed", {"reason": str(error)})
 
 
-def ask(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
+def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
     """Send a command to the deployed run that works in ``folder``.
 
     Returns:

@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.server.sites import Sites
+from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import FIGURES, counts_in, number, text, whole
-from unskew.deployment.wire.tensor_codec import Nonsense, blobs, check_norm, check_records, plainly, record_of
+from unskew.deployment.wire.messages import FIGURES, read_class_counts, read_integer, read_number, read_text
+from unskew.deployment.wire.tensor_codec import (
+    InvalidMessageError,
+    check_norm,
+    check_records,
+    decode_record,
+    encode_record,
+    printable,
+)
 from unskew.errors import EngineError
-from unskew.protocol.data_preparation import Contributions, Dealt, Prepared, Workspace
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload, Workspace
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.simulation.update_buffer import TAKEN
@@ -29,7 +36,7 @@ MOST = 1 << 27
 """Samples of a site: for each of them the server keeps its class."""
 
 
-def told(client: int, frame: Frame, federation: Federation, parameters: int | None = None) -> ClientData:
+def remote_client(client: int, frame: Frame, federation: Federation, parameters: int | None = None) -> ClientData:
     """A client as the server knows it: how many samples of which class, and none of them.
 
     Args:
@@ -41,23 +48,27 @@ def told(client: int, frame: Frame, federation: Federation, parameters: int | No
     Raises:
         Nonsense: It was told something else.
     """
-    if frame.kind != "facts" or whole(frame.config, "client") != client:
-        raise Nonsense("it does not say what it holds")
+    if frame.kind != "facts" or read_integer(frame.config, "client") != client:
+        raise InvalidMessageError("it does not say what it holds")
     built = frame.config.get("parameters")
     if parameters is not None and built != parameters:
-        raise Nonsense(
-            f"its model has {plainly(built)[:40]} parameters, not {parameters}; install the same versions everywhere"
+        raise InvalidMessageError(
+            f"its model has {printable(built)[:40]} parameters, not {parameters}; install the same versions everywhere"
         )
     task = federation.objective
-    counts = counts_in(frame, federation.classes if task.labelled else 0)
-    examples = whole(frame.config, "examples")
+    counts = read_class_counts(frame, federation.classes if task.labelled else 0)
+    examples = read_integer(frame.config, "examples")
     x, y = federation.test
     return ClientData(
-        client, x[:0], labels(counts, examples, y), x[:0], y[:1].expand(whole(frame.config, "held_out"), *y.shape[1:])
+        client,
+        x[:0],
+        placeholder_labels(counts, examples, y),
+        x[:0],
+        y[:1].expand(read_integer(frame.config, "held_out"), *y.shape[1:]),
     )
 
 
-def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
+def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     """Targets ``[n]`` with so many of each class, or ``[n, L]`` with so many of each label.
 
     Raises:
@@ -67,14 +78,14 @@ def labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     [0, 0, 2]
     """
     if not 0 < examples <= MOST:
-        raise Nonsense(f"it says that it has {examples} samples; a site has from 1 to {MOST}")
+        raise InvalidMessageError(f"it says that it has {examples} samples; a site has from 1 to {MOST}")
     if len(counts) and int(counts.max()) > examples:
-        raise Nonsense(f"it counts {int(counts.max())} samples of a class, but has {examples}")
+        raise InvalidMessageError(f"it counts {int(counts.max())} samples of a class, but has {examples}")
     if not len(counts):
         return like[:1].expand(examples, *like.shape[1:])  # nothing can be counted: only how many there are
     if like.dim() == 1:
         if int(counts.sum()) != examples:
-            raise Nonsense(f"it counts {int(counts.sum())} samples by class, but {examples} in all")
+            raise InvalidMessageError(f"it counts {int(counts.sum())} samples by class, but {examples} in all")
         return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
     return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
 
@@ -99,8 +110,8 @@ def federation_of_sites(
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
     for client, frame in frames.items():
         try:
-            clients[client] = told(client, frame, reference, parameters)
-        except Nonsense as error:
+            clients[client] = remote_client(client, frame, reference, parameters)
+        except InvalidMessageError as error:
             raise EngineError(
                 f"{names[client]} (client {client}): what it says of its data was refused, because {error}."
             ) from error
@@ -116,18 +127,20 @@ def federation_of_sites(
     )
 
 
-def prepare(method: Method, prepared: Prepared, seed: int, sites: Sites, norm: float) -> Prepared:
+def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float) -> PreparedData:
     """The three steps of each data rule, with a message between them."""
     for place, rule in enumerate(method.data):
         prepared = _one(place, rule, prepared, seed, sites, norm)
     return prepared
 
 
-def _one(place: int, rule: DataRule, prepared: Prepared, seed: int, sites: Sites, norm: float) -> Prepared:
+def _one(
+    place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
+) -> PreparedData:
     """One data rule; its own ``prepare`` runs, with messages in the place of what happens at clients."""
     after: dict[int, ClientData] = {}
 
-    def contribute(prepared: Prepared, seed: int, workspace: Workspace) -> Contributions:
+    def contribute(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         clients = prepared.federation.clients
         mean = max(1, sum(len(c.y) + len(c.y_test) for c in clients) // len(clients))
         asked = {
@@ -135,20 +148,20 @@ def _one(place: int, rule: DataRule, prepared: Prepared, seed: int, sites: Sites
             for k in range(len(clients))
             if type(rule).contribute is not DataRule.contribute and rule.of_client(k, len(clients), mean) is not None
         }
-        found = everyone(sites, asked, "contributions", partial(_contribution, norm=norm))
+        found = request_all(sites, asked, "contributions", partial(_contribution, norm=norm))
         sent = {k: tensors for k, (tensors, _, _) in found.items() if tensors}
         digest = "-".join(made for _, _, made in found.values())
-        return Contributions(sent, _about([about for _, about, _ in found.values()]), digest)
+        return ClientPayloads(sent, _about([about for _, about, _ in found.values()]), digest)
 
-    def deal(sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+    def deal(sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         dealt = type(rule).deal(rule, sent, facts, seed)
-        common = blobs("common", dealt.common)
+        common = encode_record("common", dealt.common)
         messages = {
-            k: Frame("receive", {"place": place}, {}, {**blobs("share", dealt.shares.get(k, {})), **common})
+            k: Frame("receive", {"place": place}, {}, {**encode_record("share", dealt.shares.get(k, {})), **common})
             for k in range(facts.clients)
         }
         federation = prepared.federation
-        after.update(everyone(sites, messages, "shares", lambda k, frame: told(k, frame, federation)))
+        after.update(request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation)))
         return dealt
 
     def receive(client: ClientData, share: Tensors) -> ClientData:
@@ -160,7 +173,7 @@ def _one(place: int, rule: DataRule, prepared: Prepared, seed: int, sites: Sites
     return over_sites.prepare(prepared, seed)
 
 
-def everyone(sites: Sites, asked: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
+def request_all(sites: SiteManager, asked: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
     """The answers of all that are asked.
 
     Raises:
@@ -175,16 +188,18 @@ def everyone(sites: Sites, asked: dict[int, Frame], what: str, take: Any) -> dic
 
 def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict[str, Any], str]:
     if frame.kind != "contribution":
-        raise Nonsense(f"it is called {frame.kind[:40]!r} and no contribution")
+        raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no contribution")
     check_records(frame, ("sent",))
-    tensors = record_of(frame, "sent")
+    tensors = decode_record(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
-    said = {n.removeprefix("about."): text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")}
-    figures = {name: number(frame.figures, name) for name in frame.figures}
+    said = {
+        n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
+    }
+    figures = {name: read_number(frame.figures, name) for name in frame.figures}
     if taken := TAKEN & {*said, *figures} or len(said) + len(figures) > FIGURES:
-        raise Nonsense(f"what it says of it has too many names, or such as the run's own: {taken}")
-    return tensors, {**figures, **said}, text(frame.config, "made")
+        raise InvalidMessageError(f"what it says of it has too many names, or such as the run's own: {taken}")
+    return tensors, {**figures, **said}, read_text(frame.config, "made")
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

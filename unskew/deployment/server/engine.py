@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from unskew.deployment.server.audit_log import digest_of
-from unskew.deployment.server.sites import Sites
+from unskew.deployment.server.audit_log import arrays_digest
+from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import Terms, cast_frame, number, shapes_of, update_in
-from unskew.deployment.wire.tensor_codec import Nonsense, as_images, plainly
-from unskew.engines.base import Setup
+from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_number, upload_shapes
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
+from unskew.engines.base import EngineConfig
 from unskew.errors import EngineError
-from unskew.protocol.messages import Broadcast, Update, bytes_of, flat
+from unskew.protocol.messages import Broadcast, Update, flatten_records, num_bytes
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
 
@@ -29,15 +29,15 @@ FACTOR = 30.0
 """An update is left out if a tensor's norm exceeds this many times the median of the other sites' norms."""
 
 
-def norms_of(update: Update) -> dict[str, float]:
+def tensor_norms(update: Update) -> dict[str, float]:
     """Return the Euclidean norms of an update's tensors by name, of those that are finite."""
-    tensors = {"delta": update.delta, **flat("upload", update.upload)}
+    tensors = {"delta": update.delta, **flatten_records("upload", update.upload)}
     floats = {name: t for name, t in tensors.items() if t.is_floating_point()}
     norms = {name: float(torch.linalg.vector_norm(t, dtype=torch.float64)) for name, t in floats.items()}
     return {name: norm for name, norm in norms.items() if math.isfinite(norm)}
 
 
-def limits(norms: Mapping[int, float], floor: float) -> dict[int, float]:
+def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
     """Return the clients whose norm is far above those of the others, each with the limit that it exceeds.
 
     The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are needed:
@@ -54,7 +54,7 @@ def limits(norms: Mapping[int, float], floor: float) -> dict[int, float]:
     return found
 
 
-class Arrived:
+class ArrivedUpdates:
     """Updates that wait for others, in memory up to ``HELD`` bytes: the server's memory does not grow with the sites.
 
     Args:
@@ -73,7 +73,7 @@ class Arrived:
 
     def put(self, update: Update) -> None:
         """One more."""
-        size = bytes_of(update.tensors().values())
+        size = num_bytes(update.tensors().values())
         if self.store is None or self.bytes + size <= HELD:
             self.held[update.client], self.bytes = update, self.bytes + size
         else:
@@ -84,10 +84,10 @@ class Arrived:
         """That of a client, which is forgotten."""
         update = self.held.pop(client, None)
         if update is not None:
-            self.bytes -= bytes_of(update.tensors().values())
+            self.bytes -= num_bytes(update.tensors().values())
             return update
         assert self.store is not None
-        tensors = {name: as_images(t) for name, t in self.store.take(client).items()}
+        tensors = {name: channels_last_images(t) for name, t in self.store.take(client).items()}
         return Update.of(self.fields.pop(client), tensors, self.device)
 
     def close(self) -> None:
@@ -111,7 +111,9 @@ class FlowerEngine:
     roster: Mapping[int, Any] = {}  # public signing keys of the clients
     folder: Path | None = None  # where updates wait that came before those that are added up first
 
-    def __init__(self, setup: Setup, sites: Sites, server: Server, terms: Terms, budget: dict[str, int]):
+    def __init__(
+        self, setup: EngineConfig, sites: SiteManager, server: Server, terms: WireContext, budget: dict[str, int]
+    ):
         self.setup, self.sites, self.server, self.terms, self.budget = setup, sites, server, terms, budget
         self.shapes: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self.alike = not any("individual" in rule.needs for rule in terms.method.client)
@@ -120,14 +122,14 @@ class FlowerEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """See ``unskew.engines.base.Engine``; updates that do not come in time, or are no updates, are not there."""
         by_client = {cast.client: cast for cast in casts}
-        requests = {k: cast_frame(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
+        requests = {k: encode_broadcast(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
         round = str(casts[0].round + 1) if casts else ""
-        found = Arrived(self.setup.device, self.folder)
+        found = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
         for client, update in self.sites.ask(
             requests, round, lambda client, frame: self.taken(by_client[client], frame)
         ):
-            norms[client] = norms_of(update)
+            norms[client] = tensor_norms(update)
             found.put(update)
         too_large = self.too_large(norms, norms, casts)
         for cast in casts:  # added up in the order of casts, whoever was first
@@ -151,7 +153,7 @@ class FlowerEngine:
         floor = float(torch.linalg.vector_norm(casts[0].v)) if casts else 0.0
         found: set[int] = set()
         for name in sorted({name for one in norms.values() for name in one}):
-            exceeded = limits({k: one[name] for k, one in norms.items() if name in one}, floor)
+            exceeded = norm_outliers({k: one[name] for k, one in norms.items() if name in one}, floor)
             for client in sorted(exceeded.keys() & {*clients} - found):
                 found.add(client)
                 self.sites.fault(
@@ -169,9 +171,9 @@ class FlowerEngine:
         """
         if self._left_out(cast.client, frame):
             return None
-        update = update_in(frame, cast, self.terms, self._examples(cast.client))
+        update = decode_update(frame, cast, self.terms, self._examples(cast.client))
         self._check_alike(update)
-        self.sites.log("update accepted", cast.client, digest=digest_of(frame.arrays))
+        self.sites.log("update accepted", cast.client, digest=arrays_digest(frame.arrays))
         return update
 
     @property
@@ -190,7 +192,7 @@ class FlowerEngine:
 
     def _left_out(self, client: int, frame: Frame) -> bool:
         """Return whether a site has no update in this round, without being at fault, and report why."""
-        reason = plainly(frame.config.get("reason"))
+        reason = printable(frame.config.get("reason"))
         if frame.kind == "forgotten":
             self.server.last.pop(client, None)
             self.sites.tell(
@@ -212,17 +214,17 @@ class FlowerEngine:
 
     def _check_alike(self, update: Update) -> None:
         """Refuse uploads that could not be added to those of the others."""
-        shapes = shapes_of(update)
+        shapes = upload_shapes(update)
         if self.alike and self.shapes is None:
             self.shapes = shapes
         elif self.alike and shapes != self.shapes:
             odd = sorted({*shapes.items()} ^ {*(self.shapes or {}).items()})[:2]
-            raise Nonsense(f"what it sends beside the model differs from what other sites send: {odd}")
+            raise InvalidMessageError(f"what it sends beside the model differs from what other sites send: {odd}")
 
     def measure(self, casts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
         """What models are worth at the clients' sites: accuracy and loss, also of their own models where there are any."""
         requests = {
-            cast.client: cast_frame(cast, self.terms, "evaluate", {"own": own, **self._budget(cast.client)})
+            cast.client: encode_broadcast(cast, self.terms, "evaluate", {"own": own, **self._budget(cast.client)})
             for cast in casts
         }
 
@@ -230,9 +232,9 @@ class FlowerEngine:
             if self._left_out(client, frame):
                 return None
             if frame.kind != "scores":
-                raise Nonsense(f"it is called {frame.kind[:40]!r} and no scores")
+                raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no scores")
             names = ("accuracy", "loss", *(("own_accuracy", "own_loss") if own else ()))
-            return {name: number(frame.figures, name) for name in names}
+            return {name: read_number(frame.figures, name) for name in names}
 
         return dict(sorted(self.sites.ask(requests, "scores", take)))
 

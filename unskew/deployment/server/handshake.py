@@ -11,27 +11,27 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.data.partitioned import Divided
-from unskew.data.task_options import trained_for
+from unskew.data.partitioned import PartitionedSource
+from unskew.data.task_options import apply_task_options
 from unskew.deployment.secagg.engine import check_maskable
-from unskew.deployment.server.column_statistics import known_of
+from unskew.deployment.server.column_statistics import collect_global_stats
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.data_exchange import everyone, federation_of_sites, told
-from unskew.deployment.server.membership import check_late
-from unskew.deployment.server.sites import Sites
-from unskew.deployment.wire.data_schema import Reference, digest_of
+from unskew.deployment.server.data_exchange import federation_of_sites, remote_client, request_all
+from unskew.deployment.server.membership import check_late_joining
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.data_schema import DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.data_preparation import Prepared
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method
-from unskew.runs.build_model import as_wanted
-from unskew.runs.validation import check_method, weights_of
+from unskew.runs.build_model import match_model_input_range
+from unskew.runs.validation import check_method, resolve_weighting
 from unskew.simulation.sampler import Sampler
 
 
-def checked(
+def check_method_over_sites(
     config: Experiment, deployment: Deployment, reference: Federation, method: Method, total: int
 ) -> tuple[ModelSpec, list[str]]:
     """See ``check_method``; also refuse what the way of deployment forbids.
@@ -39,7 +39,7 @@ def checked(
     Raises:
         ConfigError: It does.
     """
-    reference = trained_for(reference, config.loss, config.class_weights)
+    reference = apply_task_options(reference, config.loss, config.class_weights)
     spec, warnings = check_method(config, reference, None, method)
     if deployment.asynchronous:
         delay = config.network.model_copy(update={"delay": "fixed:1"})
@@ -48,7 +48,7 @@ def checked(
         except ConfigError as error:
             raise ConfigError(str(error).replace("network.delay", "--asynchronous")) from error
     cohort = Sampler(total, config.participation, config.seed).size
-    sums = Reference.of(reference).needs_sums
+    sums = DataSchema.of(reference).needs_sums
     if deployment.quorum is not None:
         if deployment.quorum > total:
             raise ConfigError(
@@ -62,7 +62,9 @@ def checked(
                 f"out{remedy}."
             )
         cohort = min(cohort, deployment.quorum)
-        check_late(method, spec, replace(FederationFacts.of(reference), weights=weights_of(config, method)))
+        check_late_joining(
+            method, spec, replace(FederationInfo.of(reference), weights=resolve_weighting(config, method))
+        )
     if config.secure_aggregation == "required":
         if sums:
             raise ConfigError(
@@ -74,26 +76,26 @@ def checked(
     return spec, warnings
 
 
-def about(config: Experiment, reference: Reference) -> dict[str, Any]:
+def run_header(config: Experiment, reference: DataSchema) -> dict[str, Any]:
     """What every message says: to which experiment it belongs, and what the data are."""
-    return {"digest": digest_of(config), **reference.config()}
+    return {"digest": experiment_digest(config), **reference.config()}
 
 
-def first_words(config: Experiment, federation: Federation) -> dict[str, Any]:
+def initial_header(config: Experiment, federation: Federation) -> dict[str, Any]:
     """The same before the sites have told their sums, where these matter."""
-    reference = Reference.of(federation)
-    return about(config, reference.open if reference.needs_sums else reference)
+    reference = DataSchema.of(federation)
+    return run_header(config, reference.open if reference.needs_sums else reference)
 
 
-def agree(
+def agree_on_data_and_model(
     config: Experiment,
     deployment: Deployment,
     method: Method,
-    drawn: Divided,
+    drawn: PartitionedSource,
     reference: Federation,
     spec: ModelSpec,
     frames: dict[int, Frame],
-    sites: Sites,
+    sites: SiteManager,
     total: int,
 ) -> tuple[Federation, ModelSpec]:
     """What the sites hold as the server knows it, once they have told their sums, and the model for it.
@@ -113,36 +115,36 @@ def agree(
         ConfigError: A site does not fit.
         EngineError: One does not answer, or tells what cannot be.
     """
-    sums, own = Reference.of(reference).needs_sums, deployment.own_data
+    sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
-        reference = drawn.federation(known_of(drawn, frames, sites))
-        spec, _ = checked(config, deployment, reference, method, total)
-        reference = as_wanted(reference, spec)
-        sites.about = about(config, Reference.of(reference))
-        frames = everyone(sites, {k: Frame("hello") for k in frames}, "facts", lambda client, frame: frame)
+        reference = drawn.federation(collect_global_stats(drawn, frames, sites))
+        spec, _ = check_method_over_sites(config, deployment, reference, method, total)
+        reference = match_model_input_range(reference, spec)
+        sites.about = run_header(config, DataSchema.of(reference))
+        frames = request_all(sites, {k: Frame("hello") for k in frames}, "facts", lambda client, frame: frame)
     federation = federation_of_sites(reference, frames, sites.names, not own, total, spec.size)
-    federation = trained_for(federation, config.loss, config.class_weights)
-    known = Reference.of(federation)
-    sites.about = about(config, known)
+    federation = apply_task_options(federation, config.loss, config.class_weights)
+    known = DataSchema.of(federation)
+    sites.about = run_header(config, known)
     if sums and own:  # a run is not resumed where the sums have changed
         text = json.dumps(known.config(), sort_keys=True)
         federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
     return federation, spec
 
 
-def budget_of(config: Experiment, prepared: Prepared) -> dict[str, int]:
+def changed_budget(config: Experiment, prepared: PreparedData) -> dict[str, int]:
     """What a data rule has changed of the clients' budget, beside what differs between clients."""
     before, after = config.training.local_epochs, prepared.training.local_epochs
     return {"local_epochs": after} if after is not None and after != before else {}
 
 
-def facts_check(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame], object]:
+def report_validator(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame], object]:
     """Return a function that validates a site's first report of its data.
 
     Args:
         reference: The data that the experiment names at the server.
         spec: The model for them.
     """
-    if Reference.of(reference).needs_sums:
+    if DataSchema.of(reference).needs_sums:
         return lambda client, frame: None  # columns and model are known once all sites have reported
-    return partial(told, federation=reference, parameters=spec.size)
+    return partial(remote_client, federation=reference, parameters=spec.size)

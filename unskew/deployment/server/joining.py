@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import unskew
-from unskew.deployment.flower.grid_bridge import LinkLost
+from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
-from unskew.deployment.server.requests import FAILURES, pause
+from unskew.deployment.server.requests import FAILURES, retry_delay
 from unskew.deployment.site.config import NAME
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import number, text, whole
-from unskew.deployment.wire.tensor_codec import Nonsense, plainly
+from unskew.deployment.wire.messages import read_integer, read_number, read_text
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from unskew.deployment.server.sites import Sites
+    from unskew.deployment.server.sites import SiteManager
 
 POLL = 0.2
 """Seconds between two looks at who has come."""
@@ -35,7 +35,7 @@ AGAIN = 30.0
 """Seconds after which a node that was not admitted is asked again: its site may have been corrected."""
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """Return what the bits of a result depend on: the versions of unskew and PyTorch, and the CPU's vector instructions."""
     return {
         "unskew": unskew.__version__,
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 @dataclass
-class Door:
+class SiteRegistry:
     """Asks each node that connects which client it is.
 
     Attributes:
@@ -60,7 +60,7 @@ class Door:
         failures: By node: why the last message to it failed.
     """
 
-    sites: Sites
+    sites: SiteManager
     clients: int
     seconds: float
     check: Callable[[int, Frame], Any] = lambda client, frame: None
@@ -92,7 +92,7 @@ class Door:
                     node
                 )
             answers = sites.link.pull(list(self._asked)) if self._asked else []
-        except LinkLost as error:
+        except LinkClosedError as error:
             sites.tell(str(error))
             sites.reconnect()
             self._known, self._asked = set(sites.nodes.values()), {}
@@ -101,11 +101,11 @@ class Door:
         for identity, frame in answers:
             node = self._asked.pop(identity)
             if frame.kind == "failed":
-                self._failed(node, plainly(frame.config.get("reason")))
+                self._failed(node, printable(frame.config.get("reason")))
                 continue
             try:
                 client = self._greeted(frame)
-            except (ConfigError, Nonsense) as error:
+            except (ConfigError, InvalidMessageError) as error:
                 reason = str(error) if isinstance(error, ConfigError) else f"A site's report is not valid: {error}."
                 if self.rejected.get(node) != reason:
                     sites.tell(f"A site is not admitted. {reason}")
@@ -119,16 +119,16 @@ class Door:
             contact = sites.contact(client)
             contact.connected, contact.since = True, time.time()
             contact.seen, contact.error = contact.since, ""
-            contact.version = plainly(frame.config.get("unskew", ""))[:40]
-            contact.key = plainly(frame.config.get("key", ""))[:80]
+            contact.version = printable(frame.config.get("unskew", ""))[:40]
+            contact.key = printable(frame.config.get("key", ""))[:80]
             sites.log("joined", client, version=contact.version)
         return found
 
     def _failed(self, node: int, reason: str) -> None:
         """Ask a node again after a pause, a limited number of times until it connects anew."""
         tries = self._tries[node] = self._tries.get(node, 0) + 1
-        self._again[node] = time.monotonic() + pause(tries)
-        again = f"It is asked again after {pause(tries):g} s"
+        self._again[node] = time.monotonic() + retry_delay(tries)
+        again = f"It is asked again after {retry_delay(tries):g} s"
         if tries > FAILURES:
             again = "It is not asked again until its SuperNode reconnects"
         else:
@@ -155,13 +155,15 @@ class Door:
         """Return the number of the client that a site reports to be."""
         sites = self.sites
         if frame.kind != "facts":
-            raise ConfigError(f"A site refuses the run: {plainly(frame.config.get('reason', frame.kind))}")
-        client, name = whole(frame.config, "client"), text(frame.config, "name")
-        clock, examples = number(frame.config, "clock"), whole(frame.config, "examples")
+            raise ConfigError(f"A site refuses the run: {printable(frame.config.get('reason', frame.kind))}")
+        client, name = read_integer(frame.config, "client"), read_text(frame.config, "name")
+        clock, examples = read_number(frame.config, "clock"), read_integer(frame.config, "examples")
         if not re.fullmatch(NAME, name):
-            raise Nonsense("its name has other characters than letters, digits, '-', '_' and '.', or more than 64")
+            raise InvalidMessageError(
+                "its name has other characters than letters, digits, '-', '_' and '.', or more than 64"
+            )
         if not 0 < examples <= MOST:
-            raise Nonsense(f"{name} reports {examples} samples; a site has from 1 to {MOST}")
+            raise InvalidMessageError(f"{name} reports {examples} samples; a site has from 1 to {MOST}")
         if client >= self.clients:
             raise ConfigError(f"A site says that it is client {client}, but the experiment has {self.clients}, from 0.")
         proof = ["hello", sites.run, self.challenge, client]
@@ -184,16 +186,18 @@ class Door:
 
     def _compare(self, name: str, frame: Frame) -> None:
         """Report or reject other versions than the server's."""
-        other = {k: plainly(frame.config.get(k))[:40] for k, v in versions().items() if frame.config.get(k) != v}
+        other = {
+            k: printable(frame.config.get(k))[:40] for k, v in software_versions().items() if frame.config.get(k) != v
+        }
         if not other:
             return
-        found = ", ".join(f"{k} {theirs} (here {versions()[k]})" for k, theirs in other.items())
+        found = ", ".join(f"{k} {theirs} (here {software_versions()[k]})" for k, theirs in other.items())
         if self.exact:
             raise ConfigError(f"{name} has {found}; install the same versions, or leave out --exact.")
         self.sites.tell(f"{name} has {found}, so results may differ from a simulation here in the last bits.")
 
 
-def gather(door: Door, quorum: int) -> dict[int, Frame]:
+def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
     """Wait until so many clients of the experiment have a site; gives what each says it holds.
 
     Raises:

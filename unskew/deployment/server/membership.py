@@ -8,18 +8,18 @@ from typing import Any, NoReturn
 
 from unskew.data.federation import Federation
 from unskew.deployment.server import sites as waiting
-from unskew.deployment.server.data_exchange import told
-from unskew.deployment.server.joining import Door
-from unskew.deployment.server.sites import Sites
+from unskew.deployment.server.data_exchange import remote_client
+from unskew.deployment.server.joining import SiteRegistry
+from unskew.deployment.server.sites import SiteManager
 from unskew.errors import ConfigError, EngineError
 from unskew.methods.fedavg import FedAvg
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method
 
 
 @dataclass
-class Present:
+class Membership:
     """Who is there between rounds; a newcomer is asked what it holds and takes part from the next round on.
 
     Attributes:
@@ -30,8 +30,8 @@ class Present:
         count: Sites that were there when the last round began.
     """
 
-    sites: Sites
-    door: Door
+    sites: SiteManager
+    door: SiteRegistry
     federation: Federation
     quorum: int
     count: int = 0
@@ -70,11 +70,11 @@ class Present:
     def _welcome(self) -> None:
         clients: Any = self.federation.clients
         for client, frame in self.door.step().items():
-            clients[client] = told(client, frame, self.federation)  # the door has checked it
+            clients[client] = remote_client(client, frame, self.federation)  # the door has checked it
             self.sites.tell(f"{self.sites.name(client)} has joined the run.")
 
 
-def check_late(method: Method, spec: ModelSpec, facts: FederationFacts) -> None:
+def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -> None:
     """Refuse methods that must know of all sites before the first round.
 
     Raises:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unskew.deployment.flower.grid_bridge import LinkLost
+from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.tensor_codec import Nonsense, plainly
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 
 if TYPE_CHECKING:
-    from unskew.deployment.server.sites import Sites
+    from unskew.deployment.server.sites import SiteManager
 
 FAILURES = 10
 """Times that a message is sent again because Flower could not deliver it or its app ended, before that is a fault."""
@@ -25,7 +25,7 @@ NO_REPLY = 120.0
 not report if the SuperNode is back within a heartbeat. Doubled each time, so a site that computes for hours gets few."""
 
 
-def pause(failures: int) -> float:
+def retry_delay(failures: int) -> float:
     """Return the seconds to wait before a message is sent again, so that Flower's slow processes do not pile up.
 
     >>> [pause(n) for n in (1, 2, 3, 10)]
@@ -35,7 +35,7 @@ def pause(failures: int) -> float:
 
 
 @dataclass
-class Sent:
+class PendingRequest:
     """A message that is not answered yet.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sent:
 
 
 @dataclass
-class Conversation:
+class PendingRequests:
     """Messages to sites, each sent again until it is answered or its site has failed too often.
 
     Attributes:
@@ -67,14 +67,14 @@ class Conversation:
     that comes is used.
     """
 
-    sites: Sites
+    sites: SiteManager
     round: str
     take: Callable[[int, Frame], Any]
     seconds: float = 86400.0
     requests: dict[int, Frame] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)
     _asked: dict[str, tuple[int, Frame]] = field(default_factory=dict)
-    _waiting: dict[int, Sent] = field(default_factory=dict)
+    _waiting: dict[int, PendingRequest] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> list[tuple[int, Any]]:
@@ -92,9 +92,9 @@ class Conversation:
                     identity = sites.push(sites.nodes[client], request, self.round, self.seconds)
                     self._asked[identity] = (client, request)
                     wait = waits.get(client, NO_REPLY)
-                    self._waiting[client] = Sent(sites.nodes[client], time.monotonic() + wait, wait)
+                    self._waiting[client] = PendingRequest(sites.nodes[client], time.monotonic() + wait, wait)
             answers = sites.link.pull(list(self._asked)) if self._asked else []
-        except LinkLost as error:
+        except LinkClosedError as error:
             sites.tell(f"{error} Waiting for the SuperLink to come back.")
             sites.reconnect()
             sites.counts["resent"] += len(self._asked)
@@ -121,7 +121,7 @@ class Conversation:
             contact.answered += kind == "train"
             try:
                 found.append((client, self.take(client, sites.checked(frame, attempt))))
-            except Nonsense as error:
+            except InvalidMessageError as error:
                 sites.fault(client, f"its answer was refused, because {error}")
                 found.append((client, None))
         return found
@@ -149,13 +149,13 @@ class Conversation:
     def _failed(self, client: int, frame: Frame) -> None:
         """It is asked again when it is back, after growing pauses, but not for ever."""
         self._waiting.pop(client, None)
-        reason = plainly(frame.config.get("reason"))
+        reason = printable(frame.config.get("reason"))
         self.sites.counts["resent"] += 1
         self.sites.contact(client).error = reason
         self.sites.log("resent", client, reason=reason)
         self.sites.look_again()
         self.failures[client] = self.failures.get(client, 0) + 1
-        self._again[client] = time.monotonic() + pause(self.failures[client])
+        self._again[client] = time.monotonic() + retry_delay(self.failures[client])
         if self.failures[client] > FAILURES and client in self.requests:
             self.sites.fault(client, f"its SuperNode fails: {reason}")
             self.drop(client)

@@ -11,31 +11,37 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
-from unskew.config.paths import anchored
-from unskew.data.load import divided
-from unskew.deployment.flower.superlinks import Given
+from unskew.config.paths import with_absolute_paths
+from unskew.data.load import load_partitioned
+from unskew.deployment.flower.superlinks import RemoteSuperLink
 from unskew.deployment.secagg.roster import FILE
 from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.control import Control
-from unskew.deployment.server.data_exchange import prepare
-from unskew.deployment.server.handshake import agree, budget_of, checked, facts_check, first_words
-from unskew.deployment.server.joining import Door, gather
-from unskew.deployment.server.membership import Present
+from unskew.deployment.server.control import ControlSocket
+from unskew.deployment.server.data_exchange import run_data_rules
+from unskew.deployment.server.handshake import (
+    agree_on_data_and_model,
+    changed_budget,
+    check_method_over_sites,
+    initial_header,
+    report_validator,
+)
+from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
+from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.session import DeployedSession, check_deployable
-from unskew.deployment.server.sites import Sites
-from unskew.deployment.wire.messages import Terms
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.messages import WireContext
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, EngineError
-from unskew.filesystem import new_folder
+from unskew.filesystem import output_folder
 from unskew.methods.registry import method as method_of
-from unskew.protocol.data_preparation import Prepared
+from unskew.protocol.data_preparation import PreparedData
 from unskew.provenance import TRUST
-from unskew.records.recorder import Callback, warn
+from unskew.records.recorder import Callback, notify_warning
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
-from unskew.runs.build_model import as_wanted
-from unskew.runs.run import check_unfinished, moved, resumed, tell_data, worth_keeping
+from unskew.runs.build_model import match_model_input_range
+from unskew.runs.run import check_unfinished, keep_on_error, notify_loaded, override_paths, resumed_folder
 
 
 def run(
@@ -44,7 +50,7 @@ def run(
     out: Path,
     callbacks: Sequence[Callback] = (),
     tell: Callable[[str], None] = print,
-    place: Given | None = None,
+    place: RemoteSuperLink | None = None,
 ) -> Result:
     """Carry out an experiment over sites.
 
@@ -61,7 +67,7 @@ def run(
         EngineError: The SuperLink or sites are missing.
     """
     deployment.check()
-    with owner_only(), new_folder(out, False, partial(worth_keeping, out)):
+    with owner_only_files(), output_folder(out, False, partial(keep_on_error, out)):
         deployment.write(out)
         return _carried_out(config, deployment, out, False, callbacks, tell, place)
 
@@ -71,7 +77,7 @@ def resume(
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
     tell: Callable[[str], None] = print,
-    place: Given | None = None,
+    place: RemoteSuperLink | None = None,
     **changes: Any,
 ) -> Result:
     """Go on with a deployed run that was interrupted; sites go on from what the server took in last.
@@ -79,15 +85,15 @@ def resume(
     Raises:
         CheckpointError: There is nothing to resume.
     """
-    with owner_only(), resumed(folder):
+    with owner_only_files(), resumed_folder(folder):
         stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
-        config = experiment(moved(stored, changes))
+        config = experiment(override_paths(stored, changes))
         check_unfinished(folder, config.rounds)
         return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
 
 
 @contextmanager
-def owner_only() -> Iterator[None]:
+def owner_only_files() -> Iterator[None]:
     """Context manager within which this process makes files and folders that only their owner can read."""
     before = os.umask(0o077)
     try:
@@ -103,28 +109,28 @@ def _carried_out(
     again: bool,
     callbacks: Sequence[Callback],
     tell: Callable[[str], None],
-    place: Given | None,
+    place: RemoteSuperLink | None,
 ) -> Result:
-    config = anchored(config)
+    config = with_absolute_paths(config)
     check_deployable(config)
     method = method_of(config.method)
     device = pick_device(config.device)
-    drawn = divided(config.data_spec, config.seed)
+    drawn = load_partitioned(config.data_spec, config.seed)
     reference = drawn.federation(drawn.known())
-    tell_data(callbacks, reference)
+    notify_loaded(callbacks, reference)
     total = config.clients if deployment.own_data else len(reference.clients)
     if total is None:
         raise ConfigError("Sites with data of their own are counted by the experiment: set clients.")
     if deployment.local not in (None, total):
         raise ConfigError(f"--local {deployment.local} starts as many sites, but the experiment has {total} clients.")
-    spec, warnings = checked(config, deployment, reference, method, total)
+    spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
     for rule in method.data:
         rule.of_client(0, total, 1)
-    reference = as_wanted(reference, spec)
+    reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # After every round: so a resumed run never asks a site for a state that it has forgotten.
     config = config.model_copy(update={"checkpoint_every": 1})
-    about = first_words(config, reference)
+    about = initial_header(config, reference)
     place = deployment.place(config) if place is None else place
     folder.chmod(0o700)  # figures of single sites are in it
     within = ExitStack()
@@ -132,25 +138,33 @@ def _carried_out(
         tell(f"Waiting for {total} sites; unskew deploy status {folder} shows who is there.")
         link = place.open(int(deployment.megabytes * 1e6), deployment.gathering)
         reopen = partial(place.reopen, deployment.gathering)
-        sites = Sites(link, reopen, deployment.run, about, deployment.patience, partial(warn, callbacks))
+        sites = SiteManager(
+            link, reopen, deployment.run, about, deployment.patience, partial(notify_warning, callbacks)
+        )
         sites.total, sites.barred = total, {*deployment.excluded}
         sites.audit = within.enter_context(closing(AuditLog(folder)))
-        within.enter_context(closing(Control(folder, sites, partial(deployment.write_excluded, folder))))
+        within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
         roster = place.roster()
         if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
             raise ConfigError(
                 f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing key of each of the "
                 f"{total} clients: the file that the sites' operators have exchanged (docs/deployment.md)."
             )
-        door = Door(sites, total, deployment.gathering, facts_check(reference, spec), deployment.exact, tell, roster)
-        frames = gather(door, total if deployment.quorum is None else deployment.quorum)
-        federation, spec = agree(config, deployment, method, drawn, reference, spec, frames, sites, total)
-        terms = Terms(method, spec, config.buffers, deployment.norm, int(deployment.megabytes * 1e6))
-        prepared = prepare(method, Prepared(federation, config.training), config.seed, sites, deployment.norm)
+        door = SiteRegistry(
+            sites, total, deployment.gathering, report_validator(reference, spec), deployment.exact, tell, roster
+        )
+        frames = wait_for_sites(door, total if deployment.quorum is None else deployment.quorum)
+        federation, spec = agree_on_data_and_model(
+            config, deployment, method, drawn, reference, spec, frames, sites, total
+        )
+        terms = WireContext(method, spec, config.buffers, deployment.norm, int(deployment.megabytes * 1e6))
+        prepared = run_data_rules(
+            method, PreparedData(federation, config.training), config.seed, sites, deployment.norm
+        )
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
-        session.connect(sites, terms, budget_of(config, prepared), roster, deployment.asynchronous)
+        session.connect(sites, terms, changed_budget(config, prepared), roster, deployment.asynchronous)
         if deployment.quorum is not None:
-            session.network.present = Present(sites, door, prepared.federation, deployment.quorum)
+            session.network.present = Membership(sites, door, prepared.federation, deployment.quorum)
         told = [] if federation.told is None else enumerate(federation.told.tolist())
         for client, (up, down) in (*told, *prepared.traffic):
             session.server.traffic.count(client, "up", up, 0)

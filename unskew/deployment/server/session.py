@@ -10,32 +10,32 @@ import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.deployment.secagg.engine import MaskedEngine
-from unskew.deployment.server.async_engine import AsynchronousEngine
-from unskew.deployment.server.audit_log import digest_of
+from unskew.deployment.server.async_engine import AsyncFlowerEngine
+from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
-from unskew.deployment.server.membership import Present
-from unskew.deployment.server.sites import Sites
-from unskew.deployment.wire.messages import Terms
-from unskew.deployment.wire.tensor_codec import blobs
-from unskew.engines.auto_select import Choice
+from unskew.deployment.server.membership import Membership
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.messages import WireContext
+from unskew.deployment.wire.tensor_codec import encode_record
+from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine
 from unskew.errors import ConfigError
-from unskew.protocol.messages import Update, changed
+from unskew.protocol.messages import Update, replace_fields
 from unskew.runs.session import Session
-from unskew.runs.summary import of_clients, over_clients
+from unskew.runs.summary import client_metrics, client_rows
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores, evaluated_clients
-from unskew.simulation.network import Network, of_ages
+from unskew.simulation.network import Network, age_metrics
 from unskew.tasks.primary_metric import WORST
 
 
 class SitesNetwork(Network):
     """Updates arrive when they arrive; the round's line tells of those that did not."""
 
-    sites: Sites
+    sites: SiteManager
     engine: FlowerEngine
     asynchronous = False
-    present: Present | None = None
+    present: Membership | None = None
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -49,7 +49,7 @@ class SitesNetwork(Network):
         """All that have come."""
         if not self.asynchronous:
             return super().deliver(round, results)
-        arrivals = [changed(update, arrived=round) for update in results]
+        arrivals = [replace_fields(update, arrived=round) for update in results]
         self.ages = [round - update.born for update in arrivals]
         return iter(arrivals)
 
@@ -58,15 +58,15 @@ class SitesNetwork(Network):
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
         excluded = {"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}
         there = {} if self.present is None else {"sites_present": self.present.count}
-        late = of_ages(self.ages, len(self.engine.in_flight)) if self.asynchronous else {}
+        late = age_metrics(self.ages, len(self.engine.in_flight)) if self.asynchronous else {}
         return {**late, **self.engine.figures(), **there, **counts, **excluded}
 
 
 class DeployedSession(Session):
     """``Session`` over sites; ``connect`` it before it goes."""
 
-    sites: Sites
-    terms: Terms
+    sites: SiteManager
+    terms: WireContext
     budget: dict[str, int]
     network: SitesNetwork
     complete = True  # whether the whole model is averaged in this round
@@ -74,8 +74,8 @@ class DeployedSession(Session):
 
     def connect(
         self,
-        sites: Sites,
-        terms: Terms,
+        sites: SiteManager,
+        terms: WireContext,
         budget: dict[str, int],
         roster: Mapping[int, Any],
         asynchronous: bool = False,
@@ -101,16 +101,16 @@ class DeployedSession(Session):
 
         sites.tell = warn
 
-    def make_engine(self, resume: bool) -> tuple[Engine, Choice]:
+    def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """The sites."""
         masked = self.config.secure_aggregation == "required"
-        kind = MaskedEngine if masked else AsynchronousEngine if self.network.asynchronous else FlowerEngine
+        kind = MaskedEngine if masked else AsyncFlowerEngine if self.network.asynchronous else FlowerEngine
         engine = kind(self.setup, self.sites, self.server, self.terms, self.budget)
         engine.roster, engine.folder = self.roster, self.folder
         for client in [*self.server.sent]:
             self.server.lost(client)  # what was on its way when the last sitting ended
         self.network.engine = engine
-        return engine, Choice("flower", 0)
+        return engine, EngineChoice("flower", 0)
 
     def _reports(self, t: int) -> bool:
         """Return whether sites send their whole model in round ``t``: in the last one, if the result needs it."""
@@ -138,7 +138,7 @@ class DeployedSession(Session):
         sites, server = self.sites, self.server
         for client in server.left_out:
             sites.log("left out", client, reason="not finite")
-        model = digest_of(blobs("model", {"v": server.v, "b": server.b}))
+        model = arrays_digest(encode_record("model", {"v": server.v, "b": server.b}))
         sites.log("round finished", updates=figures.get("updates"), digest=model)
         if last := super()._finished(t, figures):
             sites.log("finished")
@@ -159,8 +159,8 @@ class DeployedSession(Session):
         ids = evaluated_clients(len(federation.clients), most, self.config.seed)
         away = self.network.present.away() if self.network.present is not None else ()
         who = [k for k in ids if len(federation.clients[k].y_test) and k not in away]
-        tunes = personal_models.tunes(self.method)
-        with_own = personal_models.personalises(self.method, self.spec)
+        tunes = personal_models.has_fine_tuning(self.method)
+        with_own = personal_models.has_personal_models(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
         b = self.server.evaluated_b  # with ``buffers: reset`` nobody trains from these
         casts = [replace(self.server.farewell(self.config.rounds, k), b=b, down=None, report=False) for k in who]
@@ -170,8 +170,8 @@ class DeployedSession(Session):
             scores = self.evaluator.clients(
                 self.server.evaluated, self.server.evaluated_b, most, self.config.seed
             )  # by class, which the server knows
-        figures = over_clients(scores, own, self.metrics, federation.client_names)
-        return figures, of_clients(federation, scores, own, self.server.last)
+        figures = client_metrics(scores, own, self.metrics, federation.client_names)
+        return figures, client_rows(federation, scores, own, self.server.last)
 
     def _scores(self, found: dict[int, dict[str, float]], which: str) -> ClientScores:
         if not found:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unskew.deployment.flower.grid_bridge import Link
+from unskew.deployment.flower.grid_bridge import GridBridge
 from unskew.deployment.server.audit_log import AuditLog
-from unskew.deployment.server.requests import Conversation
+from unskew.deployment.server.requests import PendingRequests
 from unskew.deployment.wire.data_schema import PROTOCOL
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.tensor_codec import Nonsense, plainly
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError
-from unskew.simulation.round_loop import Interrupted
+from unskew.simulation.round_loop import RunInterrupted
 
 POLL = 0.2
 NODES = 0.5
@@ -27,7 +27,7 @@ Short = Literal["wait", "go", "stop"]
 
 
 @dataclass(frozen=True)
-class Patience:
+class RoundPolicy:
     """How long a round waits, and for how many.
 
     Attributes:
@@ -69,7 +69,7 @@ class Contact:
 
 
 @dataclass
-class Sites:
+class SiteManager:
     """Sends messages to sites and gathers the answers, each for its run, round, client and attempt.
 
     Attributes:
@@ -86,11 +86,11 @@ class Sites:
         pending: Clients whose answer is awaited.
     """
 
-    link: Link
+    link: GridBridge
     reconnect: Callable[[], None]
     run: str
     about: Mapping[str, Any]
-    patience: Patience
+    patience: RoundPolicy
     tell: Callable[[str], None]
     nodes: dict[int, int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Sites:
         """
         if self.stopping == "now" or (self.stopping and (between_rounds or not self.round)):
             self.log("stopped")
-            raise Interrupted(signal.SIGTERM)
+            raise RunInterrupted(signal.SIGTERM)
 
     def connected(self, seconds: float | None = None) -> set[int]:
         """The nodes that Flower sees, looked up when the last look was ``seconds`` ago, by default twice a second."""
@@ -230,9 +230,9 @@ class Sites:
         """
         deadline = None if strict else self.patience.deadline
         wanted = {k: frame for k, frame in requests.items() if k not in self.excluded}
-        talk = Conversation(self, round, take, deadline or 86400.0, wanted)
+        talk = PendingRequests(self, round, take, deadline or 86400.0, wanted)
         self.phase = next((frame.kind for frame in wanted.values()), self.phase)
-        wait, done = Wait(self, round, max(self.patience.least, least), deadline), 0
+        wait, done = RoundWait(self, round, max(self.patience.least, least), deadline), 0
         while talk.requests:
             answers = talk.step()
             for client, made in answers:
@@ -266,16 +266,16 @@ class Sites:
             Nonsense: It does not, or the site has refused.
         """
         if frame.kind == "refused":
-            raise Nonsense(f"it says: {plainly(frame.config.get('reason', 'nothing'))}")
+            raise InvalidMessageError(f"it says: {printable(frame.config.get('reason', 'nothing'))}")
         if frame.kind not in ("forgotten", "outdated") and (frame.config.get("run"), frame.config.get("attempt")) != (
             self.run,
             attempt,
         ):
-            raise Nonsense("it answers something else than what was asked")
+            raise InvalidMessageError("it answers something else than what was asked")
         return frame
 
 
-class Wait:
+class RoundWait:
     """The waiting of one round: it reports who is silent, and ends at the deadline.
 
     Args:
@@ -285,7 +285,7 @@ class Wait:
         deadline: Seconds; None waits until all have answered.
     """
 
-    def __init__(self, sites: Sites, round: str, least: int, deadline: float | None):
+    def __init__(self, sites: SiteManager, round: str, least: int, deadline: float | None):
         self.sites, self.round, self.least, self.deadline = sites, round, least, deadline
         self.began = self.heard = time.monotonic()
         self.told = False

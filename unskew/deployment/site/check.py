@@ -16,21 +16,21 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.wire.data_schema import digest_of
+from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.deployment.flower.project_files import is_private
-from unskew.deployment.site.data import own_holding, reference_alone, reference_of, split
+from unskew.deployment.site.data import load_site_data, schema_from_own_data, reference_schema, own_split
 from unskew.deployment.server.joining import SKEW
-from unskew.deployment.wire.messages import cast_frame, update_frame
-from unskew.deployment.site.received import Received
-from unskew.deployment.secagg.roster import identity_of
-from unskew.deployment.server.column_statistics import said
-from unskew.deployment.site.config import SiteConfig, load_site, read_experiments
+from unskew.deployment.wire.messages import encode_broadcast, encode_update
+from unskew.deployment.site.received import ReceivedData
+from unskew.deployment.secagg.roster import load_identity
+from unskew.deployment.server.column_statistics import describe_sums
+from unskew.deployment.site.config import SiteConfig, load_site_config, read_experiments
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.site.trainer import Work
+from unskew.deployment.site.trainer import SiteTrainer
 from unskew.errors import UnskewError
 from unskew.methods.fedavg import FedAvg
-from unskew.protocol.federation_info import FederationFacts
+from unskew.protocol.federation_info import FederationInfo
 from unskew.simulation.server import Server
 from unskew.simulation.server_trainer import ServerTrainer
 
@@ -53,10 +53,10 @@ class Finding:
     text: str
 
 
-def check(path: Path) -> Iterator[Finding]:
+def check_site(path: Path) -> Iterator[Finding]:
     """What there is to say of a site, line by line; a line that is not ok does not end it."""
     try:
-        site = load_site(path)
+        site = load_site_config(path)
         folder = path.parent.absolute()
         experiments = read_experiments(site, folder)
     except UnskewError as error:
@@ -65,7 +65,7 @@ def check(path: Path) -> Iterator[Finding]:
     yield Finding("configuration", True, f"{site.name}, client {site.client}, {len(experiments)} experiment(s)")
     same: dict[str, list[Path]] = {}
     for file, one in experiments.items():
-        same.setdefault(digest_of(one), []).append(file)
+        same.setdefault(experiment_digest(one), []).append(file)
     for files in same.values():
         experiment = experiments[files[0]]
         if len(experiments) > 1:
@@ -87,11 +87,11 @@ def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[F
 def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
     """What the site has for one experiment, and what it would send in a round."""
     if site.data == "split":
-        holding, whole = split(config, site.client, f"The site {site.name}")
-        reference, which = reference_of(whole, config), "of the experiment's own data"
+        holding, whole = own_split(config, site.client, f"The site {site.name}")
+        reference, which = reference_schema(whole, config), "of the experiment's own data"
     else:
-        holding = own_holding(site, config, folder)
-        source, reference = holding.source, reference_alone(holding, config)
+        holding = load_site_data(site, config, folder)
+        source, reference = holding.source, schema_from_own_data(holding, config)
         shape = "x".join(map(str, reference.shape))
         which = f"inputs {shape}, {', '.join(source.class_names[:10]) or f'{source.classes} classes'}"
     counts = f"{len(holding.train)} samples to train on and {len(holding.held)} held out"
@@ -100,11 +100,11 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         yield Finding(
             "data", None, "whether inputs and classes are those of the server is compared when the run begins"
         )
-    for line in said(holding):
+    for line in describe_sums(holding):
         yield Finding("sent once", None, line)
-    work = Work(site, config, reference, holding)
+    work = SiteTrainer(site, config, reference, holding)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
-    asked, answered = first_round(work)
+    asked, answered = first_round_messages(work)
     frames = {"sent once": work.facts(work.data), "received each round": asked, "sent each round": answered}
     for way, frame in frames.items():
         for name, blob in frame.arrays.items():
@@ -129,23 +129,23 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     yield Finding("privacy", None, f"the server sees this site's update by itself{reads}")
 
 
-def first_round(work: Work) -> tuple[Frame, Frame]:
+def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     """What would cross in the first round, both ways; a single step is trained for it, and nothing is sent."""
     small = work.config.model_copy(update={"local_steps": 1, "local_epochs": None, "lr_schedule": "constant"})
     client = work.site.client
     federation = work.with_data(work.data)
     total = torch.zeros(work.total, work.reference.classes).long().numpy()
-    facts = replace(FederationFacts.of(federation), size=lambda k: work.data.examples, class_counts=lambda: total + 1)
+    facts = replace(FederationInfo.of(federation), size=lambda k: work.data.examples, class_counts=lambda: total + 1)
     rule = work.method.server or FedAvg()
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
     server = Server(work.method, rule, work.spec, facts, "samples", small.buffers, seed=small.seed, at_server=trainer)
-    asked = cast_frame(server.broadcast(0, client), work.terms, "train", {})
+    asked = encode_broadcast(server.broadcast(0, client), work.terms, "train", {})
     before, work.config = work.config, small
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            received = Received(Path(scratch), ())  # as if nothing had come before the first round
+            received = ReceivedData(Path(scratch), ())  # as if nothing had come before the first round
             update, cast = work.trained(asked, SiteState(Path(scratch), "0" * 16, client), received)
-            answered = update_frame(update, cast, work.terms, {})
+            answered = encode_update(update, cast, work.terms, {})
     finally:
         work.config = before
     return asked, answered
@@ -166,7 +166,7 @@ def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:
 
 def _roster(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> Iterator[Finding]:
     """Check the signing key and the roster, if there is one or an experiment needs it."""
-    identity = identity_of(site, folder, experiments)
+    identity = load_identity(site, folder, experiments)
     if identity is None:
         yield Finding("roster", None, "none; it is needed for secure aggregation only")
         return

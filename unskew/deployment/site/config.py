@@ -10,11 +10,11 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from unskew.config.experiment import Experiment
-from unskew.config.paths import anchored
+from unskew.config.paths import with_absolute_paths
 from unskew.config.loader import check_keys, experiment, load_yaml
 from unskew.config.sections import Section
-from unskew.deployment.wire.data_schema import digest_of
-from unskew.errors import ConfigError, plain, shown
+from unskew.deployment.wire.data_schema import experiment_digest
+from unskew.errors import ConfigError, plain_message, short_repr
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NAME = r"^[\w.-]{1,64}$"
@@ -23,7 +23,7 @@ LONGEST_SOCKET = 100
 """Characters of a socket's path; systems take about so many."""
 
 
-def address(value: str) -> str:
+def parse_address(value: str) -> str:
     """A host and a port.
 
     Raises:
@@ -38,7 +38,7 @@ def address(value: str) -> str:
     return value
 
 
-class Limits(Section):
+class SiteLimits(Section):
     """What a site takes from a server, and gives of itself, at most."""
 
     megabytes: Positive = 2048.0
@@ -70,7 +70,7 @@ class OwnData(Section):
     """Columns that are no inputs."""
 
 
-def within(folder: Path, path: str) -> Path:
+def resolve_path(folder: Path, path: str) -> Path:
     """A path from a folder.
 
     Raises:
@@ -93,7 +93,7 @@ class SiteConfig(Section):
     """The experiment that the site has agreed to, or a folder of several. It trains nothing else."""
     data: OwnData | Literal["split"] = "split"
     """The site's own samples; ``split`` takes the client's part of the experiment's data, for a rehearsal."""
-    superlink: Annotated[str, AfterValidator(address)] = "127.0.0.1:8000"
+    superlink: Annotated[str, AfterValidator(parse_address)] = "127.0.0.1:8000"
     """Host and port of the SuperLink."""
     ca: str = "ca.crt"
     """Certificate of the CA that signed the SuperLink's."""
@@ -107,7 +107,7 @@ class SiteConfig(Section):
     """Unix socket between the SuperNode and the site's process."""
     state: str = "state"
     """Folder of what stays at the site between rounds."""
-    limits: Limits = Limits()
+    limits: SiteLimits = SiteLimits()
     """What is taken from a server at most."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads of the training; the numbers are the simulator's, bit for bit, where it used as many."""
@@ -118,10 +118,10 @@ class SiteConfig(Section):
 
     def path(self, name: str, folder: Path) -> Path:
         """A path of the configuration, from the folder that it lies in."""
-        return within(folder, getattr(self, name))
+        return resolve_path(folder, getattr(self, name))
 
 
-def load_site(path: Path) -> SiteConfig:
+def load_site_config(path: Path) -> SiteConfig:
     """A checked ``site.yaml``.
 
     Raises:
@@ -136,7 +136,7 @@ def load_site(path: Path) -> SiteConfig:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(piece) for piece in first["loc"] if str(piece).isidentifier() and piece != "OwnData")
-        raise ConfigError(f"{path}: {where}={shown(first['input'])} is not valid: {plain(first['msg'])}.") from error
+        raise ConfigError(f"{path}: {where}={short_repr(first['input'])} is not valid: {plain_message(first['msg'])}.") from error
     socket = config.path("socket", path.parent).absolute()
     if len(str(socket)) > LONGEST_SOCKET:
         raise ConfigError(
@@ -145,9 +145,9 @@ def load_site(path: Path) -> SiteConfig:
     return config
 
 
-def experiments_of(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
+def agreed_experiments(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
     """The experiments that a site has agreed to, by their digests."""
-    return {digest_of(one): one for one in read_experiments(config, folder).values()}
+    return {experiment_digest(one): one for one in read_experiments(config, folder).values()}
 
 
 def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]:
@@ -163,7 +163,7 @@ def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]
     found = {}
     remedy = None if config.trust_code else "read it, then set trust_code: true in site.yaml"
     for file in files:
-        one = anchored(experiment(load_yaml(file, remedy)))
+        one = with_absolute_paths(experiment(load_yaml(file, remedy)))
         if one.clients is not None and config.client >= one.clients:
             raise ConfigError(
                 f"{file} has {one.clients} clients, numbered from 0; there is none with number {config.client}."

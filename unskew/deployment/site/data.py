@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unskew.config.experiment import Experiment
-from unskew.data.partitioned import Divided
+from unskew.data.partitioned import PartitionedSource
 from unskew.data.federation import ClientData, Federation
-from unskew.data.load import divided, source_of
-from unskew.data.task_options import trained_for
+from unskew.data.load import load_partitioned, load_source_for
+from unskew.data.task_options import apply_task_options
 from unskew.data.partition.partitioner import Partition
-from unskew.data.partition.parsing import column_of
-from unskew.data.readers.column_roles import Choice
-from unskew.data.readers.encoders import Encoder, Fitted
-from unskew.data.readers.tables import Source, Table
+from unskew.data.partition.parsing import partition_column
+from unskew.data.readers.column_roles import ColumnSelection
+from unskew.data.readers.encoders import Encoder, FittedEncoders
+from unskew.data.readers.tables import Source, SampleTable
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, parse_split
-from unskew.deployment.wire.data_schema import Reference
-from unskew.deployment.site.config import OwnData, SiteConfig, within
+from unskew.deployment.wire.data_schema import DataSchema
+from unskew.deployment.site.config import OwnData, SiteConfig, resolve_path
 from unskew.errors import ConfigError, DataError
 from unskew.tasks.regression import Regression
 
 
 @dataclass(frozen=True)
-class OnlyOne(Sequence[ClientData]):
+class SingleClientView(Sequence[ClientData]):
     """The clients of a federation as one of them sees them: it has its own samples, the others have none here."""
 
     own: ClientData
@@ -47,7 +47,7 @@ class OnlyOne(Sequence[ClientData]):
 
 
 @dataclass(frozen=True)
-class Holding:
+class SiteData:
     """A site's samples as they were read, before what sums over all sites say is done to them.
 
     Attributes:
@@ -61,11 +61,11 @@ class Holding:
     client: int
     total: int
     who: str
-    train: Table
-    held: Table
+    train: SampleTable
+    held: SampleTable
     source: Source
 
-    def federation(self, reference: Reference, loss: str) -> Federation:
+    def federation(self, reference: DataSchema, loss: str) -> Federation:
         """The federation of this site: its samples as ``reference`` wants them, and of the others only how many there are.
 
         Raises:
@@ -75,7 +75,7 @@ class Holding:
         source, parts = self.source, (self.train, self.held)
         self.check_kind(reference)
         if reference.columns:
-            fitted = Fitted(reference.columns, source.encoders, np.zeros((0, 2), np.int64))
+            fitted = FittedEncoders(reference.columns, source.encoders, np.zeros((0, 2), np.int64))
             x, x_test = (fitted.apply(part.x) for part in parts)
         else:
             x, x_test = (part.x for part in parts)
@@ -85,7 +85,7 @@ class Holding:
         elif not task.labelled:
             y, y_test = (part.y for part in parts)
         else:
-            y, y_test = (renamed(part.y, source.class_names, reference.class_names, self.who) for part in parts)
+            y, y_test = (relabel(part.y, source.class_names, reference.class_names, self.who) for part in parts)
         if x.dtype == torch.int64 and x.shape[1] < reference.shape[0]:
             wide = reference.shape[0] - x.shape[1]  # texts are as wide as the longest
             x, x_test = (pad(part, (0, wide), value=-1) for part in (x, x_test))
@@ -98,7 +98,7 @@ class Holding:
             mine = replace(mine, classes=reference.classes, class_names=reference.class_names)
         reference.check(mine, self.who)
         federation = Federation(
-            clients=OnlyOne(ClientData(self.client, x, y, x_test, y_test), self.total),
+            clients=SingleClientView(ClientData(self.client, x, y, x_test, y_test), self.total),
             test=(x[:0], y[:0]),
             task=reference.task,
             classes=reference.classes,
@@ -107,9 +107,9 @@ class Holding:
             trained_for=task,
             encoders=reference.columns,
         )
-        return trained_for(federation, loss, reference.weights or None)
+        return apply_task_options(federation, loss, reference.weights or None)
 
-    def check_kind(self, reference: Reference) -> None:
+    def check_kind(self, reference: DataSchema) -> None:
         """Refuse samples of another task, and a table whose columns are not the server's.
 
         Raises:
@@ -120,7 +120,7 @@ class Holding:
         if not len(self.train):
             raise DataError(f"{self.who} has no samples to train on.")
         if reference.objective.labelled and source.task == reference.task:
-            renamed(self.train.y[:0], source.class_names, reference.class_names, self.who)
+            relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
         if source.task == Regression.name and source.class_names != reference.class_names:
             raise ConfigError(
                 f"{self.who} has {', '.join(source.class_names)} to predict, but the server has "
@@ -132,38 +132,38 @@ class Holding:
             raise ConfigError("{} has the columns {}, but the server's are {}.".format(self.who, *told))
 
 
-def split(config: Experiment, client: int, who: str) -> tuple[Holding, Divided]:
+def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, PartitionedSource]:
     """A client's part of the experiment's own data, and all of them.
 
     Raises:
         DataError: There is no such client.
     """
-    whole = divided(config.data_spec, config.seed)
+    whole = load_partitioned(config.data_spec, config.seed)
     total = whole.parts.clients
     if client >= total:
         raise DataError(f"The experiment has {total} clients; there is none with number {client}.")
-    return Holding(client, total, who, *whole.client(client), whole.source), whole
+    return SiteData(client, total, who, *whole.client(client), whole.source), whole
 
 
-def reference_of(whole: Divided, config: Experiment) -> Reference:
+def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
     """What sites of a rehearsal agree to, as all of them have all data."""
-    return Reference.of(trained_for(whole.federation(whole.known()), config.loss, config.class_weights))
+    return DataSchema.of(apply_task_options(whole.federation(whole.known()), config.loss, config.class_weights))
 
 
-def reference_alone(holding: Holding, config: Experiment) -> Reference:
+def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
     """What a site would agree to if it were the only one: for a look at its data before the server has told anything."""
     source, first = holding.source, holding.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
     spec = replace(config.data_spec, partition="iid")
     split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
-    whole = Divided(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
-    return reference_of(whole, config)
+    whole = PartitionedSource(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
+    return reference_schema(whole, config)
 
 
-def own_holding(
+def load_site_data(
     config: SiteConfig, experiment: Experiment, folder: Path, columns: Sequence[Encoder] | None = None
-) -> Holding:
+) -> SiteData:
     """The samples that a site's configuration names; the part that their source keeps for tests is held out.
 
     Args:
@@ -181,9 +181,9 @@ def own_holding(
     if experiment.clients is None:
         raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
     prefix, colon, path = data.source.partition(":")
-    name = f"{prefix}:{within(folder, path)}" if colon else data.source
-    place = None if data.data_path is None else str(within(folder, data.data_path))
-    choice = chosen(data, experiment, columns)
+    name = f"{prefix}:{resolve_path(folder, path)}" if colon else data.source
+    place = None if data.data_path is None else str(resolve_path(folder, data.data_path))
+    choice = column_selection(data, experiment, columns)
     if choice.mixed:
         source = load_source(name, path=place, label=data.label, image=data.image, size=data.image_size, choice=choice)
     else:
@@ -200,17 +200,17 @@ def own_holding(
             text=experiment.data_spec.text,
             split_by=experiment.split_by,
         )
-        source = source_of(spec)
+        source = load_source_for(spec)
     who = f"The site {config.name}"
-    return Holding(config.client, experiment.clients, who, source.train, source.test, source)
+    return SiteData(config.client, experiment.clients, who, source.train, source.test, source)
 
 
-def chosen(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> Choice:
+def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> ColumnSelection:
     """What is said of a table's columns: by the server where it has told, or else by site and experiment."""
-    choice = Choice(
+    choice = ColumnSelection(
         data.features or experiment.features,
         (*data.exclude, *experiment.exclude),
-        column_of(experiment.partition),
+        partition_column(experiment.partition),
         experiment.categories,
         experiment.dates,
         experiment.missing,
@@ -225,7 +225,7 @@ def chosen(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | N
     return choice._replace(features=features, categories=named["category"], dates=named["date"])
 
 
-def renamed(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> Tensor:
+def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> Tensor:
     """Labels by the numbers that the server gives them.
 
     Raises:

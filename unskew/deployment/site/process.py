@@ -18,23 +18,23 @@ from types import FrameType
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.wire.data_schema import PROTOCOL, Reference
-from unskew.deployment.wire.tensor_codec import Nonsense, blobs, check_records, record_of
-from unskew.deployment.site.data import Holding, own_holding, reference_of, split
-from unskew.deployment.server.joining import versions
-from unskew.deployment.secagg.ledger import Ledger
-from unskew.deployment.secagg.client import PHASES, Masks
-from unskew.deployment.wire.messages import text, whole
-from unskew.deployment.site.received import Received
-from unskew.deployment.secagg.roster import identity_of
-from unskew.deployment.server.column_statistics import own_squares, own_sums
-from unskew.deployment.site.config import SiteConfig, experiments_of, load_site
-from unskew.deployment.site.state import Forgotten, Outdated, SiteState
+from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record, check_records, decode_record
+from unskew.deployment.site.data import SiteData, load_site_data, reference_schema, own_split
+from unskew.deployment.server.joining import software_versions
+from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.client import PHASES, SecAggClient
+from unskew.deployment.wire.messages import read_text, read_integer
+from unskew.deployment.site.received import ReceivedData
+from unskew.deployment.secagg.roster import load_identity
+from unskew.deployment.server.column_statistics import site_squares, site_sums
+from unskew.deployment.site.config import SiteConfig, agreed_experiments, load_site_config
+from unskew.deployment.site.state import SiteStateLostError, OutdatedMessageError, SiteState
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
-from unskew.deployment.site.trainer import Work, held
+from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.engines.cpu import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
-from unskew.protocol.data_preparation import Prepared, Workspace
+from unskew.protocol.data_preparation import PreparedData, Workspace
 
 HEADER_SECONDS = 10.0
 """Seconds within which a connection must have sent the header of its message."""
@@ -42,11 +42,11 @@ IDLE_SECONDS = 60.0
 """Seconds without a byte after which a connection is closed while a message is read or written."""
 
 
-class TooLong(UnskewError):
+class SiteTimeoutError(UnskewError):
     """A training took longer than the site allows."""
 
 
-class Site:
+class SiteProcess:
     """Answers messages; it trains what its administrator has agreed to and nothing else.
 
     Args:
@@ -55,23 +55,23 @@ class Site:
 
     def __init__(self, path: Path):
         self.folder = path.parent.absolute()
-        self.config: SiteConfig = load_site(path)
-        self.experiments = experiments_of(self.config, self.folder)
-        self.key = fingerprint(self.config.path("key", self.folder).with_suffix(".pub"))
-        self.identity = identity_of(self.config, self.folder, self.experiments.values())
-        self.masks = Masks(self.identity)
-        self._work: tuple[tuple[str, str], Work] | None = None
-        self._holdings: dict[str, Holding] = {}
+        self.config: SiteConfig = load_site_config(path)
+        self.experiments = agreed_experiments(self.config, self.folder)
+        self.key = key_fingerprint(self.config.path("key", self.folder).with_suffix(".pub"))
+        self.identity = load_identity(self.config, self.folder, self.experiments.values())
+        self.masks = SecAggClient(self.identity)
+        self._work: tuple[tuple[str, str], SiteTrainer] | None = None
+        self._holdings: dict[str, SiteData] = {}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def answer(self, asked: Frame) -> Frame:
         """What is answered; a message that cannot be answered is refused in a sentence."""
         try:
-            with limited(self.config.limits.seconds):
+            with time_limit(self.config.limits.seconds):
                 return self._answered(asked)
-        except (Forgotten, Outdated) as error:
-            return Frame("forgotten" if isinstance(error, Forgotten) else "outdated", {"reason": str(error)})
-        except Nonsense as error:
+        except (SiteStateLostError, OutdatedMessageError) as error:
+            return Frame("forgotten" if isinstance(error, SiteStateLostError) else "outdated", {"reason": str(error)})
+        except InvalidMessageError as error:
             return Frame("refused", {"reason": f"The message was refused: {error}."})
         except UnskewError as error:
             return Frame("refused", {"reason": str(error)})
@@ -82,20 +82,20 @@ class Site:
     def _answered(self, asked: Frame) -> Frame:
         config = asked.config
         if asked.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
-            raise Nonsense(f"nobody knows what {asked.kind[:40]!r} asks for")
-        if whole(config, "protocol") != PROTOCOL:
+            raise InvalidMessageError(f"nobody knows what {asked.kind[:40]!r} asks for")
+        if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(
                 f"The server speaks version {config['protocol']} of unskew's protocol, this site version {PROTOCOL}; install "
                 "the same unskew at both."
             )
-        run, attempt = text(config, "run"), whole(config, "attempt")
-        digest, reference = text(config, "digest"), Reference.read(config)
+        run, attempt = read_text(config, "run"), read_integer(config, "attempt")
+        digest, reference = read_text(config, "digest"), DataSchema.read(config)
         if not reference.settled:
             answer = self._summed(asked, digest, reference)
             return Frame(answer.kind, {**answer.config, "run": run, "attempt": attempt}, {}, answer.arrays)
         work = self.work(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
-        received = Received(state.folder, work.method.data).load()
+        received = ReceivedData(state.folder, work.method.data).load()
         began = time.perf_counter()
         answer = self._carried_out(asked, work, state, received)
         seconds = time.perf_counter() - began
@@ -106,8 +106,8 @@ class Site:
     def _round(asked: Frame) -> str:
         return f" in round {asked.config['round'] + 1}" if "round" in asked.config else ""
 
-    def _carried_out(self, asked: Frame, work: Work, state: SiteState, received: Received) -> Frame:
-        ledger = Ledger.of(self.config.path("state", self.folder), text(asked.config, "digest"), state.run)
+    def _carried_out(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
+        ledger = OpenedSumLedger.of(self.config.path("state", self.folder), read_text(asked.config, "digest"), state.run)
         if asked.kind == "hello":
             ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             answer = work.facts(work.data)
@@ -118,47 +118,47 @@ class Site:
             return self.masks.carried_out(state.run, asked)
         if asked.kind == "evaluate":
             return work.measured(asked, state, received)
-        place = whole(asked.config, "place")
+        place = read_integer(asked.config, "place")
         if place >= len(work.method.data):
-            raise Nonsense(f"the method has no data rule number {place}")
+            raise InvalidMessageError(f"the method has no data rule number {place}")
         if asked.kind == "receive":
             check_records(asked, ("share", "common"))
-            received.take(place, record_of(asked, "share"), record_of(asked, "common"))
+            received.take(place, decode_record(asked, "share"), decode_record(asked, "common"))
             return work.facts(received.applied(work.data, place + 1))
         return self.contributed(asked, work, state, received, place)
 
-    def contributed(self, asked: Frame, work: Work, state: SiteState, received: Received, place: int) -> Frame:
+    def contributed(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int) -> Frame:
         """What this client sends to the server before the first round."""
         data = received.applied(work.data, place)
         federation = work.with_data(data)
-        rule = work.method.data[place].of_client(self.config.client, work.total, whole(asked.config, "mean_size"))
+        rule = work.method.data[place].of_client(self.config.client, work.total, read_integer(asked.config, "mean_size"))
         if rule is None:
             return Frame("contribution", {"client": self.config.client, "made": ""})
         workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
-        made = rule.contribute(Prepared(federation, work.config.training), work.config.seed, workspace)
+        made = rule.contribute(PreparedData(federation, work.config.training), work.config.seed, workspace)
         figures = {name: float(v) for name, v in made.about.items() if isinstance(v, int | float)}
         texts = {f"about.{name}": v for name, v in made.about.items() if isinstance(v, str) and name != "synthetic"}
-        sent = blobs("sent", made.sent.get(self.config.client, {}))
+        sent = encode_record("sent", made.sent.get(self.config.client, {}))
         return Frame("contribution", {"client": self.config.client, "made": made.digest, **texts}, figures, sent)
 
-    def _summed(self, asked: Frame, digest: str, reference: Reference) -> Frame:
+    def _summed(self, asked: Frame, digest: str, reference: DataSchema) -> Frame:
         """What this site tells before sums over all sites have said what becomes of columns and targets."""
         holding = self.holding(digest, reference)
         holding.check_kind(reference)
         if asked.kind == "squares":
             check_records(asked, ("sums",))
-            return Frame("squares", {}, {}, own_squares(holding, record_of(asked, "sums").get("mean", torch.zeros(0))))
+            return Frame("squares", {}, {}, site_squares(holding, decode_record(asked, "sums").get("mean", torch.zeros(0))))
         if asked.kind != "hello":
-            raise Nonsense("what the data are is not settled yet")
-        sums, values = own_sums(holding)
-        config = held(self.config, len(holding.train), len(holding.held))
+            raise InvalidMessageError("what the data are is not settled yet")
+        sums, values = site_sums(holding)
+        config = size_report(self.config, len(holding.train), len(holding.held))
         return self._introduced(asked, Frame("facts", {**config, "values": values}, {}, sums))
 
     def _introduced(self, asked: Frame, answer: Frame) -> Frame:
         """Add to a report the versions, the time, and the signature by which the server knows whose report it is."""
-        config = {**answer.config, **versions(), "clock": time.time(), "key": self.key}
+        config = {**answer.config, **software_versions(), "clock": time.time(), "key": self.key}
         if self.identity is not None and "challenge" in asked.config:
-            words = [text(asked.config, "run"), text(asked.config, "challenge")]
+            words = [read_text(asked.config, "run"), read_text(asked.config, "challenge")]
             config["signature"] = self.identity.sign(["hello", *words, self.config.client])
         return Frame(answer.kind, config, {}, answer.arrays)
 
@@ -176,35 +176,35 @@ class Site:
             )
         return config
 
-    def holding(self, digest: str, reference: Reference) -> Holding:
+    def holding(self, digest: str, reference: DataSchema) -> SiteData:
         """The site's samples for an experiment, read once."""
         config, found = self.agreed(digest), self._holdings.get(digest)
         if self.config.data == "split":
             if found is None:
-                found = split(config, self.config.client, f"The site {self.config.name}")[0]
+                found = own_split(config, self.config.client, f"The site {self.config.name}")[0]
                 self._holdings = {digest: found}  # of one experiment at a time
             return found
         columns = [(one.name, one.kind) for one in reference.columns]
         if found is None or [(one.name, one.kind) for one in found.source.encoders] != columns:
-            found = self._holdings[digest] = own_holding(self.config, config, self.folder, reference.columns)
+            found = self._holdings[digest] = load_site_data(self.config, config, self.folder, reference.columns)
         return found
 
-    def work(self, digest: str, reference: Reference) -> Work:
+    def work(self, digest: str, reference: DataSchema) -> SiteTrainer:
         """What an experiment needs here, loaded once."""
         key, config = (digest, repr(reference)), self.agreed(digest)
         if self._work is None or self._work[0] != key:
-            self._work = key, Work(self.config, config, reference, self.holding(digest, reference))
+            self._work = key, SiteTrainer(self.config, config, reference, self.holding(digest, reference))
         return self._work[1]
 
     def warm(self) -> None:
         """Read the data before the first message: Flower gives up one that is not answered for half a minute."""
         for digest, config in self.experiments.items():
             if self.config.data == "split":
-                holding, whole = split(config, self.config.client, f"The site {self.config.name}")
+                holding, whole = own_split(config, self.config.client, f"The site {self.config.name}")
                 self._holdings = {digest: holding}
-                self.work(digest, reference_of(whole, config))
+                self.work(digest, reference_schema(whole, config))
             else:
-                self._holdings[digest] = own_holding(self.config, config, self.folder)
+                self._holdings[digest] = load_site_data(self.config, config, self.folder)
 
     def serve(self) -> None:
         """Answer at the socket, one message after another, until the process is stopped.
@@ -252,7 +252,7 @@ class Site:
             send(connection, answer)
 
 
-def fingerprint(public_key: Path) -> str:
+def key_fingerprint(public_key: Path) -> str:
     """Return the fingerprint of a public key as ``ssh-keygen -l`` prints it, empty if the file is missing."""
     try:
         key = base64.b64decode(public_key.read_text().split()[1])
@@ -262,7 +262,7 @@ def fingerprint(public_key: Path) -> str:
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Within, the main thread is interrupted after so many seconds.
 
     Raises:
@@ -270,7 +270,7 @@ def limited(seconds: float) -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise TooLong(f"The site allows {seconds:g} s for a message (limits.seconds), and this one took longer.")
+        raise SiteTimeoutError(f"The site allows {seconds:g} s for a message (limits.seconds), and this one took longer.")
 
     try:
         before = signal.signal(signal.SIGALRM, interrupt)
@@ -285,13 +285,13 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def serve(path: Path) -> None:
+def serve_site(path: Path) -> None:
     """The site's process, until SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(0)
 
-    site = Site(path)
+    site = SiteProcess(path)
     signal.signal(signal.SIGTERM, end)
     torch.set_num_threads(site.config.threads)
     keep_freed_memory()

@@ -10,16 +10,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from unskew.data.federation import ClientData
-from unskew.deployment.wire.tensor_codec import as_images
-from unskew.deployment.site.state import Forgotten, make_private
+from unskew.deployment.wire.tensor_codec import channels_last_images
+from unskew.deployment.site.state import SiteStateLostError, make_private_folder
 from unskew.filesystem import write_atomic
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule
-from unskew.simulation.client_store import encode
+from unskew.protocol.client_state_files import encode_tensors
 
 
 @dataclass
-class Received:
+class ReceivedData:
     """What came for each data rule of the run's method, in order.
 
     Attributes:
@@ -42,7 +42,7 @@ class Received:
     def _path(self, place: int) -> Path:
         return self.folder / f"received-{place}.safetensors"
 
-    def load(self) -> Received:
+    def load(self) -> ReceivedData:
         """Read what was kept."""
         for place, rule in enumerate(self.rules):
             try:
@@ -50,10 +50,10 @@ class Received:
             except FileNotFoundError:
                 continue
             except (OSError, SafetensorError) as error:
-                raise Forgotten(
+                raise SiteStateLostError(
                     f"what this site received before the first round is damaged: {self._path(place)}"
                 ) from error
-            self._take(place, rule, {name: as_images(t) for name, t in held.items()})
+            self._take(place, rule, {name: channels_last_images(t) for name, t in held.items()})
         return self
 
     def _take(self, place: int, rule: DataRule, held: Tensors) -> None:
@@ -68,8 +68,8 @@ class Received:
             self.shares.pop(later, None)
             self._path(later).unlink(missing_ok=True)
         named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
-        make_private(self.folder)
-        write_atomic(self._path(place), encode(named))
+        make_private_folder(self.folder)
+        write_atomic(self._path(place), encode_tensors(named))
         self._take(place, self.rules[place], named)
 
     def applied(self, data: ClientData, before: int | None = None) -> ClientData:
@@ -80,7 +80,7 @@ class Received:
         """
         for place in range(len(self.rules) if before is None else before):
             if place not in self.shares:
-                raise Forgotten("what this site received before the first round is not here any more")
+                raise SiteStateLostError("what this site received before the first round is not here any more")
             if self.shares[place]:
                 data = self.rules[place].receive(data, self.shares[place])
         return data

@@ -12,14 +12,14 @@ from safetensors.torch import load
 from unskew.errors import UnskewError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.protocol.messages import ClientState, Tensors
-from unskew.simulation.client_store import encode
+from unskew.protocol.client_state_files import encode_tensors
 
 
-class Forgotten(UnskewError):
+class SiteStateLostError(UnskewError):
     """The state that the server goes on from is not here, as after the site's disk was lost."""
 
 
-class Outdated(UnskewError):
+class OutdatedMessageError(UnskewError):
     """The message belongs to an older round than the newest one that this site has trained."""
 
 
@@ -62,11 +62,11 @@ class SiteState:
         except (OSError, ValueError):  # the first round, or the site's disk was lost
             newest = -1
         if round < newest:
-            raise Outdated(
+            raise OutdatedMessageError(
                 f"this site has trained round {newest + 1} of the run, but the message is of round {round + 1}"
             )
         if new and round > newest:
-            make_private(self.folder)
+            make_private_folder(self.folder)
             write_atomic(path, str(round).encode())
 
     def after(self, accepted: int | None, forget: bool = True) -> ClientState:
@@ -85,7 +85,7 @@ class SiteState:
             try:
                 found = load(kept.read_bytes())
             except (OSError, SafetensorError) as error:
-                raise Forgotten(f"what this site kept after round {accepted} of the run is not in {kept}") from error
+                raise SiteStateLostError(f"what this site kept after round {accepted} of the run is not in {kept}") from error
         for path in self.folder.glob("round-*.safetensors") if forget else ():
             if path != kept:
                 path.unlink()
@@ -93,21 +93,21 @@ class SiteState:
 
     def keep(self, round: int, state: ClientState) -> None:
         """Keep what a training left, until it is known whether its update was taken in."""
-        make_private(self.folder)
-        write_atomic(self._path(round), encode({name: t.cpu() for name, t in state.tensors().items()}))
+        make_private_folder(self.folder)
+        write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
     def prepared(self) -> Path:
         """Where the site keeps what was made before the first round."""
         return self.folder / "prepared.safetensors"
 
 
-def make_private(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Make a folder that only its owner can enter, like its parent."""
     for path in (folder, folder.parent):
         make_folder(path)
         path.chmod(0o700)
 
 
-def forget(folder: Path, run: str) -> None:
+def remove_run_state(folder: Path, run: str) -> None:
     """Remove all that a run left."""
     shutil.rmtree(folder / run, ignore_errors=True)

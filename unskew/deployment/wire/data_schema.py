@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.config.paths import wherever
+from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
-from unskew.data.normalization import Normalisation
+from unskew.data.normalization import Normalization
 from unskew.data.readers.encoders import Encoder
-from unskew.deployment.wire.messages import text, whole
-from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, Nonsense
+from unskew.deployment.wire.messages import read_integer, read_text
+from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
-from unskew.runs.input_spec import Column, Standardised
+from unskew.runs.input_spec import InputColumn, StandardizedTask
 from unskew.runs.resume import RESUMABLE
 from unskew.tasks.base import Task
 from unskew.tasks.classification import Classification
@@ -29,16 +29,16 @@ PROTOCOL = 4
 """Of the messages between server and sites; both must have the same."""
 
 
-def digest_of(config: Experiment) -> str:
+def experiment_digest(config: Experiment) -> str:
     """Changes with everything of an experiment that decides what a site trains, wherever its data lie."""
-    values = {k: v for k, v in wherever(config.model_dump(mode="json")).items() if k not in RESUMABLE}
+    values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in RESUMABLE}
     if config.training.schedule.ends:
         values["rounds"] = config.rounds
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class Reference:
+class DataSchema:
     """What every site's inputs and classes must be: those of the data that the experiment names at the server.
 
     Attributes:
@@ -59,17 +59,17 @@ class Reference:
     class_names: tuple[str, ...]
     task: str
     dtype: torch.dtype
-    normalisation: Normalisation | None
+    normalisation: Normalization | None
     columns: tuple[Encoder, ...] = ()
-    targets: Standardised | None = None
+    targets: StandardizedTask | None = None
     weights: tuple[float, ...] = ()
     settled: bool = True
 
     @staticmethod
-    def of(federation: Federation) -> Reference:
+    def of(federation: Federation) -> DataSchema:
         """That of a federation."""
         task = federation.objective
-        return Reference(
+        return DataSchema(
             federation.shape,
             federation.classes,
             federation.class_names,
@@ -77,7 +77,7 @@ class Reference:
             federation.test[0].dtype,
             federation.normalisation,
             federation.encoders,
-            Standardised(mean=task.mean, std=task.std) if isinstance(task, Regression) else None,
+            StandardizedTask(mean=task.mean, std=task.std) if isinstance(task, Regression) else None,
             task.weights if isinstance(task, Classification) else (),
         )
 
@@ -87,7 +87,7 @@ class Reference:
         return bool(self.columns) or self.task == Regression.name
 
     @property
-    def open(self) -> Reference:
+    def open(self) -> DataSchema:
         """The same before the sites have told their sums."""
         columns = tuple(Encoder(one.name, one.kind, fills=one.fills) for one in self.columns)
         return replace(self, shape=(), normalisation=None, columns=columns, targets=None, weights=(), settled=False)
@@ -124,34 +124,34 @@ class Reference:
         }
 
     @staticmethod
-    def read(config: dict[str, Any]) -> Reference:
+    def read(config: dict[str, Any]) -> DataSchema:
         """Inverse of ``config``.
 
         Raises:
             Nonsense: It is none.
         """
         try:
-            shape, names, given = (json.loads(text(config, n)) for n in ("shape", "class_names", "normalisation"))
-            normalisation = None if given is None else Normalisation(tuple(given[0]), tuple(given[1]), float(given[2]))
-            columns, scale, weights = (json.loads(text(config, n)) for n in ("columns", "targets", "weights"))
-            if text(config, "task") not in TASKS or not all(0 < weight < math.inf for weight in weights):
+            shape, names, given = (json.loads(read_text(config, n)) for n in ("shape", "class_names", "normalisation"))
+            normalisation = None if given is None else Normalization(tuple(given[0]), tuple(given[1]), float(given[2]))
+            columns, scale, weights = (json.loads(read_text(config, n)) for n in ("columns", "targets", "weights"))
+            if read_text(config, "task") not in TASKS or not all(0 < weight < math.inf for weight in weights):
                 raise ValueError
-            return Reference(
+            return DataSchema(
                 tuple(int(n) for n in shape),
-                whole(config, "classes"),
+                read_integer(config, "classes"),
                 tuple(str(name) for name in names),
-                text(config, "task"),
-                DTYPES[text(config, "dtype")],
+                read_text(config, "task"),
+                DTYPES[read_text(config, "dtype")],
                 normalisation,
-                tuple(Encoder(**Column.model_validate(one).model_dump()) for one in columns),
-                None if scale is None else Standardised(mean=scale[0], std=scale[1]),
+                tuple(Encoder(**InputColumn.model_validate(one).model_dump()) for one in columns),
+                None if scale is None else StandardizedTask(mean=scale[0], std=scale[1]),
                 tuple(map(float, weights)),
                 config.get("settled") is True,
             )
         except (ValueError, KeyError, TypeError, IndexError, DataError) as error:
-            raise Nonsense(f"what it says of the data cannot be read ({type(error).__name__})") from error
+            raise InvalidMessageError(f"what it says of the data cannot be read ({type(error).__name__})") from error
 
-    def check(self, other: Reference, who: str) -> None:
+    def check(self, other: DataSchema, who: str) -> None:
         """Refuse data of another kind.
 
         Raises:

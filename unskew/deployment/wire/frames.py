@@ -33,7 +33,7 @@ class FrameError(Exception):
     """What came is no message."""
 
 
-class Closed(FrameError):
+class ConnectionClosedError(FrameError):
     """The other side has closed the connection."""
 
 
@@ -157,6 +157,6 @@ def _exactly(of: socket.socket, size: int, end: float | None = None) -> bytearra
             of.settimeout(max(1e-3, end - time.monotonic()))
         count = of.recv_into(view[done:])
         if not count:
-            raise Closed("The connection was closed.")
+            raise ConnectionClosedError("The connection was closed.")
         done += count
     return buffer

@@ -12,25 +12,34 @@ from torch import Tensor
 
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import (
-    Nonsense,
-    blob,
-    blobs,
+    InvalidMessageError,
     check_norm,
     check_records,
     check_tensor,
-    length_of,
-    picked,
-    placed,
-    record_of,
-    slices_in,
-    written,
+    decode_record,
+    encode_record,
+    encode_tensor,
+    gather_slices,
+    parse_slices,
+    scatter_slices,
+    slices_as_text,
+    slices_length,
 )
-from unskew.models.layer_groups import statistics_mask
+from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update, bytes_of, flat, nested
+from unskew.protocol.messages import (
+    Broadcast,
+    ClientState,
+    Slices,
+    Tensors,
+    Update,
+    flatten_records,
+    num_bytes,
+    unflatten_records,
+)
 from unskew.protocol.rules import Method, changes_updates
 from unskew.protocol.training_config import Buffers
-from unskew.simulation.parameter_slices import without
+from unskew.simulation.parameter_slices import subtract_slices
 
 SLICED = "-slices"
 """Marks the record of tensors over all parameters of which only the slices are sent that the model's are."""
@@ -39,7 +48,7 @@ FIGURES = 64
 
 
 @dataclass(frozen=True)
-class Terms:
+class WireContext:
     """What both sides know of a run before a message comes.
 
     Attributes:
@@ -68,7 +77,7 @@ class Terms:
 
     def base(self, down: Slices | None, up: Slices | None) -> Slices:
         """Slices that are sent back but not sent out: there a client sends its values, and the server subtracts."""
-        return without(up, down, self.spec.size)
+        return subtract_slices(up, down, self.spec.size)
 
     @property
     def needs_base(self) -> bool:
@@ -88,7 +97,7 @@ class Terms:
     def statistics(self, slices: Slices | None) -> Tensor:
         """Return a mask of the normalization statistics that belong to slices of the model, ``[m]``."""
         size = sum(self.spec.buffer_sizes)
-        return torch.ones(size, dtype=torch.bool) if slices is None else statistics_mask(self.spec, slices)
+        return torch.ones(size, dtype=torch.bool) if slices is None else buffer_mask(self.spec, slices)
 
     def check_extras(self, record: str, tensors: Tensors, finite: bool) -> dict[str, Tensors]:
         """What rules send beside the model, by rule.
@@ -96,51 +105,51 @@ class Terms:
         Raises:
             Nonsense: It is of a rule that is not there, too large, or not finite.
         """
-        bytes_there = bytes_of(tensors.values())
+        bytes_there = num_bytes(tensors.values())
         if bytes_there > self.largest:
-            raise Nonsense(f"{record} has {bytes_there} bytes, above the limit of {self.largest}")
+            raise InvalidMessageError(f"{record} has {bytes_there} bytes, above the limit of {self.largest}")
         for name, tensor in tensors.items():
             if name.partition("/")[0] not in self.names:
-                raise Nonsense(f"{record} holds {name[:60]!r}, which is of no rule of {self.method.name}")
+                raise InvalidMessageError(f"{record} holds {name[:60]!r}, which is of no rule of {self.method.name}")
             check_norm(f"{record}/{name}", tensor, self.norm, finite)
-        return nested(record, {f"{record}/{name}": t for name, t in tensors.items()})
+        return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
 
 
-def rules_record(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
+def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
     """Return what rules send as the arrays of one record; of a tensor over all ``size`` parameters only the slices."""
     found = {}
-    for name, t in flat(record, rules).items():
+    for name, t in flatten_records(record, rules).items():
         if slices is not None and t.shape == (size,):
-            found[name.replace(record, f"{record}{SLICED}", 1)] = blob(picked(t, slices))
+            found[name.replace(record, f"{record}{SLICED}", 1)] = encode_tensor(gather_slices(t, slices))
         else:
-            found[name] = blob(t)
+            found[name] = encode_tensor(t)
     return found
 
 
-def rules_in(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
+def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
     """Return the inverse of ``rules_record``; tensors over all parameters are zero outside the slices.
 
     Raises:
         Nonsense: If the length of a tensor is not that of the slices.
     """
-    tensors = record_of(frame, record)
-    for name, t in record_of(frame, f"{record}{SLICED}").items():
-        if slices is None or tuple(t.shape) != (length_of(slices, size),) or name in tensors:
-            raise Nonsense(
+    tensors = decode_record(frame, record)
+    for name, t in decode_record(frame, f"{record}{SLICED}").items():
+        if slices is None or tuple(t.shape) != (slices_length(slices, size),) or name in tensors:
+            raise InvalidMessageError(
                 f"{name[:60]!r} of {tuple(t.shape)} does not fit the slices of the model that were agreed on"
             )
-        tensors[name] = placed(torch.zeros(size, dtype=t.dtype), slices, t)
+        tensors[name] = scatter_slices(torch.zeros(size, dtype=t.dtype), slices, t)
     return tensors
 
 
-def cast_frame(cast: Broadcast, terms: Terms, kind: str, about: dict[str, Any]) -> Frame:
+def encode_broadcast(cast: Broadcast, terms: WireContext, kind: str, about: dict[str, Any]) -> Frame:
     """A broadcast as a message; the client's state is there already and is not sent."""
     received = terms.received(cast.down, kind).to(cast.b.device)
-    arrays = {"model/v": blob(picked(cast.v, cast.down)), "model/b": blob(cast.b[received])}
+    arrays = {"model/v": encode_tensor(gather_slices(cast.v, cast.down)), "model/b": encode_tensor(cast.b[received])}
     base = terms.base(cast.down, cast.up)
     if base and terms.needs_base:
-        arrays["model/base"] = blob(picked(cast.v, base))
-    arrays |= rules_record("download", cast.download, cast.down, terms.spec.size)
+        arrays["model/base"] = encode_tensor(gather_slices(cast.v, base))
+    arrays |= encode_rules("download", cast.download, cast.down, terms.spec.size)
     config: dict[str, Any] = {
         **about,
         "client": cast.client,
@@ -152,11 +161,11 @@ def cast_frame(cast: Broadcast, terms: Terms, kind: str, about: dict[str, Any]) 
     }
     for name, slices in (("down", cast.down), ("up", cast.up)):
         if slices is not None:
-            config[name] = str(written(slices))
+            config[name] = str(slices_as_text(slices))
     return Frame(kind, config, {}, arrays)
 
 
-def digest_of_cast(frame: Frame, terms: Terms) -> str:
+def broadcast_digest(frame: Frame, terms: WireContext) -> str:
     """Return the digest of what a broadcast must have in common for all sites of a masked sum.
 
     A server that sends one site another model than the others could find its update in their sum. Slices that a method
@@ -169,7 +178,7 @@ def digest_of_cast(frame: Frame, terms: Terms) -> str:
     return hashlib.sha256(json.dumps([common, arrays], sort_keys=True).encode()).hexdigest()
 
 
-def digest_of_request(frame: Frame) -> str:
+def request_digest(frame: Frame) -> str:
     """Return the digest of everything in a message except ``attempt``: a repeated message has the same one."""
     config = {name: value for name, value in frame.config.items() if name != "attempt"}
     arrays = [[name, hashlib.sha256(blob.data).hexdigest()] for name, blob in sorted(frame.arrays.items())]
@@ -177,7 +186,7 @@ def digest_of_request(frame: Frame) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
+def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Broadcast:
     """Inverse of ``cast_frame`` at the client, which kept ``state``.
 
     Raises:
@@ -185,43 +194,43 @@ def cast_in(frame: Frame, terms: Terms, state: ClientState) -> Broadcast:
     """
     spec, config = terms.spec, frame.config
     check_records(frame, ("model", "download", f"download{SLICED}"))
-    down, up = (slices_in(config.get(name), spec.size) for name in ("down", "up"))
-    like, model = spec.flatten(), record_of(frame, "model")
+    down, up = (parse_slices(config.get(name), spec.size) for name in ("down", "up"))
+    like, model = spec.flatten(), decode_record(frame, "model")
     if extra := set(model) - {"v", "b", "base"}:
-        raise Nonsense(f"it holds model/{min(extra)[:60]}, which nobody asked for")
-    sent = check_tensor("model/v", model.get("v"), like, length_of(down, spec.size), terms.norm)
+        raise InvalidMessageError(f"it holds model/{min(extra)[:60]}, which nobody asked for")
+    sent = check_tensor("model/v", model.get("v"), like, slices_length(down, spec.size), terms.norm)
     b, received = spec.flatten_buffers(), terms.received(down, frame.kind)
     b[received] = check_tensor("model/b", model.get("b"), b, int(received.sum()), terms.norm)
-    v = sent if down is None else placed(torch.zeros_like(like), down, sent)
+    v = sent if down is None else scatter_slices(torch.zeros_like(like), down, sent)
     base = terms.base(down, up)
     if base and terms.needs_base:
-        values = check_tensor("model/base", model.get("base"), like, length_of(base, spec.size), terms.norm)
-        v = placed(v, base, values)
+        values = check_tensor("model/base", model.get("base"), like, slices_length(base, spec.size), terms.norm)
+        v = scatter_slices(v, base, values)
     if down is not None and state.model is None:
         state = replace(state, model=like)  # what does not travel begins as the run began, which follows from the seed
     return Broadcast(
-        round=whole(config, "round"),
-        client=whole(config, "client"),
+        round=read_integer(config, "round"),
+        client=read_integer(config, "client"),
         v=v,
         b=b,
-        download=terms.check_extras("download", rules_in(frame, "download", down, spec.size), finite=True),
+        download=terms.check_extras("download", decode_rules(frame, "download", down, spec.size), finite=True),
         state=state,
-        weight=number(config, "weight"),
+        weight=read_number(config, "weight"),
         down=down,
         up=up,
-        accepted=None if config.get("accepted") == -1 else whole(config, "accepted"),
+        accepted=None if config.get("accepted") == -1 else read_integer(config, "accepted"),
         report=config.get("report") is True,
         keeps=config.get("keeps") is True,
     )
 
 
-def update_frame(update: Update, cast: Broadcast, terms: Terms, about: dict[str, Any]) -> Frame:
+def encode_update(update: Update, cast: Broadcast, terms: WireContext, about: dict[str, Any]) -> Frame:
     """An update as a message; what stays at the client is not in it."""
-    arrays = {"update/buffers": blob(update.buffers[terms.sent(cast).to(update.buffers.device)])}
+    arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(cast).to(update.buffers.device)])}
     if terms.sends_model:
-        arrays["update/delta"] = blob(picked(update.delta, cast.up))
-    arrays |= rules_record("upload", update.upload, cast.up, terms.spec.size)
-    arrays |= blobs("report", update.report)
+        arrays["update/delta"] = encode_tensor(gather_slices(update.delta, cast.up))
+    arrays |= encode_rules("upload", update.upload, cast.up, terms.spec.size)
+    arrays |= encode_record("report", update.report)
     config = {
         **about,
         "client": update.client,
@@ -233,7 +242,7 @@ def update_frame(update: Update, cast: Broadcast, terms: Terms, about: dict[str,
     return Frame("update", config, {name: float(value) for name, value in update.metrics.items()}, arrays)
 
 
-def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Update:
+def decode_update(frame: Frame, cast: Broadcast, terms: WireContext, examples: int) -> Update:
     """Inverse of ``update_frame`` at the server, which sent ``cast`` to a client with so many examples.
 
     An update whose numbers are not finite is one all the same: the server leaves it out and counts it.
@@ -243,21 +252,21 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
     """
     spec, config = terms.spec, frame.config
     if frame.kind != "update":
-        raise Nonsense(f"it is called {frame.kind[:40]!r} and no update")
+        raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no update")
     check_records(frame, ("update", "upload", f"upload{SLICED}", "report"))
-    same(config, cast, examples)
+    check_reply_matches(config, cast, examples)
     if len(frame.figures) > FIGURES:
-        raise Nonsense(f"it has {len(frame.figures)} figures")
-    tensors, report = record_of(frame, "update"), record_of(frame, "report")
+        raise InvalidMessageError(f"it has {len(frame.figures)} figures")
+    tensors, report = decode_record(frame, "update"), decode_record(frame, "report")
     if extra := set(tensors) - {"delta", "buffers"} | set(report) - {"v"}:
-        raise Nonsense(f"it holds {min(extra)[:60]!r}, which nobody asked for")
+        raise InvalidMessageError(f"it holds {min(extra)[:60]!r}, which nobody asked for")
     v = cast.v
     delta = torch.zeros_like(v)
     if terms.sends_model:
         sent = check_tensor(
-            "update/delta", tensors.get("delta"), v, length_of(cast.up, spec.size), terms.norm, finite=False
+            "update/delta", tensors.get("delta"), v, slices_length(cast.up, spec.size), terms.norm, finite=False
         )
-        delta = placed(delta, cast.up, sent.to(v.device))
+        delta = scatter_slices(delta, cast.up, sent.to(v.device))
         for piece in () if terms.needs_base else terms.base(cast.down, cast.up):
             delta[piece] = delta[piece] - v[piece]
     b, sent_b = cast.b.cpu().clone(), terms.sent(cast)
@@ -265,7 +274,7 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
     if cast.report:
         check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
     elif report:
-        raise Nonsense("it reports a model that nobody asked for")
+        raise InvalidMessageError("it reports a model that nobody asked for")
     unusable = {"": {"state": torch.tensor(torch.nan)}}  # so that the server leaves it out, as the simulator does
     return Update(
         client=cast.client,
@@ -277,7 +286,7 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
         upload={
             rule: {name: t.to(v.device) for name, t in tensors.items()}
             for rule, tensors in terms.check_extras(
-                "upload", rules_in(frame, "upload", cast.up, spec.size), finite=False
+                "upload", decode_rules(frame, "upload", cast.up, spec.size), finite=False
             ).items()
         },
         state=ClientState() if config.get("usable") is True else ClientState(rules=unusable),
@@ -286,25 +295,25 @@ def update_in(frame: Frame, cast: Broadcast, terms: Terms, examples: int) -> Upd
     )
 
 
-def same(config: dict[str, Any], cast: Broadcast, examples: int) -> None:
+def check_reply_matches(config: dict[str, Any], cast: Broadcast, examples: int) -> None:
     """Look whether an answer is the one to ``cast``, from a client with so many examples.
 
     Raises:
         Nonsense: It is not.
     """
     for name, asked in (("client", cast.client), ("round", cast.round), ("examples", examples)):
-        if whole(config, name) != asked:
-            raise Nonsense(f"its {name} is {config.get(name)} and not {asked}")
-    if number(config, "weight") != cast.weight:
-        raise Nonsense(f"its weight is {config.get('weight')} and not {cast.weight}")
+        if read_integer(config, name) != asked:
+            raise InvalidMessageError(f"its {name} is {config.get(name)} and not {asked}")
+    if read_number(config, "weight") != cast.weight:
+        raise InvalidMessageError(f"its weight is {config.get('weight')} and not {cast.weight}")
 
 
-def shapes_of(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
+def upload_shapes(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of what rules sent with an update, by name."""
-    return {name: (str(t.dtype), tuple(t.shape)) for name, t in flat("upload", update.upload).items()}
+    return {name: (str(t.dtype), tuple(t.shape)) for name, t in flatten_records("upload", update.upload).items()}
 
 
-def whole(config: dict[str, Any], name: str) -> int:
+def read_integer(config: dict[str, Any], name: str) -> int:
     """A whole number of a message.
 
     Raises:
@@ -312,11 +321,11 @@ def whole(config: dict[str, Any], name: str) -> int:
     """
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise Nonsense(f"{name} is {str(value)[:40]!r} and no whole number")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and no whole number")
     return value
 
 
-def number(config: dict[str, Any], name: str) -> float:
+def read_number(config: dict[str, Any], name: str) -> float:
     """A finite number of a message.
 
     Raises:
@@ -324,11 +333,11 @@ def number(config: dict[str, Any], name: str) -> float:
     """
     value = config.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < float("inf"):
-        raise Nonsense(f"{name} is {str(value)[:40]!r} and no number")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and no number")
     return float(value)
 
 
-def text(config: dict[str, Any], name: str) -> str:
+def read_text(config: dict[str, Any], name: str) -> str:
     """A text of a message.
 
     Raises:
@@ -336,18 +345,18 @@ def text(config: dict[str, Any], name: str) -> str:
     """
     value = config.get(name)
     if not isinstance(value, str):
-        raise Nonsense(f"{name} is {str(value)[:40]!r} and no text")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and no text")
     return value
 
 
-def counts_in(frame: Frame, classes: int) -> Tensor:
+def read_class_counts(frame: Frame, classes: int) -> Tensor:
     """A site's samples per class, ``[C]``.
 
     Raises:
         Nonsense: They are none.
     """
     check_records(frame, ("facts",))
-    counts = record_of(frame, "facts").get("class_counts")
+    counts = decode_record(frame, "facts").get("class_counts")
     if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
-        raise Nonsense(f"it does not count its samples in {classes} classes")
+        raise InvalidMessageError(f"it does not count its samples in {classes} classes")
     return counts

@@ -26,11 +26,11 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Nonsense(UnskewError):
+class InvalidMessageError(UnskewError):
     """What the other side sent is not what was asked for; it is refused as a whole."""
 
 
-def plainly(said: object) -> str:
+def printable(said: object) -> str:
     """What the other side says, as a line that may be shown and logged: without what would steer a terminal.
 
     >>> plainly("a" + chr(27) + "[2Jb")
@@ -39,36 +39,36 @@ def plainly(said: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(said)[:1000])
 
 
-def blob(tensor: Tensor) -> Blob:
+def encode_tensor(tensor: Tensor) -> Blob:
     """A tensor as it travels."""
     whole = tensor.detach().cpu().contiguous()
     return Blob(NAMES[whole.dtype], tuple(whole.shape), whole.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def blobs(record: str, tensors: Tensors) -> dict[str, Blob]:
+def encode_record(record: str, tensors: Tensors) -> dict[str, Blob]:
     """Tensors as the arrays of one record."""
-    return {f"{record}/{name}": blob(tensor) for name, tensor in tensors.items()}
+    return {f"{record}/{name}": encode_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def tensor_of(array: Blob) -> Tensor:
+def decode_tensor(array: Blob) -> Tensor:
     """An array as a tensor of its own memory; images lie channels-last, as everywhere."""
     dtype = DTYPES[array.dtype if array.dtype != "bool" else "uint8"]
     flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
     tensor = flat.view(array.shape)
     if array.dtype == "bool":
         tensor = tensor != 0  # other bytes than 0 and 1 are no truth values
-    return as_images(tensor)
+    return channels_last_images(tensor)
 
 
-def as_images(tensor: Tensor) -> Tensor:
+def channels_last_images(tensor: Tensor) -> Tensor:
     """Images lie channels-last, as everywhere; a file does not say how they lay."""
     return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
 
 
-def record_of(frame: Frame, record: str) -> Tensors:
+def decode_record(frame: Frame, record: str) -> Tensors:
     """The arrays of one record as tensors."""
     start = f"{record}/"
-    return {name.removeprefix(start): tensor_of(a) for name, a in frame.arrays.items() if name.startswith(start)}
+    return {name.removeprefix(start): decode_tensor(a) for name, a in frame.arrays.items() if name.startswith(start)}
 
 
 def check_records(frame: Frame, allowed: Iterable[str]) -> None:
@@ -80,7 +80,7 @@ def check_records(frame: Frame, allowed: Iterable[str]) -> None:
     known = set(allowed)
     for name in frame.arrays:
         if name.partition("/")[0] not in known:
-            raise Nonsense(f"it holds an array {name[:80]!r} that nobody asked for")
+            raise InvalidMessageError(f"it holds an array {name[:80]!r} that nobody asked for")
 
 
 def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm: float, finite: bool = True) -> Tensor:
@@ -98,9 +98,11 @@ def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm
         Nonsense: It is not there, or of another type or length, or its numbers are not finite or too large.
     """
     if tensor is None:
-        raise Nonsense(f"it has no {name}")
+        raise InvalidMessageError(f"it has no {name}")
     if tensor.dtype != like.dtype or tuple(tensor.shape) != (size,):
-        raise Nonsense(f"{name} is {NAMES[tensor.dtype]} {tuple(tensor.shape)}, not {NAMES[like.dtype]} ({size},)")
+        raise InvalidMessageError(
+            f"{name} is {NAMES[tensor.dtype]} {tuple(tensor.shape)}, not {NAMES[like.dtype]} ({size},)"
+        )
     check_norm(name, tensor, norm, finite)
     return tensor
 
@@ -116,12 +118,12 @@ def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> N
     length = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) if tensor.numel() else 0.0
     if not math.isfinite(length):
         if finite:
-            raise Nonsense(f"{name} holds numbers that are not finite")
+            raise InvalidMessageError(f"{name} holds numbers that are not finite")
     elif length > norm:
-        raise Nonsense(f"{name} has the norm {length:.3g}, above the limit of {norm:.3g}")
+        raise InvalidMessageError(f"{name} has the norm {length:.3g}, above the limit of {norm:.3g}")
 
 
-def written(slices: Slices | None) -> str | None:
+def slices_as_text(slices: Slices | None) -> str | None:
     """Slices as text; None stands for all.
 
     >>> written((slice(0, 4), slice(6, 9))), written(())
@@ -130,7 +132,7 @@ def written(slices: Slices | None) -> str | None:
     return None if slices is None else ",".join(f"{piece.start}:{piece.stop}" for piece in slices)
 
 
-def slices_in(text: object, size: int) -> Slices | None:
+def parse_slices(text: object, size: int) -> Slices | None:
     """Inverse of ``written``, for a vector of ``size`` elements.
 
     Raises:
@@ -147,23 +149,23 @@ def slices_in(text: object, size: int) -> Slices | None:
                 raise ValueError
             end = found[-1].stop
     except ValueError:
-        raise Nonsense(f"{str(text)[:60]!r} names no slices of {size} parameters") from None
+        raise InvalidMessageError(f"{str(text)[:60]!r} names no slices of {size} parameters") from None
     return tuple(found)
 
 
-def length_of(slices: Slices | None, size: int) -> int:
+def slices_length(slices: Slices | None, size: int) -> int:
     """How many of ``size`` elements are in the slices."""
     return size if slices is None else sum(piece.stop - piece.start for piece in slices)
 
 
-def picked(v: Tensor, slices: Slices | None) -> Tensor:
+def gather_slices(v: Tensor, slices: Slices | None) -> Tensor:
     """The slices of a vector, joined."""
     if slices is None:
         return v
     return torch.cat([v[piece] for piece in slices]) if slices else v[:0]
 
 
-def placed(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
+def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
     """``into`` with joined values in the slices; inverse of ``picked``."""
     if slices is None:
         return values

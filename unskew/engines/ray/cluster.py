@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from unskew.engines.cpu import cores
+from unskew.engines.cpu import num_cores
 from unskew.engines.ray.messages import as_array, as_tensor
 from unskew.errors import ConfigError, EngineError
-from unskew.provenance import FromFile
+from unskew.provenance import UntrustedText
 
 TOKEN = Path.home() / ".ray" / "auth_token"
 PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).check_alive([], timeout=10)"
@@ -26,7 +26,7 @@ PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.ar
 
 
 @dataclass(frozen=True)
-class OnCluster:
+class ClusterConfig:
     """Where the cluster is, and what a client may use of it.
 
     Attributes:
@@ -70,19 +70,19 @@ def connect(address: str, workers: int | None) -> None:
         ConfigError: If an untrusted file names a cluster on another machine.
         EngineError: If there is no such cluster.
     """
-    check_named(address)
+    check_address_trusted(address)
     ray = load_ray()
     if not ray.is_initialized():
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if address == "local":
-            options |= {"num_cpus": workers or cores(), "include_dashboard": False}
+            options |= {"num_cpus": workers or num_cores(), "include_dashboard": False}
         host = address.rpartition(":")[0]
         if _is_loopback(host):
             options["_node_ip_address"] = host  # nodes of one machine, each with its address
         if address not in ("local", "auto"):
             check_reachable(address)
         if address == "local" and os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-            check_guarded(own_address())  # otherwise Ray makes a token
+            check_token_required(own_address())  # otherwise Ray makes a token
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
@@ -91,16 +91,16 @@ def connect(address: str, workers: int | None) -> None:
                 f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or take "
                 "ray.address=local."
             ) from error
-        if address != "local" and admits_anybody(head_of(ray)):
+        if address != "local" and accepts_without_token(head_address(ray)):
             try:
-                check_guarded(head_of(ray).rpartition(":")[0].strip("[]"))
+                check_token_required(head_address(ray).rpartition(":")[0].strip("[]"))
             except EngineError:
                 ray.shutdown()
                 raise
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
 
 
-def check_named(address: str) -> None:
+def check_address_trusted(address: str) -> None:
     """Reject the address of another machine from an untrusted file: what a cluster sends can run programs here.
 
     Raises:
@@ -109,14 +109,14 @@ def check_named(address: str) -> None:
     host = address.rpartition(":")[0].strip("[]")
     if address in ("local", "auto") or host in ("localhost", "127.0.0.1") or _is_loopback(host):
         return
-    if isinstance(address, FromFile):
+    if isinstance(address, UntrustedText):
         raise ConfigError(
             f"{address.source} names a Ray cluster, ray.address={address}, which can run programs on this machine. If you "
             f"know it, {address.remedy}, or name it yourself with --set ray.address={address}."
         )
 
 
-def nodes_of(ray: Any) -> list[tuple[int, float]]:
+def list_nodes(ray: Any) -> list[tuple[int, float]]:
     """Cores and accelerators of each node that is alive; what a task asks for must be on one of them."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [(int(has.get("CPU", 0)), float(has.get("GPU", 0))) for has in alive]
@@ -129,20 +129,20 @@ def check_reachable(address: str) -> None:
         EngineError: Nothing answers there.
     """
     try:
-        reach(address, 10)
+        check_connection(address, 10)
     except (OSError, OverflowError) as error:
         raise EngineError(
             f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
         ) from error
 
 
-def reach(address: str, seconds: float) -> None:
+def check_connection(address: str, seconds: float) -> None:
     """Open and close a connection to ``HOST:PORT``."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 
 
-def admits_anybody(address: str) -> bool:
+def accepts_without_token(address: str) -> bool:
     """Return whether a cluster answers a process that shows no token. Takes a process and about a second."""
     hidden = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"RAY_AUTH_MODE": "disabled"}
@@ -155,7 +155,7 @@ def admits_anybody(address: str) -> bool:
     return done.returncode == 0
 
 
-def check_guarded(host: str) -> None:
+def check_token_required(host: str) -> None:
     """Reject the head of a cluster without a token, except on loopback: whoever reaches its ports can run programs there.
 
     Raises:
@@ -173,7 +173,7 @@ def check_guarded(host: str) -> None:
         )
 
 
-def head_of(ray: Any) -> str:
+def head_address(ray: Any) -> str:
     """Return host and port of the head of the cluster that this process is connected to."""
     return str(ray.get_runtime_context().gcs_address)
 
@@ -190,7 +190,7 @@ def watch_head(address: str, warn: Callable[[str], None], ended: Event, seconds:
     failures = 0
     while failures < 3 and not ended.wait(seconds):
         try:
-            reach(address, seconds)
+            check_connection(address, seconds)
             failures = 0
         except OSError:
             failures += 1

@@ -21,13 +21,13 @@ from typing import Any
 from uuid import uuid4
 
 from unskew.data.federation import Federation
-from unskew.engines.base import Setup, uncounted
-from unskew.engines.client_inputs import as_dict, from_dict
-from unskew.engines.mmap_pickle import packed
-from unskew.engines.ray.cluster import OnCluster, connect, head_of, load_ray, nodes_of, watch_head
-from unskew.engines.ray.messages import apart, copied
-from unskew.engines.ray.worker import Described, InFiles, check_versions, train_part, versions
-from unskew.engines.vmap_trainer import parts_of, steps_of
+from unskew.engines.base import EngineConfig, ignore_retries
+from unskew.engines.client_inputs import update_from_dict, update_to_dict
+from unskew.engines.mmap_pickle import dumps_mmap
+from unskew.engines.ray.cluster import ClusterConfig, connect, head_address, list_nodes, load_ray, watch_head
+from unskew.engines.ray.messages import copy_record, extract_shared
+from unskew.engines.ray.worker import DescribedClients, MappedClients, check_versions, train_group, versions
+from unskew.engines.vmap_trainer import schedule_groups, steps_per_client
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 
@@ -46,7 +46,7 @@ ATTEMPTS = 3
 
 
 @dataclass
-class _Part:
+class _TaskGroup:
     """Clients that are trained together.
 
     Attributes:
@@ -76,15 +76,17 @@ class RayEngine:
 
     name = "ray"
 
-    def __init__(self, setup: Setup, workers: int | None = None, where: OnCluster | None = None, together: int = 1):
-        self.setup, self.where, self.ray, self.together = setup, where or OnCluster(), load_ray(), together
+    def __init__(
+        self, setup: EngineConfig, workers: int | None = None, where: ClusterConfig | None = None, together: int = 1
+    ):
+        self.setup, self.where, self.ray, self.together = setup, where or ClusterConfig(), load_ray(), together
         ray = self.ray
         connect(self.where.address, workers)
         self.most, self.ended = workers, Event()
         if self.where.address != "local":
-            Thread(target=watch_head, args=(head_of(ray), setup.tell, self.ended), daemon=True).start()
+            Thread(target=watch_head, args=(head_address(ray), setup.tell, self.ended), daemon=True).start()
         self.places()
-        self.task = ray.remote(train_part).options(
+        self.task = ray.remote(train_group).options(
             num_cpus=self.where.cpus_per_worker,
             num_gpus=self.where.gpus_per_worker,
             max_retries=self.where.retries,
@@ -92,7 +94,7 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        sent = replace(setup, federation=self._sent(), tell=warnings.warn, retried=uncounted)
+        sent = replace(setup, federation=self._sent(), tell=warnings.warn, retried=ignore_retries)
         try:
             self.everything = self._put((sent, together))
         except EngineError:
@@ -117,9 +119,11 @@ class RayEngine:
                 '(np.load(..., mmap_mode="r")).'
             )
         if self.where.data == "nodes" and in_files:
-            federation = replace(federation, clients=InFiles(len(federation.clients), packed(federation.clients)))
+            federation = replace(
+                federation, clients=MappedClients(len(federation.clients), dumps_mmap(federation.clients))
+            )
         elif source is not None and (self.where.data == "nodes" or (self.where.data == "auto" and by_url)):
-            federation = replace(federation, clients=Described(len(federation.clients), source[0], source[1]))
+            federation = replace(federation, clients=DescribedClients(len(federation.clients), source[0], source[1]))
         return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 
     def places(self) -> int:
@@ -129,7 +133,7 @@ class RayEngine:
             EngineError: There is no room for a single one.
         """
         cores, gpus = self.where.cpus_per_worker, self.where.gpus_per_worker
-        nodes = nodes_of(self.ray)
+        nodes = list_nodes(self.ray)
         places = sum(int(min(c // cores, g / gpus if gpus else c)) for c, g in nodes)
         if places < 1:
             largest = ", ".join(f"{c} cores and {g:g} accelerators" for c, g in sorted(set(nodes), reverse=True)[:3])
@@ -152,16 +156,16 @@ class RayEngine:
         self.setup.retried(0)
         if not casts:
             return
-        shared, packed = apart([as_dict(cast) for cast in casts])
+        shared, packed = extract_shared([update_to_dict(cast) for cast in casts])
         common = self._put(shared)
         window = self._window()
         waiting = deque(self._parts(casts, window))
-        flying: dict[Any, _Part] = {}
-        ended: dict[int, _Part] = {}
+        flying: dict[Any, _TaskGroup] = {}
+        ended: dict[int, _TaskGroup] = {}
         here: dict[int, Update] = {}
         begun, ahead = 0, AHEAD * self.places()
 
-        def begin(part: _Part) -> None:
+        def begin(part: _TaskGroup) -> None:
             # In lists: Ray resolves arguments that are references themselves for every single task.
             own = [packed[place] for place in part.places]
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
@@ -197,13 +201,13 @@ class RayEngine:
         room = min(SMALL, HELD) // max(1, spec.size * spec.dtype.itemsize)
         return max(1, min(cohort // (TASKS * self.places()), room))
 
-    def _parts(self, casts: Sequence[Broadcast], window: int) -> list[_Part]:
+    def _parts(self, casts: Sequence[Broadcast], window: int) -> list[_TaskGroup]:
         """The parts of a cohort in the order in which they are begun."""
-        steps, most = steps_of(self.setup, casts), self._of_a_task(len(casts))
+        steps, most = steps_per_client(self.setup, casts), self._of_a_task(len(casts))
         return [
-            _Part([start + place for place in part])
+            _TaskGroup([start + place for place in part])
             for start in range(0, len(casts), window)
-            for part in parts_of(casts[start : start + window], steps[start : start + window], most)
+            for part in schedule_groups(casts[start : start + window], steps[start : start + window], most)
         ]
 
     def _wait(self, flying: list[Any]) -> list[Any]:
@@ -228,7 +232,7 @@ class RayEngine:
                 raise EngineError(f"{text} That is ray.deadline; the run can be resumed, here or on another cluster.")
             self.setup.tell(f"{text} It goes on waiting; the run can be stopped and resumed elsewhere.")
 
-    def _succeeded(self, ready: Any, part: _Part) -> bool:
+    def _succeeded(self, ready: Any, part: _TaskGroup) -> bool:
         """Whether clients were trained; what fails again and again is raised with its own reason."""
         if self._get(ready):
             return True
@@ -237,12 +241,12 @@ class RayEngine:
             raise self._get(part.answer)
         return False
 
-    def _receive(self, part: _Part) -> list[Update]:
+    def _receive(self, part: _TaskGroup) -> list[Update]:
         """The updates of a part, as copies: what lies in a store can leave it."""
         self._wait([part.answer])
         updates, lost = self._get(part.answer)
         self.setup.retried(lost * len(part.places))
-        return [from_dict(Update, copied(one, self.setup.device)) for one in updates]
+        return [update_from_dict(Update, copy_record(one, self.setup.device)) for one in updates]
 
     def _put(self, value: Any) -> Any:
         """Into the object store, which moves to the disk what it has no room for."""

@@ -15,13 +15,13 @@ SHARED = 1024
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedTensorRef:
     """Where a tensor lies in the list of those that clients share."""
 
     number: int
 
 
-def apart(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
+def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
     """Large tensors that several of these records hold, and the records with places in the list where they were.
 
     >>> v = torch.zeros(2000)
@@ -42,7 +42,7 @@ def apart(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
     for cast in casts:
         look(cast)
     keys = [key for key, count in held.items() if count > 1 and tensors[key].numel() >= SHARED]
-    places = {key: Place(number) for number, key in enumerate(keys)}
+    places = {key: SharedTensorRef(number) for number, key in enumerate(keys)}
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -52,17 +52,17 @@ def apart(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
     return [tensors[key] for key in keys], [placed(cast) for cast in casts]
 
 
-def together(record: Any, shared: list[Tensor]) -> Any:
+def restore_shared(record: Any, shared: list[Tensor]) -> Any:
     """Inverse of ``apart`` for one record."""
     if isinstance(record, dict):
-        return {key: together(inner, shared) for key, inner in record.items()}
-    return shared[record.number] if isinstance(record, Place) else record
+        return {key: restore_shared(inner, shared) for key, inner in record.items()}
+    return shared[record.number] if isinstance(record, SharedTensorRef) else record
 
 
-def copied(value: Any, device: torch.device) -> Any:
+def copy_record(value: Any, device: torch.device) -> Any:
     """A record with its tensors in memory of their own, on a device."""
     if isinstance(value, dict):
-        return {key: copied(inner, device) for key, inner in value.items()}
+        return {key: copy_record(inner, device) for key, inner in value.items()}
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 

@@ -21,17 +21,17 @@ from unskew import __version__
 from unskew.data.federation import ClientData, Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec
-from unskew.engines.base import Setup
-from unskew.engines.client_inputs import as_dict, from_dict
+from unskew.engines.base import EngineConfig
+from unskew.engines.client_inputs import update_from_dict, update_to_dict
 from unskew.engines.cpu import keep_freed_memory
 from unskew.engines.local_trainer import LocalTrainer
-from unskew.engines.mmap_pickle import lay_out, taken_up
-from unskew.engines.ray.messages import as_array, as_tensor, together
+from unskew.engines.mmap_pickle import dump_mmap, load_mmap
+from unskew.engines.ray.messages import as_array, as_tensor, restore_shared
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import DataError, EngineError, UnskewError
-from unskew.filesystem import waiting_for
-from unskew.models.grouped.context import form_of
-from unskew.protocol.client_state_files import with_state, without_state
+from unskew.filesystem import file_lock
+from unskew.models.grouped.context import grouped_form
+from unskew.protocol.client_state_files import load_client_state, store_client_state
 from unskew.protocol.messages import Broadcast
 
 KEPT = 24 * 3600
@@ -39,7 +39,7 @@ KEPT = 24 * 3600
 
 
 @dataclass(frozen=True)
-class Elsewhere(Sequence[ClientData]):
+class RemoteClients(Sequence[ClientData]):
     """Clients whose data a node opens by itself.
 
     Attributes:
@@ -56,7 +56,7 @@ class Elsewhere(Sequence[ClientData]):
 
 
 @dataclass(frozen=True)
-class Described(Elsewhere):
+class DescribedClients(RemoteClients):
     """Clients of data that are named.
 
     Attributes:
@@ -68,7 +68,7 @@ class Described(Elsewhere):
 
 
 @dataclass(frozen=True)
-class InFiles(Elsewhere):
+class MappedClients(RemoteClients):
     """Clients whose arrays are mapped from files.
 
     Attributes:
@@ -82,7 +82,7 @@ _trainers: dict[str, GroupTrainer] = {}
 """The trainer of the run that this worker serves; the one before it is forgotten."""
 
 
-def train_part(run: str, everything: list[Any], common: list[Any], packed: list[Any]) -> tuple[bool, Any]:
+def train_group(run: str, everything: list[Any], common: list[Any], packed: list[Any]) -> tuple[bool, Any]:
     """The training of some clients, and what went wrong, or their updates and how many attempts died before this one.
 
     Args:
@@ -97,16 +97,19 @@ def train_part(run: str, everything: list[Any], common: list[Any], packed: list[
         if run not in _trainers:
             _begin(run, *ray.get(everything[0]))
         shared = ray.get(common[0])
-        casts = [with_state(from_dict(Broadcast, together(one, shared))) for one in packed]
+        casts = [load_client_state(update_from_dict(Broadcast, restore_shared(one, shared))) for one in packed]
         updates = _trainers[run].train(casts)
-        return True, ([as_dict(without_state(*one)) for one in zip(casts, updates, strict=True)], attempts_lost(ray))
+        return True, (
+            [update_to_dict(store_client_state(*one)) for one in zip(casts, updates, strict=True)],
+            previous_attempts(ray),
+        )
     except UnskewError as error:
         return False, error
     except Exception:  # a bug in a rule must reach the user
         return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
 
 
-def attempts_lost(ray: Any) -> int:
+def previous_attempts(ray: Any) -> int:
     """How often Ray began this task before, with a worker or a node that died; it tells so nowhere else."""
     return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
 
@@ -130,7 +133,7 @@ def device_for(accelerators: float) -> torch.device:
     return torch.device("cuda")
 
 
-def _begin(run: str, setup: Setup, at_once: int) -> None:
+def _begin(run: str, setup: EngineConfig, at_once: int) -> None:
     import ray
 
     for other in _trainers:
@@ -141,36 +144,36 @@ def _begin(run: str, setup: Setup, at_once: int) -> None:
     keep_freed_memory()
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
     setup = replace(setup, device=device_for(resources.get("GPU", 0.0)))
-    if isinstance(setup.federation.clients, Described):
+    if isinstance(setup.federation.clients, DescribedClients):
         setup = replace(setup, federation=_opened(run, setup.federation, setup.federation.clients))
-    elif isinstance(setup.federation.clients, InFiles):
+    elif isinstance(setup.federation.clients, MappedClients):
         clients = pickle.loads(setup.federation.clients.packed)  # nosec B301
         setup = replace(setup, federation=replace(setup.federation, clients=clients))
     on_cpu = setup.device.type == "cpu"
     if not on_cpu:
         setup = replace(setup, federation=setup.federation.to(setup.device))
     setup = replace(setup, spec=setup.spec.to(setup.device))
-    form = form_of(setup.spec) if at_once > 1 and on_cpu else None
+    form = grouped_form(setup.spec) if at_once > 1 and on_cpu else None
     _trainers[run] = GroupTrainer(setup, LocalTrainer(setup), form)
 
 
-def _opened(run: str, federation: Federation, described: Described) -> Federation:
+def _opened(run: str, federation: Federation, described: DescribedClients) -> Federation:
     """The federation with its clients: the first worker of a node loads them, the others map what it has laid out."""
     place = _place(run)
     place.parent.mkdir(mode=0o700, exist_ok=True)
     about = place.parent.lstat()
     if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
         raise DataError(f"{place.parent} is not a private folder of this user. Remove it, or set TMPDIR.")
-    with waiting_for(place.with_suffix(".lock"), math.inf):
+    with file_lock(place.with_suffix(".lock"), math.inf):
         for old in place.parent.glob("*.data"):
             if time.time() - old.stat().st_mtime > KEPT:
                 old.unlink(missing_ok=True)
         if not place.exists():
             there = federation_of(described.spec, described.seed)
             place.with_suffix(".new").unlink(missing_ok=True)
-            lay_out((there.clients, there.fingerprint), place.with_suffix(".new"))
+            dump_mmap((there.clients, there.fingerprint), place.with_suffix(".new"))
             os.replace(place.with_suffix(".new"), place)
-        clients, fingerprint = taken_up(place)
+        clients, fingerprint = load_mmap(place)
     if fingerprint != federation.fingerprint:
         raise DataError(
             f"The data that {os.uname().nodename} opens are not those of the server (partition {fingerprint} instead of "

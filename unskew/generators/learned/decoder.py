@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.data.pixel_scaling import Pixels
+from unskew.data.pixel_scaling import PixelScaling
 from unskew.generators.learned.inversion import Maker, channels_last
 from unskew.seeding import normal
 
@@ -32,7 +32,7 @@ BETAS = (0.5, 0.999)
 Shape = tuple[int, int, int]
 
 
-def layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], float, float]]:
+def decoder_layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], float, float]]:
     """What the flat vector holds, in its order: shape, mean and standard deviation at the start of each tensor."""
     channels, height, width = shape
     pixels = WIDE * math.ceil(height / 4) * math.ceil(width / 4)
@@ -53,7 +53,7 @@ def layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], float, floa
     }
 
 
-def start(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+def initial_decoder(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """A new network with its input, as one flat vector: a pure function of ``key``.
 
     Args:
@@ -62,7 +62,7 @@ def start(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32)
         shape: ``(C, H, W)`` of one image.
         dtype: Type of the vector.
     """
-    tensors = layout(n, shape).values()
+    tensors = decoder_layout(n, shape).values()
     sizes = torch.tensor([math.prod(dims) for dims, _, _ in tensors], device=key.device)
     total = sum(math.prod(dims) for dims, _, _ in tensors)
 
@@ -74,15 +74,15 @@ def start(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32)
     return draws.to(dtype)
 
 
-def maker(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: Pixels) -> Maker:
+def make_decoder(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: PixelScaling) -> Maker:
     """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates; see ``start``."""
     image = (shape[0], shape[1], shape[2])
-    return start(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
+    return initial_decoder(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
 
 
-def pieces(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
+def unflatten(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
     """The tensors by name, as views of the flat vector; differentiable."""
-    tensors = layout(n, shape)
+    tensors = decoder_layout(n, shape)
     cuts = torch.split(vector, [math.prod(dims) for dims, _, _ in tensors.values()])
     return {name: cut.view(dims) for (name, (dims, _, _)), cut in zip(tensors.items(), cuts, strict=True)}
 
@@ -96,24 +96,24 @@ def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
         shape: ``(C, H, W)`` of one image.
     """
     _, height, width = shape
-    p = pieces(vector, n, shape)
+    p = unflatten(vector, n, shape)
     x = F.linear(p["z"], p["linear.weight"], p["linear.bias"])
     x = channels_last(x.view(n, WIDE, math.ceil(height / 4), math.ceil(width / 4)))
-    x = twice(norm(x, p["norm0.scale"], p["norm0.offset"]))
+    x = upsample(batch_norm(x, p["norm0.scale"], p["norm0.offset"]))
     x = F.conv2d(x, p["conv1.weight"], padding=1)
-    x = twice(F.leaky_relu(norm(x, p["norm1.scale"], p["norm1.offset"]), 0.2))
+    x = upsample(F.leaky_relu(batch_norm(x, p["norm1.scale"], p["norm1.offset"]), 0.2))
     x = F.conv2d(x, p["conv2.weight"], padding=1)
-    x = F.leaky_relu(norm(x, p["norm2.scale"], p["norm2.offset"]), 0.2)
+    x = F.leaky_relu(batch_norm(x, p["norm2.scale"], p["norm2.offset"]), 0.2)
     x = F.conv2d(x, p["conv3.weight"], p["conv3.bias"], padding=1)
     return torch.sigmoid(x[:, :, :height, :width])
 
 
-def norm(x: Tensor, scale: Tensor, offset: Tensor, eps: float = 1e-5) -> Tensor:
+def batch_norm(x: Tensor, scale: Tensor, offset: Tensor, eps: float = 1e-5) -> Tensor:
     """Batch normalisation of ``x [n, c, h, w]`` by its own statistics."""
     # Not F.batch_norm, which refuses a single value per channel: one image of at most 4 x 4 pixels.
     return torch.batch_norm(x, scale, offset, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
 
 
-def twice(x: Tensor) -> Tensor:
+def upsample(x: Tensor) -> Tensor:
     """Every pixel as a square of four."""
     return F.interpolate(x, scale_factor=2, mode="nearest")

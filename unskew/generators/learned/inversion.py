@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.data.augment import crop_and_flip, keyed_crop_and_flip
-from unskew.models.spec import ModelSpec, Output
+from unskew.models.spec import ModelOutput, ModelSpec
 
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""
@@ -21,7 +21,7 @@ Maker = tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]
 """What is learned, at its start; how inputs are made of it; and Adam's decay rates."""
 
 
-def learn(
+def minimize(
     start: Tensor,
     objective: Objective,
     steps: int,
@@ -75,7 +75,7 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
-def augmented(x: Tensor, key: Tensor, black: Tensor, padding: int = 4) -> Tensor:
+def random_crop_and_flip(x: Tensor, key: Tensor, black: Tensor, padding: int = 4) -> Tensor:
     """Images cropped at random from a black frame around them and mirrored at random; differentiable.
 
     Args:
@@ -93,7 +93,7 @@ def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tenso
     return loss, (loss.detach(), extra.detach())
 
 
-def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tuple[Output, Tensor]:
+def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tuple[ModelOutput, Tensor]:
     """DeepInversion's term (Yin et al., "Dreaming to Distill", CVPR 2020), and the outputs of the same pass.
 
     The sum over BatchNorm layers of ``||var_running - var_batch||_2 + ||mean_running - mean_batch||_2``, with the biased

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.generators.learned.inversion import channels_last
-from unskew.models.keyed_dropout import Dropout
+from unskew.models.keyed_dropout import KeyedDropout
 from unskew.models.spec import ModelSpec
 from unskew.models.zoo.basic import Classifier
 
 Step = Callable[[Tensor], Tensor]
 POINTWISE: dict[type[nn.Module], Step] = {nn.ReLU: F.relu, nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}
-IDLE = (Dropout, nn.Dropout, nn.Identity)
+IDLE = (KeyedDropout, nn.Dropout, nn.Identity)
 """What does nothing in eval mode."""
 
 
-def layers_of(spec: ModelSpec) -> list[tuple[str, nn.Module]] | None:
+def sequential_layers(spec: ModelSpec) -> list[tuple[str, nn.Module]] | None:
     """The layers that inputs pass one after another, by name; None where a layer is not known or the way is another."""
     module = spec.module
     if not isinstance(module, Classifier) or type(module).forward is not Classifier.forward or spec.autocast:
@@ -43,7 +43,7 @@ def _is_known(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear or type(layer) in POINTWISE or isinstance(layer, IDLE)
 
 
-def pair(
+def paired_logits(
     spec: ModelSpec, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
 ) -> Callable[[Tensor], list[Tensor]]:
     """The logits of two models in eval mode, as a function of inputs.
@@ -53,7 +53,9 @@ def pair(
         first: Vector ``[d]`` and statistics ``[m]`` of one.
         second: Those of the other.
     """
-    layers = layers_of(spec) if spec.together is None else None  # several clients as one network have their own way
+    layers = (
+        sequential_layers(spec) if spec.together is None else None
+    )  # several clients as one network have their own way
     if layers is None:
         return lambda x: [spec.forward(v, b, x).logits for v, b in (first, second)]
     weights = [spec.parameters(v) for v, _ in (first, second)]

@@ -17,11 +17,11 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.data.federation import cat_inputs
+from unskew.data.federation import concatenate_inputs
 from unskew.errors import ConfigError
-from unskew.generators.base import Job, as_pixels, halvings, pad
+from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
 from unskew.generators.trained.diffusion import Diffusion
-from unskew.generators.trained.train_loop import Average, Trained, train
+from unskew.generators.trained.train_loop import ExponentialAverage, TrainingState, train
 from unskew.option_parsing import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -63,7 +63,7 @@ class DDPM:
     heads: Whole = 64
     dropout: Fraction = 0.1
 
-    def __call__(self, job: Job) -> DDPMGenerator:
+    def __call__(self, job: GeneratorJob) -> DDPMGenerator:
         """The generator of one client."""
         return DDPMGenerator(self, job)
 
@@ -84,13 +84,13 @@ def _unet_class() -> Any:
     return UNet2DModel
 
 
-def unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.Module:
+def build_unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """The network ``(x [B, C, H, W], t [B], y [B]) -> eps [B, C, H, W]``; sides must divide by its halvings.
 
     Raises:
         ConfigError: diffusers is not installed.
     """
-    levels = halvings(shape[1:], len(options.multipliers) - 1) + 1
+    levels = num_halvings(shape[1:], len(options.multipliers) - 1) + 1
     at = [max(shape[1:]) >> level in options.attention for level in range(levels)]
     channels = tuple(options.width * m for m in options.multipliers[:levels])
     groups = 32 if options.width % 32 == 0 and options.width > 32 else 8
@@ -112,7 +112,7 @@ def unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.Module:
     return module
 
 
-class Conditional(nn.Module):
+class ConditionalUNet(nn.Module):
     """A network with the class among its inputs, returning the tensor itself."""
 
     def __init__(self, net: nn.Module):
@@ -129,18 +129,18 @@ class Conditional(nn.Module):
 class DDPMGenerator:
     """One client's diffusion model; see ``unskew.generators.base.ImageGenerator``."""
 
-    def __init__(self, options: DDPM, job: Job):
+    def __init__(self, options: DDPM, job: GeneratorJob):
         self.options, self.job = options, job
         self.diffusion = Diffusion(options.schedule, options.steps)
-        self.times = halvings(job.shape[1:], len(options.multipliers) - 1)
+        self.times = num_halvings(job.shape[1:], len(options.multipliers) - 1)
         channels = job.shape[0]
-        height, width = pad(torch.zeros(1, *job.shape), self.times).shape[2:]
+        height, width = pad_to_halvings(torch.zeros(1, *job.shape), self.times).shape[2:]
         self.padded = (channels, height, width)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(job.seed, "generator"))
-            net = Conditional(unet(options, self.padded, job.classes))
+            net = ConditionalUNet(build_unet(options, self.padded, job.classes))
         self.net = net.to(job.device)
-        self.average = Average(self.net, options.ema)
+        self.average = ExponentialAverage(self.net, options.ema)
         self.epsilon: float | None = None
 
     def loss(self, x0: Tensor, y: Tensor, net: nn.Module | None = None) -> Tensor:
@@ -154,10 +154,10 @@ class DDPMGenerator:
     def fit(self, images: Tensor, labels: Tensor) -> None:
         """Train, and keep the averaged weights."""
         options, job = self.options, self.job
-        x = pad(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
+        x = pad_to_halvings(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
         y = labels.to(job.device)
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=options.lr)
-        trained = Trained({"net": self.net, "average": self.average.module}, {"adamw": optimizer})
+        trained = TrainingState({"net": self.net, "average": self.average.module}, {"adamw": optimizer})
         self.net.train()
         common: dict[str, Any] = {"examples": len(y), "epochs": options.epochs, "batch": options.batch}
         if job.privacy is None:
@@ -172,9 +172,9 @@ class DDPMGenerator:
 
             train(job, trained, step, averages=[self.average], **common)
         else:
-            from unskew.generators.trained.dp_sgd import PrivateSteps
+            from unskew.generators.trained.dp_sgd import PrivateTraining
 
-            private = PrivateSteps(job.privacy, self.net, optimizer, job.seed, **common)
+            private = PrivateTraining(job.privacy, self.net, optimizer, job.seed, **common)
             try:
 
                 def private_step(index: Tensor, number: int) -> Tensor:
@@ -216,5 +216,5 @@ class DDPMGenerator:
                 return eps
 
             x = self.diffusion.sample(predict, start, options.sampling_steps, options.sampler, draws)
-            images.append(as_pixels((x + 1) / 2, self.job.shape))
-        return cat_inputs(images)
+            images.append(to_uint8((x + 1) / 2, self.job.shape))
+        return concatenate_inputs(images)

@@ -28,7 +28,7 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 """The predicted noise ``[B, ...]`` for ``x_t [B, ...]`` at times ``[B]``."""
 
 
-def betas(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
+def beta_schedule(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
     """The noise of each step, float64 ``[steps]``."""
     if schedule == "linear":
         scale = 1000 / steps
@@ -38,7 +38,7 @@ def betas(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
     return (1 - abar[1:] / abar[:-1]).clamp_max(0.999)
 
 
-def spaced(steps: int, count: int) -> list[int]:
+def spaced_timesteps(steps: int, count: int) -> list[int]:
     """``count`` of ``steps`` times, evenly spaced, ascending, the first and the last among them.
 
     >>> spaced(1000, 5)
@@ -62,7 +62,7 @@ class Diffusion:
 
     def __init__(self, schedule: Literal["cosine", "linear"], steps: int):
         self.steps = steps
-        self.abar = torch.cumprod(1 - betas(schedule, steps), 0)
+        self.abar = torch.cumprod(1 - beta_schedule(schedule, steps), 0)
 
     def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
         """``x_t`` from ``x_0 [B, ...]``, times ``[B]`` and noise."""
@@ -89,7 +89,7 @@ class Diffusion:
             clip: Largest magnitude of the predicted ``x_0``; None leaves it alone.
         """
         x = start
-        times = spaced(self.steps, steps)
+        times = spaced_timesteps(self.steps, steps)
         for i in reversed(range(len(times))):
             t = torch.full((len(x),), times[i], device=x.device)
             abar = float(self.abar[times[i]])

@@ -32,7 +32,7 @@ AT_ONCE = 64  # samples whose gradients are held at the same time
 
 
 @dataclass(frozen=True)
-class Privacy:
+class PrivacyOptions:
     """The guarantee asked for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Privacy:
     def sentence(self, epsilon: float, share: str) -> str:
         """The guarantee in words: ``epsilon`` is the most that any client spent; ``share`` says what the client sends."""
         return (
-            f"Each client's generator is ({rounded_up(epsilon):g}, {self.delta:g})-differentially private for one example of "
+            f"Each client's generator is ({round_up(epsilon):g}, {self.delta:g})-differentially private for one example of "
             f"that client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
         )
 
@@ -69,7 +69,7 @@ class Privacy:
             )
 
 
-def rounded_up(epsilon: float) -> float:
+def round_up(epsilon: float) -> float:
     """To three digits, never below what was spent.
 
     >>> rounded_up(9.213), rounded_up(10.01), rounded_up(3.0)
@@ -90,7 +90,7 @@ def _opacus() -> Any:
 
 
 @lru_cache(maxsize=4096)
-def epsilon_after(steps: int, sigma: float, q: float, delta: float, accountant: str) -> float:
+def spent_epsilon(steps: int, sigma: float, q: float, delta: float, accountant: str) -> float:
     """The privacy spent by so many steps with noise ``sigma`` and sampling rate ``q``."""
     if steps == 0:
         return 0.0
@@ -102,7 +102,7 @@ def epsilon_after(steps: int, sigma: float, q: float, delta: float, accountant: 
         return float(account.get_epsilon(delta=delta))
 
 
-def noise_for(privacy: Privacy, q: float, steps: int) -> float:
+def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
     """The noise multiplier: the one given, or the one that spends ``epsilon`` in ``steps`` steps.
 
     Raises:
@@ -113,7 +113,7 @@ def noise_for(privacy: Privacy, q: float, steps: int) -> float:
     if privacy.epsilon is None:
         raise ConfigError("A private generator needs noise_multiplier or epsilon.")
     low, high = 1e-2, 1.0
-    while epsilon_after(steps, high, q, privacy.delta, privacy.accountant) > privacy.epsilon:
+    while spent_epsilon(steps, high, q, privacy.delta, privacy.accountant) > privacy.epsilon:
         low, high = high, 2 * high
         if high > 1e5:
             # The orders that rdp knows end at 63, so it never gives less than 0.1 (at delta = 1e-5), whatever the noise.
@@ -124,14 +124,14 @@ def noise_for(privacy: Privacy, q: float, steps: int) -> float:
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        if epsilon_after(steps, middle, q, privacy.delta, privacy.accountant) > privacy.epsilon:
+        if spent_epsilon(steps, middle, q, privacy.delta, privacy.accountant) > privacy.epsilon:
             low = middle
         else:
             high = middle
     return high
 
 
-def without_batchnorm(module: nn.Module, warn: Callable[[str], None]) -> nn.Module:
+def replace_batchnorm(module: nn.Module, warn: Callable[[str], None]) -> nn.Module:
     """``module`` with GroupNorm for every BatchNorm, which mixes samples; says so. Call it before making an optimizer.
 
     Raises:
@@ -166,7 +166,7 @@ def check_module(module: nn.Module) -> None:
         raise ConfigError(f"This generator cannot be trained privately: {errors[0]}")
 
 
-class PrivateSteps:
+class PrivateTraining:
     """The steps of one private training.
 
     Args:
@@ -187,7 +187,7 @@ class PrivateSteps:
 
     def __init__(
         self,
-        privacy: Privacy,
+        privacy: PrivacyOptions,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         seed: int,
@@ -201,7 +201,7 @@ class PrivateSteps:
         self.per_epoch = math.ceil(examples / batch)
         self.q = 1 / self.per_epoch
         self.total = epochs * self.per_epoch
-        self.sigma = noise_for(privacy, self.q, self.total)
+        self.sigma = noise_multiplier(privacy, self.q, self.total)
         self.allowed = self._allowed()
         device = next(module.parameters()).device
         self._inner = module
@@ -239,7 +239,7 @@ class PrivateSteps:
 
     def epsilon(self, steps: int) -> float:
         """The privacy spent after so many steps."""
-        return epsilon_after(steps, self.sigma, self.q, self.privacy.delta, self.privacy.accountant)
+        return spent_epsilon(steps, self.sigma, self.q, self.privacy.delta, self.privacy.accountant)
 
     def batches(self, epoch: int) -> list[Tensor]:
         """The Poisson samples of an epoch's steps, as indices; some may be empty. None are left when the budget is spent."""

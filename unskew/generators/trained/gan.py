@@ -23,9 +23,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.data.federation import cat_inputs
-from unskew.generators.base import Job, as_pixels, halvings, pad
-from unskew.generators.trained.train_loop import Trained, train
+from unskew.data.federation import concatenate_inputs
+from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
+from unskew.generators.trained.train_loop import TrainingState, train
 from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -47,12 +47,12 @@ class GAN:
     noise: Whole = 100
     width: Whole = 64
 
-    def __call__(self, job: Job) -> GANGenerator:
+    def __call__(self, job: GeneratorJob) -> GANGenerator:
         """The generator of one client."""
         return GANGenerator(self, job)
 
 
-class Maker(nn.Module):
+class DCGANGenerator(nn.Module):
     """``G(z, y)``: images from -1 to 1."""
 
     def __init__(self, options: GAN, shape: tuple[int, int, int], classes: int, times: int):
@@ -73,7 +73,7 @@ class Maker(nn.Module):
         return x
 
 
-class Judge(nn.Module):
+class DCGANDiscriminator(nn.Module):
     """``D(x, y)``: how real an image of this class looks."""
 
     def __init__(self, options: GAN, shape: tuple[int, int, int], classes: int, times: int):
@@ -96,15 +96,15 @@ class Judge(nn.Module):
 class GANGenerator:
     """One client's DCGAN; see ``unskew.generators.base.ImageGenerator``."""
 
-    def __init__(self, options: GAN, job: Job):
+    def __init__(self, options: GAN, job: GeneratorJob):
         self.options, self.job = options, job
-        self.times = halvings(job.shape[1:], 4)
-        height, width = pad(torch.zeros(1, *job.shape), self.times).shape[2:]
+        self.times = num_halvings(job.shape[1:], 4)
+        height, width = pad_to_halvings(torch.zeros(1, *job.shape), self.times).shape[2:]
         shape = (job.shape[0], height, width)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(job.seed, "generator"))
-            maker = Maker(options, shape, job.classes, self.times)
-            judge = Judge(options, shape, job.classes, self.times)
+            maker = DCGANGenerator(options, shape, job.classes, self.times)
+            judge = DCGANDiscriminator(options, shape, job.classes, self.times)
             for part in [*maker.modules(), *judge.modules()]:
                 if isinstance(part, nn.Conv2d | nn.ConvTranspose2d | nn.Linear | nn.Embedding):
                     nn.init.normal_(part.weight, 0.0, 0.02)
@@ -113,7 +113,7 @@ class GANGenerator:
     def fit(self, images: Tensor, labels: Tensor) -> None:
         """Let maker and judge play."""
         options, job, maker, judge = self.options, self.job, self.maker, self.judge
-        x = pad(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
+        x = pad_to_halvings(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
         labels = labels.to(job.device)
         players = {
             name: torch.optim.Adam(module.parameters(), lr=options.lr, betas=(0.5, 0.999))
@@ -134,7 +134,7 @@ class GANGenerator:
             players["maker"].step()
             return judged + fooled
 
-        trained = Trained({"maker": maker, "judge": judge}, dict(players))
+        trained = TrainingState({"maker": maker, "judge": judge}, dict(players))
         train(job, trained, step, len(labels), options.epochs, options.batch)
         maker.eval()
 
@@ -146,5 +146,5 @@ class GANGenerator:
         for part in torch.split(labels.cpu(), SAMPLES):
             z = torch.randn(len(part), self.options.noise, generator=draws)
             x = self.maker(z.to(self.job.device), part.to(self.job.device))
-            images.append(as_pixels((x + 1) / 2, self.job.shape))
-        return cat_inputs(images)
+            images.append(to_uint8((x + 1) / 2, self.job.shape))
+        return concatenate_inputs(images)

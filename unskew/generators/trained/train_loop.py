@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
-from unskew.generators.base import Figures, Job
+from unskew.generators.base import Figures, GeneratorJob
 from unskew.seeding import derive, generator
 
 SECONDS = 30.0
@@ -28,7 +28,7 @@ Step = Callable[[Tensor, int], Tensor]
 """One step on the samples of an index ``[B]``, given the step's number; returns the loss."""
 
 
-class Average:
+class ExponentialAverage:
     """An exponential moving average of a module's weights: ``m <- d m + (1 - d) w``.
 
     The decay of step ``t`` is ``d = min(decay, (1 + t) / (10 + t))``, so that a short training does not average its
@@ -52,7 +52,7 @@ class Average:
             mine.copy_(theirs)
 
 
-class Trained:
+class TrainingState:
     """What is trained: modules and optimizers by name, which is all that a checkpoint holds.
 
     Args:
@@ -88,13 +88,13 @@ class Trained:
 
 
 def train(
-    job: Job,
-    trained: Trained,
+    job: GeneratorJob,
+    trained: TrainingState,
     step: Step,
     examples: int,
     epochs: int,
     batch: int,
-    averages: Sequence[Average] = (),
+    averages: Sequence[ExponentialAverage] = (),
     batches: Callable[[int], list[Tensor]] | None = None,
     epsilon: Callable[[int], float] | None = None,
 ) -> int:
@@ -154,13 +154,13 @@ def train(
     return steps
 
 
-def _save(job: Job, trained: Trained, epochs: int, steps: int) -> None:
+def _save(job: GeneratorJob, trained: TrainingState, epochs: int, steps: int) -> None:
     assert job.folder is not None
     progress = json.dumps({"epochs": epochs, "steps": steps})
     write_atomic(job.folder / STATE, save(trained.tensors(), metadata={"progress": progress}))
 
 
-def _resume(job: Job, trained: Trained) -> tuple[int, int]:
+def _resume(job: GeneratorJob, trained: TrainingState) -> tuple[int, int]:
     """Load what there is; epochs and steps done."""
     path = None if job.folder is None else job.folder / STATE
     if path is None or not path.is_file():

@@ -22,9 +22,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.data.federation import cat_inputs
-from unskew.generators.base import Job, as_pixels, halvings, pad
-from unskew.generators.trained.train_loop import Trained, train
+from unskew.data.federation import concatenate_inputs
+from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
+from unskew.generators.trained.train_loop import TrainingState, train
 from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -49,12 +49,12 @@ class VAE:
     channels: Whole = 32
     hidden: Whole = 256
 
-    def __call__(self, job: Job) -> VAEGenerator:
+    def __call__(self, job: GeneratorJob) -> VAEGenerator:
         """The generator of one client."""
         return VAEGenerator(self, job)
 
 
-class Network(nn.Module):
+class ConvVAE(nn.Module):
     """Encoder and decoder of images whose sides can be halved ``times`` times."""
 
     def __init__(self, options: VAE, shape: tuple[int, int, int], times: int):
@@ -84,47 +84,47 @@ class Network(nn.Module):
         return logits
 
 
-def kl(mu: Tensor, logvar: Tensor) -> Tensor:
+def kl_divergence(mu: Tensor, logvar: Tensor) -> Tensor:
     """``KL(N(mu, e^logvar) || N(0, I))`` of each row, ``[B]``."""
     return 0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum(1)
 
 
-def negative_bound(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: float) -> Tensor:
+def negative_elbo(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: float) -> Tensor:
     """The loss: reconstruction summed over pixels plus ``beta`` KL, mean over the batch."""
     reconstruction = F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
-    return (reconstruction + beta * kl(mu, logvar)).mean()
+    return (reconstruction + beta * kl_divergence(mu, logvar)).mean()
 
 
 class VAEGenerator:
     """One client's beta-VAE; see ``unskew.generators.base.ImageGenerator``."""
 
-    def __init__(self, options: VAE, job: Job):
+    def __init__(self, options: VAE, job: GeneratorJob):
         self.options, self.job = options, job
-        self.times = halvings(job.shape[1:], 4)
-        height, width = pad(torch.zeros(1, *job.shape), self.times).shape[2:]
+        self.times = num_halvings(job.shape[1:], 4)
+        height, width = pad_to_halvings(torch.zeros(1, *job.shape), self.times).shape[2:]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(job.seed, "generator"))
-            net = Network(options, (job.shape[0], height, width), self.times)
+            net = ConvVAE(options, (job.shape[0], height, width), self.times)
         self.net = net.to(job.device)
         self.means: Tensor | None = None
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
         """Train, and note the mean code of each class."""
         options, job, net = self.options, self.job, self.net
-        x = pad(images.float().div(255), self.times).contiguous().to(job.device)
+        x = pad_to_halvings(images.float().div(255), self.times).contiguous().to(job.device)
         optimizer = torch.optim.Adam(net.parameters(), lr=options.lr)
 
         def step(index: Tensor, _: int) -> Tensor:
             part = x[index.to(job.device)]
             mu, logvar = net.encode(part)
             z = mu + (logvar / 2).exp() * torch.randn(mu.shape).to(job.device)
-            loss = negative_bound(net.decode(z), part, mu, logvar, options.beta)
+            loss = negative_elbo(net.decode(z), part, mu, logvar, options.beta)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             return loss
 
-        train(job, Trained({"net": net}, {"adam": optimizer}), step, len(labels), options.epochs, options.batch)
+        train(job, TrainingState({"net": net}, {"adam": optimizer}), step, len(labels), options.epochs, options.batch)
         with torch.no_grad():
             codes = torch.cat([net.encode(part)[0] for part in torch.split(x, SAMPLES)]).cpu()
         counts = torch.bincount(labels, minlength=job.classes).clamp_min(1)
@@ -140,5 +140,5 @@ class VAEGenerator:
         for part in torch.split(labels.cpu(), SAMPLES):
             z = self.means[part] + torch.randn(len(part), self.options.latent, generator=draws)
             x = torch.sigmoid(self.net.decode(z.to(self.job.device)))
-            images.append(as_pixels(x, self.job.shape))
-        return cat_inputs(images)
+            images.append(to_uint8(x, self.job.shape))
+        return concatenate_inputs(images)

@@ -15,7 +15,7 @@ COARSE = 8
 """Side of the grid on which noise images are drawn: what varies from pixel to pixel, pooling would average away."""
 
 
-def around_centres(key: Tensor, y: Tensor, shape: tuple[int, ...], spread: float) -> Tensor:
+def samples_around_centers(key: Tensor, y: Tensor, shape: tuple[int, ...], spread: float) -> Tensor:
     """Float64 samples ``[n, *shape]``: for each label in ``y [n]`` a point near the centre of its class.
 
     Centres are standard normal, and so is the noise around them times ``spread``.
@@ -24,20 +24,20 @@ def around_centres(key: Tensor, y: Tensor, shape: tuple[int, ...], spread: float
     return centres[y] + spread * normal(fold(key, 2), (len(y), *shape))
 
 
-def standardised(x: Tensor) -> Tensor:
+def standardize(x: Tensor) -> Tensor:
     """``x [n, c, ...]`` with mean 0 and deviation 1 for each entry of its second axis."""
     axes = [0, *range(2, x.dim())]
     return (x - x.mean(axes, keepdim=True)) / x.std(axes, keepdim=True, correction=0).clamp_min(1e-6)
 
 
-def gaussian(key: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+def gaussian_clusters(key: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Gaussian noise of ``shape``, one cluster per class: float32 ``[n, *shape]``.
 
     The deviation within a class is half of that between the centres. Images are drawn on a coarse grid and enlarged, other
     inputs directly. Both are as in the code of VHL's authors (arXiv:2206.02465).
     """
     if len(shape) != 3:
-        return standardised(around_centres(key, y, shape, 0.5)).float()
+        return standardize(samples_around_centers(key, y, shape, 0.5)).float()
     channels, height, width = shape
-    coarse = around_centres(key, y, (channels, min(COARSE, height), min(COARSE, width)), 0.5).float()
-    return standardised(F.interpolate(coarse, size=(height, width), mode="bilinear"))
+    coarse = samples_around_centers(key, y, (channels, min(COARSE, height), min(COARSE, width)), 0.5).float()
+    return standardize(F.interpolate(coarse, size=(height, width), mode="bilinear"))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.generators.virtual.gaussian import around_centres, standardised
+from unskew.generators.virtual.gaussian import samples_around_centers, standardize
 from unskew.seeding import fold, normal
 
 LATENT, WIDTH, START, CHUNK = 64, 32, 4, 256
@@ -45,12 +45,12 @@ def style_images(key: Tensor, y: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """
     sizes = 1 + max(0, math.ceil(math.log2(max(shape[1:]) / START)))
     weights = random_weights(fold(key, 1), sizes, shape[0])
-    latents = around_centres(fold(key, 2), y, (LATENT,), SPREAD).float()
+    latents = samples_around_centers(fold(key, 2), y, (LATENT,), SPREAD).float()
     parts = [
-        synthesise(weights, z, fold(fold(key, 3), number), shape, sizes)
+        synthesize(weights, z, fold(fold(key, 3), number), shape, sizes)
         for number, z in enumerate(torch.split(latents, CHUNK))
     ]
-    return standardised(torch.cat(parts))
+    return standardize(torch.cat(parts))
 
 
 def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
@@ -66,7 +66,7 @@ def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
     return weights | {"colour": draw(3, channels, WIDTH, 1, 1)}
 
 
-def synthesise(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, int], sizes: int) -> Tensor:
+def synthesize(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, int], sizes: int) -> Tensor:
     """Images ``[n, *shape]`` for latents ``z [n, LATENT]``."""
     w = z / z.square().mean(1, keepdim=True).sqrt()
     for name in ("map0", "map1"):
@@ -74,14 +74,14 @@ def synthesise(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, 
     x = weights["start"].expand(len(z), -1, -1, -1)
     for i in range(sizes):
         x = x if i == 0 else F.interpolate(x, scale_factor=2, mode="bilinear")
-        x = modulated(x, 1 + w @ weights[f"style{i}"].T, weights[f"kernel{i}"])
+        x = modulated_conv(x, 1 + w @ weights[f"style{i}"].T, weights[f"kernel{i}"])
         noise = normal(fold(key, i), (len(z), 1, *x.shape[2:])).float()
         x = F.leaky_relu(x + NOISE * noise, 0.2) * math.sqrt(2)
-    image = modulated(x, 1 + w @ weights[f"style{sizes}"].T, weights["colour"], demodulate=False)
+    image = modulated_conv(x, 1 + w @ weights[f"style{sizes}"].T, weights["colour"], demodulate=False)
     return F.interpolate(image, size=shape[1:], mode="bilinear") if image.shape[2:] != shape[1:] else image
 
 
-def modulated(x: Tensor, style: Tensor, kernel: Tensor, demodulate: bool = True) -> Tensor:
+def modulated_conv(x: Tensor, style: Tensor, kernel: Tensor, demodulate: bool = True) -> Tensor:
     """A convolution of ``x [n, in, H, W]`` whose kernel ``[out, in, k, k]`` each sample's ``style [n, in]`` scales.
 
     Demodulation divides each output channel by the norm of its scaled kernel. Scaling the input and dividing the output is

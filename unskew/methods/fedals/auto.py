@@ -27,15 +27,15 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from unskew.models.layer_groups import layer_groups, slices_of
+from unskew.models.layer_groups import layer_groups, parameter_slices
 from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context
-from unskew.protocol.rules import ClientRule, Figure, Slices, Sync, Tensors, Updates
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.rules import ClientRule, MetricSpec, Slices, SyncRule, Tensors, Updates
+from unskew.protocol.run_context import PreRunContext
 
 FIGURES = (
-    Figure("fedals_averaged", "layers averaged in the round, by depth"),
-    Figure("fedals_periods", "rounds between two averages of each layer"),
+    MetricSpec("fedals_averaged", "layers averaged in the round, by depth"),
+    MetricSpec("fedals_periods", "rounds between two averages of each layer"),
 )
 
 
@@ -47,7 +47,7 @@ class HasPeriods(Protocol):
 
 
 @dataclass(frozen=True)
-class AutoPeriods(ClientRule, Sync):
+class AutoPeriods(ClientRule, SyncRule):
     """Periods that follow the measured drift.
 
     Attributes:
@@ -65,7 +65,7 @@ class AutoPeriods(ClientRule, Sync):
     budget: float
     longest: int
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """The periods must be set at least once.
 
         Raises:
@@ -85,7 +85,7 @@ class AutoPeriods(ClientRule, Sync):
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload ``w_k ||theta_k^l - theta^l||^2`` of each layer, ``[G]``; 0 for layers that are not averaged now."""
         squares = ctx.sent_since(carry["start"], v).square()
-        ctx.upload["drift"] = ctx.weight * by_layer(ctx.spec, squares)
+        ctx.upload["drift"] = ctx.weight * group_by_layer(ctx.spec, squares)
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
@@ -95,14 +95,14 @@ class AutoPeriods(ClientRule, Sync):
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
         state = state or self.beginning(spec)
         missed = [last is None or at >= last for at in state["synced"].tolist()]
-        return slices_of(spec, tuple(missed)), slices_of(spec, tuple(self.due(state, round)))
+        return parameter_slices(spec, tuple(missed)), parameter_slices(spec, tuple(self.due(state, round)))
 
     def collect(self, state: Tensors, updates: Updates) -> Tensors:
         """Note the drift of what was averaged; at the end of an epoch, set the periods anew."""
         spec, round, mean = updates.spec, updates.round, updates.aggregate
         state = dict(state or self.beginning(spec))
         due = torch.tensor(self.due(state, round))
-        spread = mean.upload[self.name]["drift"] / mean.weight - by_layer(spec, mean.delta.square())
+        spread = mean.upload[self.name]["drift"] / mean.weight - group_by_layer(spec, mean.delta.square())
         elapsed = (round - state["synced"]).clamp_min(1)
         state["growth"] = state["growth"] + torch.where(due, spread.clamp_min(0).cpu().to(torch.float64) / elapsed, 0.0)
         state["count"] = state["count"] + due
@@ -118,7 +118,7 @@ class AutoPeriods(ClientRule, Sync):
     def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """The layers that were averaged after the round, by their numbers in order of depth, and all periods from then on."""
         state = state or self.beginning(spec)
-        return averaged((state["synced"] == round).tolist(), [int(p) for p in state["periods"].tolist()])
+        return average_layers((state["synced"] == round).tolist(), [int(p) for p in state["periods"].tolist()])
 
     def beginning(self, spec: ModelSpec) -> Tensors:
         """No layer has been averaged."""
@@ -138,7 +138,7 @@ class AutoPeriods(ClientRule, Sync):
         return [age % p == 0 or age >= self.longest for p in state["periods"].tolist()]
 
 
-def averaged(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
+def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
     """The figures of a round.
 
     >>> averaged([False, True], [10, 1])
@@ -148,7 +148,7 @@ def averaged(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
     return {layers: [number for number, was in enumerate(which, 1) if was], periods_now: list(periods)}
 
 
-def by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
+def group_by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
     """Sums ``[G]`` of ``values [d]`` over each layer group."""
     return torch.stack([torch.stack([values[s].sum() for s in group.slices]).sum() for group in layer_groups(spec)])
 

@@ -29,11 +29,11 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from unskew.errors import ConfigError
-from unskew.methods.fedals.auto import FIGURES, AutoPeriods, averaged
-from unskew.models.layer_groups import layer_groups, slices_of, split_at
+from unskew.methods.fedals.auto import FIGURES, AutoPeriods, average_layers
+from unskew.models.layer_groups import layer_groups, parameter_slices, split_at_depth
 from unskew.models.spec import ModelSpec
-from unskew.protocol.rules import Figure, Method, Slices, Sync, Tensors
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.rules import Method, MetricSpec, Slices, SyncRule, Tensors
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 
 
@@ -52,7 +52,7 @@ Periods = Annotated[tuple[tuple[str, Period], ...], BeforeValidator(_pairs)]
 
 
 @dataclass(frozen=True)
-class FedALS(Sync):
+class FedALS(SyncRule):
     """Adaptive local steps.
 
     Attributes:
@@ -72,7 +72,7 @@ class FedALS(Sync):
     # Periods that the paper studies, without 1, which is FedAvg, and 100, which short runs never reach.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": one_of(5, 10, 25, 50)}
     needs = ("optimizer", "mean_model")
-    figures: ClassVar[tuple[Figure, ...]] = FIGURES
+    figures: ClassVar[tuple[MetricSpec, ...]] = FIGURES
 
     alpha: Period = 10
     split: Annotated[int, Field(ge=-1)] = -1
@@ -107,14 +107,14 @@ class FedALS(Sync):
         periods = _periods(self, spec)
         missed = tuple(last is None or last // p < round // p for p in periods)
         due = tuple((round + 1) % p == 0 for p in periods)
-        return slices_of(spec, missed), slices_of(spec, due)
+        return parameter_slices(spec, missed), parameter_slices(spec, due)
 
     def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """The layers that were averaged after the round, by their numbers in order of depth, and all periods."""
         periods = _periods(self, spec)
-        return averaged([(round + 1) % p == 0 for p in periods], periods)
+        return average_layers([(round + 1) % p == 0 for p in periods], periods)
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Layers that are never averaged are told.
 
         Raises:
@@ -144,7 +144,7 @@ class FedALS(Sync):
             ConfigError: The split is beyond the model, or a pattern fits no layer.
         """
         groups = layer_groups(spec)
-        body, _ = split_at(groups, self.split)
+        body, _ = split_at_depth(groups, self.split)
         found = []
         used = set()
         for number, group in enumerate(groups):

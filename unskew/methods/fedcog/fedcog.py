@@ -34,15 +34,15 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.generators.labels import LabelList, allocate, cooccurring, labels_of, repeated
+from unskew.generators.labels import LabelList, allocate_counts, draw_cooccurring, labels_from_counts, repeat_labels
 from unskew.generators.learned import decoder
-from unskew.generators.learned.inversion import Maker, augmented, learn, statistics_distance
-from unskew.generators.learned.model_pair import pair
+from unskew.generators.learned.inversion import Maker, minimize, random_crop_and_flip, statistics_distance
+from unskew.generators.learned.model_pair import paired_logits
 from unskew.models.execution import Batch, LossFn
-from unskew.protocol.federation_info import Holdings
+from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.run_context import Proposed
-from unskew.protocol.search_space import Space, log
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, normal, uniform
 from unskew.tasks.base import Task
 
@@ -83,7 +83,7 @@ class FedCOG(ClientRule):
     summary: ClassVar[str] = "distils from data that only the global model knows"
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2312.05966"
     # The paper's grids.
-    spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": log(0.01, 10.0), "lambda_kd": log(1e-3, 1.0)}
+    spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": log_range(0.01, 10.0), "lambda_kd": log_range(1e-3, 1.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
     tasks_reason: ClassVar[str] = "it learns inputs for given labels"
 
@@ -119,7 +119,7 @@ class FedCOG(ClientRule):
                 "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
             )
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Labels must be classes of the data; a network and augmentation need images, further labels several ones.
 
         Raises:
@@ -147,7 +147,7 @@ class FedCOG(ClientRule):
         run.need_rounds_after(self.name, "start_round", self.start_round)
         return ()
 
-    def facts(self, data: Holdings) -> Tensors:
+    def facts(self, data: ClientDataView) -> Tensors:
         """The client's samples, those of each label ``[C]``, and of each pair ``[C, C]`` for rates of co-occurrence."""
         counts = data.class_counts()
         facts = {"counts": counts, "samples": counts.new_tensor(data.client.examples)}
@@ -172,11 +172,11 @@ class FedCOG(ClientRule):
     def targets(self, counts: Tensor) -> Tensor:
         """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
         if self.labels == "explicit":
-            return repeated(self.explicit, self.n).to(counts.device)
+            return repeat_labels(self.explicit, self.n).to(counts.device)
         deficit = counts.max() - counts
         even = torch.ones_like(counts)
         shares = even if self.labels == "uniform" else torch.where(deficit.sum() == 0, even, deficit)
-        return labels_of(allocate(shares, self.n), self.n)
+        return labels_from_counts(allocate_counts(shares, self.n), self.n)
 
     def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
         """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
@@ -184,7 +184,7 @@ class FedCOG(ClientRule):
         y = ctx.task.targets(primary, len(counts))
         if not self.cooccurrence:
             return y
-        further = cooccurring(fold(ctx.key, 8), primary, ctx.facts["pairs"], counts)
+        further = draw_cooccurring(fold(ctx.key, 8), primary, ctx.facts["pairs"], counts)
         return torch.maximum(y, further.to(y.dtype))
 
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,14 +211,18 @@ class FedCOG(ClientRule):
         disagree = self.source == "both" and "v" in ctx.state
         weight = torch.as_tensor(self.lambda_dis if disagree else 0.0)
         teachers = (ctx.v_global, ctx.b_global)
-        both = pair(ctx.spec, teachers, (ctx.state["v"], ctx.state["b"])) if disagree and not self.lambda_bn else None
+        both = (
+            paired_logits(ctx.spec, teachers, (ctx.state["v"], ctx.state["b"]))
+            if disagree and not self.lambda_bn
+            else None
+        )
         if self.max_prev_age and "round" in ctx.state:
             weight = torch.where(ctx.round - ctx.state["round"] <= self.max_prev_age, weight, torch.zeros_like(weight))
 
         def objective(point: Tensor, t: int) -> tuple[Tensor, Tensor]:
             x = make(point)
             if self.augment:
-                x = augmented(x, fold(fold(key, 3), t), ctx.pixels.inputs(torch.zeros_like(x[:1])))
+                x = random_crop_and_flip(x, fold(fold(key, 3), t), ctx.pixels.inputs(torch.zeros_like(x[:1])))
             if self.lambda_bn:
                 output, distance = statistics_distance(ctx.spec, ctx.v_global, ctx.b_global, x)
                 teacher = output.logits
@@ -234,7 +238,7 @@ class FedCOG(ClientRule):
             return loss + self.lambda_bn * distance if self.lambda_bn else loss, teacher
 
         steps = 0 if self.source == "noise" else self.g_steps
-        point, z = learn(start, objective, steps, self.g_lr, betas, last=self.alias)
+        point, z = minimize(start, objective, steps, self.g_lr, betas, last=self.alias)
         x = make(point)
         if self.augment and not self.alias:
             # The images are kept whole, so the logits of their crops do not belong to them.
@@ -244,7 +248,7 @@ class FedCOG(ClientRule):
     def maker(self, ctx: Context, key: Tensor, count: int) -> Maker:
         """What is learned, at its start; how ``count`` inputs are made of it; and Adam's decay rates."""
         if self.generator == "network":
-            return decoder.maker(key, count, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
+            return decoder.make_decoder(key, count, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
         return normal(key, (count, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
 
     def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:

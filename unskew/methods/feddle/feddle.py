@@ -39,16 +39,16 @@ from unskew.errors import ConfigError
 from unskew.methods.feddle.search import (
     Directions,
     cosine,
-    minimise,
+    minimize,
     new_head,
     norms,
     scales,
     surrogate,
     train_head,
 )
-from unskew.protocol.federation_info import FederationFacts
-from unskew.protocol.rules import Figure, Method, ServerRule, Tensors, Updates, Weights
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.rules import Method, MetricSpec, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.seeding import fold
 
@@ -104,10 +104,10 @@ class Feddle(ServerRule):
     weights: ClassVar[Weights | None] = "uniform"
     steps_without = "updates"
     figures = (
-        Figure("coefficients/positive", "positive coefficients"),
-        Figure("coefficients/negative", "negative coefficients"),
-        Figure("coefficients/moved", "distance of a coefficient from the fallback's"),
-        Figure("surrogate/cosine", "cosine of the surrogate's gradient and the true one", diagnosis="surrogate"),
+        MetricSpec("coefficients/positive", "positive coefficients"),
+        MetricSpec("coefficients/negative", "negative coefficients"),
+        MetricSpec("coefficients/moved", "distance of a coefficient from the fallback's"),
+        MetricSpec("surrogate/cosine", "cosine of the surrogate's gradient and the true one", diagnosis="surrogate"),
     )
 
     atlas: Whole | None = None
@@ -136,7 +136,7 @@ class Feddle(ServerRule):
             "are sent in most rounds, so the parts of an anchor would not belong together; leave one of them out."
         )
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Data at the server, an atlas that holds a buffer, and vectors as features if the head is exchanged."""
         data, spec = run.need_server_data(self.name), run.spec
         if "surrogate" in run.diagnose and data.in_domain:
@@ -164,7 +164,7 @@ class Feddle(ServerRule):
         """With ``trigger=buffer`` the core collects updates."""
         return self.buffer_size if self.trigger == "buffer" else None
 
-    def init(self, v: Tensor, facts: FederationFacts) -> Tensors:
+    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """An empty atlas."""
         nothing = v.new_zeros(0)
         return {
@@ -185,7 +185,7 @@ class Feddle(ServerRule):
         if not len(updates):
             return state
         most = self.atlas or max(2 * updates.at_server.cohort, self.buffer() or 1)
-        atlas = unpacked(state)
+        atlas = unpack_anchors(state)
         now = {**state, "b": updates.b_global}
         for update in updates:
             share = (1 + update.arrived - update.born) ** -self.a
@@ -242,7 +242,7 @@ class Feddle(ServerRule):
                 found = cosine(at, theta, v, b, directions, c0, fold(key, 3))
                 seen = seen if found is None else v.new_tensor([found])
             batches = (at.batch(index, i) for i, index in enumerate(searched))
-            c = minimise(at.gradient(loss_fn, b, train=False), batches, v, directions, c0, self.lr, lam)
+            c = minimize(at.gradient(loss_fn, b, train=False), batches, v, directions, c0, self.lr, lam)
         for anchor, value in zip(atlas, c.tolist(), strict=True):
             anchor.c = value
         return {
@@ -281,17 +281,17 @@ class Feddle(ServerRule):
 
     def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
         """How many coefficients were positive and negative in every round (Figure 6), as ``coefficients.png``."""
-        from unskew.plots.curves import sign_histogram
+        from unskew.plots.curves import save_sign_histogram
 
         rows = [row for row in history if "coefficients/positive" in row]
         if rows:
             rounds, above, below = (
                 [row[name] for row in rows] for name in ("round", "coefficients/positive", "coefficients/negative")
             )
-            sign_histogram(rounds, above, below, folder / "coefficients.png")
+            save_sign_histogram(rounds, above, below, folder / "coefficients.png")
 
 
-def unpacked(state: Tensors) -> list[Anchor]:
+def unpack_anchors(state: Tensors) -> list[Anchor]:
     """The atlas that a state holds, in order of arrival."""
     found = []
     for a, (weight, share, client, born, c, fresh) in zip(state["anchors"], state["numbers"].tolist(), strict=True):

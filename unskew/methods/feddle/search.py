@@ -76,7 +76,7 @@ def scales(lengths: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(lengths > 0, r / lengths.clamp_min(torch.finfo(lengths.dtype).tiny), 0.0), r
 
 
-def minimise(
+def minimize(
     grad_fn: GradFn, batches: Iterable[Batch], v: Tensor, directions: Directions, c0: Tensor, lr: float, lam: float
 ) -> Tensor:
     """The coefficients ``[n]`` after one step of Adam per batch, beginning at ``c0``, to which ``lam`` draws them."""

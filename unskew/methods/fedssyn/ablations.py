@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from unskew.data.federation import ArrayClients, Federation, cat_inputs
-from unskew.protocol.data_preparation import Contributions, Dealt, Prepared
-from unskew.protocol.messages import bytes_of
+from unskew.data.federation import ArrayClients, Federation, concatenate_inputs
+from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload
+from unskew.protocol.messages import num_bytes
 from unskew.protocol.rules import DataRule
 
 
@@ -20,20 +20,20 @@ def mean_size(federation: Federation) -> int:
     return max(1, total // len(clients))
 
 
-def own_images(prepared: Prepared, made: Contributions, rule: DataRule) -> Prepared:
+def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
     """Every client trains on the images that it made itself; nothing is sent."""
     nothing = {"x": prepared.federation.clients[0].x[:0], "y": prepared.federation.clients[0].y[:0]}
     shares = {k: made.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
-    after = prepared.received(rule.name, replace(made, sent={}), Dealt(shares), rule.receive)
+    after = prepared.received(rule.name, replace(made, sent={}), ServerPayload(shares), rule.receive)
     return replace(after, traffic=prepared.traffic)
 
 
-def one_client(prepared: Prepared, made: Contributions, rule: DataRule) -> Prepared:
+def single_client_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
     """A single client with all that was sent, which is all real, or all synthetic, samples."""
-    x = cat_inputs([sent["x"] for sent in made.sent.values()])
+    x = concatenate_inputs([sent["x"] for sent in made.sent.values()])
     y = torch.cat([sent["y"] for sent in made.sent.values()]).to(torch.int64)
     clients = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))
-    cost = ((k, (bytes_of(made.sent.get(k, {}).values()), 0)) for k in range(len(prepared.federation.clients)))
+    cost = ((k, (num_bytes(made.sent.get(k, {}).values()), 0)) for k in range(len(prepared.federation.clients)))
     return replace(
         prepared,
         federation=replace(prepared.federation, clients=clients),

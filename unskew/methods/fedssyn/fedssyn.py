@@ -33,21 +33,34 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.data.federation import ClientData, Federation, cat_inputs, take
+from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import ConfigError, DataError
 from unskew.generators import synthetic_dataset as synthetic
-from unskew.generators.client_images import Recipe, make_set
-from unskew.generators.registry import factory, spelled
+from unskew.generators.client_images import GenerationRecipe, generate_images
+from unskew.generators.registry import generator_factory, normalize_expression
 from unskew.generators.synthetic_dataset import SyntheticSet
-from unskew.generators.trained.dp_sgd import Positive, Privacy
-from unskew.methods.fedssyn.ablations import mean_size, one_client, own_images
-from unskew.methods.fedssyn.synthetic_sets import check_fits, figures, noted, refusing, vars_of
-from unskew.option_parsing import imported_callable
-from unskew.protocol.data_preparation import NOWHERE, Contributions, Dealt, Prepared, Workspace, compact
-from unskew.protocol.federation_info import FederationFacts
+from unskew.generators.trained.dp_sgd import Positive, PrivacyOptions
+from unskew.methods.fedssyn.ablations import mean_size, only_own_images, single_client_images
+from unskew.methods.fedssyn.synthetic_sets import (
+    changed_options,
+    check_fits,
+    logged_epsilons,
+    mismatch_error,
+    set_metrics,
+)
+from unskew.option_parsing import import_callable
+from unskew.protocol.data_preparation import (
+    NOWHERE,
+    ClientPayloads,
+    PreparedData,
+    ServerPayload,
+    Workspace,
+    smallest_integer_dtype,
+)
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method, Weights
-from unskew.protocol.run_context import Proposed
+from unskew.protocol.run_context import PreRunContext
 from unskew.seeding import generator
 
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
@@ -96,8 +109,10 @@ class Fedssyn(DataRule):
     accountant: Literal["rdp", "prv"] = "rdp"
 
     def __post_init__(self) -> None:
-        made = factory(self.generator, self.epochs)
-        aimless = [name for name in ("delta", "clip", "accountant") if getattr(self, name) != getattr(Privacy, name)]
+        made = generator_factory(self.generator, self.epochs)
+        aimless = [
+            name for name in ("delta", "clip", "accountant") if getattr(self, name) != getattr(PrivacyOptions, name)
+        ]
         if self.privacy is None and aimless:
             raise ConfigError(
                 f"fedssyn:{aimless[0]} belongs to private generators: give epsilon or noise_multiplier, too."
@@ -108,8 +123,8 @@ class Fedssyn(DataRule):
                 "Use ddpm, or a generator of your own that says private = True."
             )
         if isinstance(self.keep, str):
-            imported_callable(self.keep, f"keep={self.keep!r}")
-        refusing(self.refuse)
+            import_callable(self.keep, f"keep={self.keep!r}")
+        mismatch_error(self.refuse)
 
     def refuses(self, whole: Method) -> str | None:
         """Training in one place has no clients that a rule could act on."""
@@ -119,18 +134,18 @@ class Fedssyn(DataRule):
         return None
 
     @property
-    def privacy(self) -> Privacy | None:
+    def privacy(self) -> PrivacyOptions | None:
         """The guarantee asked for."""
         if self.epsilon is None and self.noise_multiplier is None:
             return None
-        return Privacy(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
+        return PrivacyOptions(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
 
     @property
     def makes(self) -> bool:  # type: ignore[override]
         """Whether anything is made."""
         return self.data not in ("real", "central_real")
 
-    def check(self, run: Proposed) -> Sequence[str]:
+    def check(self, run: PreRunContext) -> Sequence[str]:
         """Refuse data that are no 8-bit images, and more refusals than clients."""
         x, total = run.federation.test[0], len(run.federation.clients)
         if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] not in (1, 3):
@@ -138,49 +153,49 @@ class Fedssyn(DataRule):
                 "fedssyn shares 8-bit images, grey or in colour, but an input here is "
                 f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}; give uint8 images."
             )
-        if self.makes and len(refusing(self.refuse, total)) == total:
+        if self.makes and len(mismatch_error(self.refuse, total)) == total:
             raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
         return ()
 
-    def contribute(self, prepared: Prepared, seed: int, workspace: Workspace) -> Contributions:
+    def contribute(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         """Every client makes its images, or takes those that are given."""
         federation = prepared.federation
         if not self.makes:
-            real = {c.id: {"x": c.x, "y": compact(c.y, federation.classes)} for c in federation.clients}
-            return Contributions(real if self.data == "central_real" else {})
+            real = {c.id: {"x": c.x, "y": smallest_integer_dtype(c.y, federation.classes)} for c in federation.clients}
+            return ClientPayloads(real if self.data == "central_real" else {})
         made = self.made(federation, seed, workspace)
         if not len(made.y):
             raise DataError("fedssyn: the clients keep all of their images back, so there is nothing to share out.")
-        y = compact(made.y, federation.classes)
+        y = smallest_integer_dtype(made.y, federation.classes)
         own = {k: (made.source == k).nonzero().flatten() for k in made.makers}
-        sent = {k: {"x": take(made.x, rows), "y": y[rows]} for k, rows in own.items()}
-        return Contributions(sent, figures(made.about), made.digest)
+        sent = {k: {"x": take_rows(made.x, rows), "y": y[rows]} for k, rows in own.items()}
+        return ClientPayloads(sent, set_metrics(made.about), made.digest)
 
     def of_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
         """Only its own images are made; the ablations are for simulations."""
         if self.data not in ("shuffled", "real"):
             raise ConfigError(f"fedssyn:data={self.data} compares in a simulation; sites shuffle, or share nothing.")
-        if not self.makes or client in refusing(self.refuse, clients):
+        if not self.makes or client in mismatch_error(self.refuse, clients):
             return None
         others = ";".join(str(k) for k in range(clients) if k != client)
         return replace(self, n_syn=self.n_syn or mean_size, refuse=others)
 
-    def deal(self, sent: dict[int, Tensors], facts: FederationFacts, seed: int) -> Dealt:
+    def deal(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """The server permutes all images uniformly and deals them out in equal parts (within one image)."""
         x, y = (
-            cat_inputs([images["x"] for images in sent.values()]),
+            concatenate_inputs([images["x"] for images in sent.values()]),
             torch.cat([images["y"] for images in sent.values()]),
         )
         order = torch.randperm(len(y), generator=generator(seed, "synthetic shuffle"))
         parts = torch.tensor_split(order, facts.clients)  # the first ones get one image more
-        return Dealt({k: {"x": take(x, part), "y": y[part]} for k, part in enumerate(parts)})
+        return ServerPayload({k: {"x": take_rows(x, part), "y": y[part]} for k, part in enumerate(parts)})
 
     def receive(self, client: ClientData, share: Tensors) -> ClientData:
         """The client trains on its own images and on its share."""
         y = torch.cat([client.y, share["y"].to(client.y.dtype)])
-        return replace(client, x=cat_inputs([client.x, share["x"]]), y=y)
+        return replace(client, x=concatenate_inputs([client.x, share["x"]]), y=y)
 
-    def prepare(self, prepared: Prepared, seed: int, workspace: Workspace = NOWHERE) -> Prepared:
+    def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """The three steps, or an ablation; then the budget that keeps the steps as many."""
         if self.data == "real":
             return prepared
@@ -188,7 +203,7 @@ class Fedssyn(DataRule):
             after = super().prepare(prepared, seed, workspace)
         else:
             made = self.contribute(prepared, seed, workspace)
-            after = (own_images if self.data == "local" else one_client)(prepared, made, self)
+            after = (only_own_images if self.data == "local" else single_client_images)(prepared, made, self)
         epochs = prepared.training.local_epochs
         if epochs is None or not self.match_steps or self.data not in ("shuffled", "local"):
             return after
@@ -202,7 +217,9 @@ class Fedssyn(DataRule):
 
     def made(self, federation: Federation, seed: int, workspace: Workspace) -> SyntheticSet:
         """The images of all clients, before they are shuffled."""
-        sharing = [k for k in range(len(federation.clients)) if k not in refusing(self.refuse, len(federation.clients))]
+        sharing = [
+            k for k in range(len(federation.clients)) if k not in mismatch_error(self.refuse, len(federation.clients))
+        ]
         count = self.n_syn or mean_size(federation)
         if workspace.given is not None:
             made = synthetic.load(synthetic.find(workspace.given))
@@ -210,8 +227,8 @@ class Fedssyn(DataRule):
             self.check_asked(made.about["recipe"])
             if made.about["recipe"]["data"][1] != federation.fingerprint:
                 workspace.warn("The synthetic set was made by clients that hold other samples than those here.")
-            return noted(made, synthetic.find(workspace.given))
-        chosen, epochs = spelled(self.generator, self.epochs)
+            return logged_epsilons(made, synthetic.find(workspace.given))
+        chosen, epochs = normalize_expression(self.generator, self.epochs)
         recipe = {
             "seed": seed,
             "rho": self.rho,
@@ -220,7 +237,7 @@ class Fedssyn(DataRule):
             "refuse": self.refuse,
             "count": count,
             "keep": self.kept,
-            "privacy": None if self.privacy is None else vars_of(self.privacy),
+            "privacy": None if self.privacy is None else changed_options(self.privacy),
             "data": [federation.name, federation.fingerprint, list(federation.shape), federation.classes],
             "sizes": hashlib.sha256(federation.sizes.astype(np.int64).tobytes()).hexdigest()[:16],
         }
@@ -229,11 +246,13 @@ class Fedssyn(DataRule):
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
         keep = self.keep
         if isinstance(keep, str):
-            keep = imported_callable(keep, f"keep={keep!r}")
-        maker = Recipe(self.rho, count, factory(self.generator, self.epochs), self.privacy, sharing, keep)
+            keep = import_callable(keep, f"keep={keep!r}")
+        maker = GenerationRecipe(
+            self.rho, count, generator_factory(self.generator, self.epochs), self.privacy, sharing, keep
+        )
         where = workspace.within(key).folder
-        made = make_set(federation, maker, seed, where, workspace.device, about, workspace.tell, workspace.warn)
-        return made if where is None else noted(made, where)
+        made = generate_images(federation, maker, seed, where, workspace.device, about, workspace.tell, workspace.warn)
+        return made if where is None else logged_epsilons(made, where)
 
     @property
     def kept(self) -> str | None:
@@ -249,9 +268,9 @@ class Fedssyn(DataRule):
         """
         names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
         asked = {name: getattr(self, name) for name in names} | {"keep": self.kept}
-        asked["generator"], asked["epochs"] = spelled(self.generator, self.epochs)
+        asked["generator"], asked["epochs"] = normalize_expression(self.generator, self.epochs)
         known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
-        known["generator"], known["epochs"] = spelled(recipe["generator"], recipe["epochs"])
+        known["generator"], known["epochs"] = normalize_expression(recipe["generator"], recipe["epochs"])
         usual = {field.name: field.default for field in fields(self)}
         for name, value in asked.items():
             held = known.get(name)

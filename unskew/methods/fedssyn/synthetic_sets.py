@@ -9,7 +9,7 @@ from typing import Any
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.generators.synthetic_dataset import SyntheticSet
-from unskew.generators.trained.dp_sgd import Privacy
+from unskew.generators.trained.dp_sgd import PrivacyOptions
 
 
 def check_fits(made: SyntheticSet, federation: Federation) -> None:
@@ -24,29 +24,29 @@ def check_fits(made: SyntheticSet, federation: Federation) -> None:
             raise ConfigError(f"The synthetic set has {name} {made.about.get(name)}, but the data here {value}.")
 
 
-def figures(about: dict[str, Any]) -> dict[str, object]:
+def set_metrics(about: dict[str, Any]) -> dict[str, object]:
     """What the summary of a run says of its images, from how they were made."""
     told: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
     told["synthetic_seconds"] = about["seconds"]
     if about.get("epsilon") and about["recipe"]["privacy"]:
         spent = max(about["epsilon"].values())
         share = "what it sends are images of that generator, and how many there are of each class is not covered."
-        told |= {"epsilon": spent, "privacy": Privacy(**about["recipe"]["privacy"]).sentence(spent, share)}
+        told |= {"epsilon": spent, "privacy": PrivacyOptions(**about["recipe"]["privacy"]).sentence(spent, share)}
     return told
 
 
-def noted(made: SyntheticSet, folder: Path) -> SyntheticSet:
+def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
     """The set, knowing where it lies."""
     return replace(made, about={**made.about, "folder": str(folder)})
 
 
-def vars_of(privacy: Privacy) -> dict[str, Any]:
+def changed_options(privacy: PrivacyOptions) -> dict[str, Any]:
     """The options of a guarantee, by name."""
     names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant")
     return {name: getattr(privacy, name) for name in names}
 
 
-def refusing(refuse: str, clients: int | None = None) -> set[int]:
+def mismatch_error(refuse: str, clients: int | None = None) -> set[int]:
     """Which clients refuse: ``"0;3"`` names them, ``"0.2"`` is a share, rounded, of those with the highest numbers.
 
     Without the number of clients only what is wrong with any number is found.

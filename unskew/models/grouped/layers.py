@@ -10,27 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from unskew.models.grouped.values import Pass, Stacked, Unknown
-from unskew.models.keyed_dropout import Dropout
+from unskew.models.grouped.values import GroupedPass, GroupedValue, UnsupportedLayerError
+from unskew.models.keyed_dropout import KeyedDropout
 from unskew.seeding import uniform
 
 
-class Layer(NamedTuple):
+class LayerKind(NamedTuple):
     """A kind of module: ``run(pass, module, name, value)``, and ``check(module)``, which raises ``Unknown``."""
 
-    run: Callable[..., Stacked]
+    run: Callable[..., GroupedValue]
     check: Callable[[Any], None] = lambda module: None
 
 
 def _need(true: bool, what: str) -> None:
     if not true:
-        raise Unknown(what)
+        raise UnsupportedLayerError(what)
 
 
 # ---- layers with parameters ---------------------------------------------------------------------------------------------
 
 
-def _convolution(run: Pass, layer: Any, name: str, x: Stacked) -> Stacked:
+def _convolution(run: GroupedPass, layer: Any, name: str, x: GroupedValue) -> GroupedValue:
     function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]
     weight, bias = run.of(layer.weight), run.of(layer.bias)
     assert weight is not None
@@ -44,7 +44,7 @@ def _convolution(run: Pass, layer: Any, name: str, x: Stacked) -> Stacked:
         data, weight, None if bias is None else bias.reshape(-1),
         layer.stride, layer.padding, layer.dilation, layer.groups * run.k,
     )  # fmt: skip
-    return Stacked(out, True)
+    return GroupedValue(out, True)
 
 
 def _fourth_channel(rows: Tensor) -> Tensor:
@@ -55,28 +55,28 @@ def _fourth_channel(rows: Tensor) -> Tensor:
     return data.flatten(3).permute(0, 3, 1, 2)
 
 
-def _linear(run: Pass, layer: nn.Linear, name: str, x: Stacked) -> Stacked:
+def _linear(run: GroupedPass, layer: nn.Linear, name: str, x: GroupedValue) -> GroupedValue:
     rows, weight, bias = run.rows(x), run.of(layer.weight), run.of(layer.bias)
     assert weight is not None
     flat = rows.reshape(run.k, -1, rows.shape[-1])
     turned = weight.transpose(1, 2)
     out = torch.bmm(flat, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, turned)
-    return Stacked(out.view(*rows.shape[:-1], -1), False)
+    return GroupedValue(out.view(*rows.shape[:-1], -1), False)
 
 
-def _batch_norm(run: Pass, layer: Any, name: str, x: Stacked) -> Stacked:
+def _batch_norm(run: GroupedPass, layer: Any, name: str, x: GroupedValue) -> GroupedValue:
     mean, var = (run.buffers.get(f"{name}.{part}") for part in ("running_mean", "running_var"))
     weight, bias = (None if p is None else p.reshape(-1) for p in (run.of(layer.weight), run.of(layer.bias)))
     own = run.train or mean is None
-    return Stacked(F.batch_norm(run.image(x), mean, var, weight, bias, own, layer.momentum, layer.eps), True)
+    return GroupedValue(F.batch_norm(run.image(x), mean, var, weight, bias, own, layer.momentum, layer.eps), True)
 
 
-def _group_norm(run: Pass, layer: nn.GroupNorm, name: str, x: Stacked) -> Stacked:
+def _group_norm(run: GroupedPass, layer: nn.GroupNorm, name: str, x: GroupedValue) -> GroupedValue:
     weight, bias = (None if p is None else p.reshape(-1) for p in (run.of(layer.weight), run.of(layer.bias)))
-    return Stacked(F.group_norm(run.image(x), layer.num_groups * run.k, weight, bias, layer.eps), True)
+    return GroupedValue(F.group_norm(run.image(x), layer.num_groups * run.k, weight, bias, layer.eps), True)
 
 
-def _layer_norm(run: Pass, layer: nn.LayerNorm, name: str, x: Stacked) -> Stacked:
+def _layer_norm(run: GroupedPass, layer: nn.LayerNorm, name: str, x: GroupedValue) -> GroupedValue:
     rows = run.rows(x)
     out = F.layer_norm(rows, layer.normalized_shape, eps=layer.eps)
     between = [1] * (rows.dim() - 1 - len(layer.normalized_shape))
@@ -84,102 +84,102 @@ def _layer_norm(run: Pass, layer: nn.LayerNorm, name: str, x: Stacked) -> Stacke
         if parameter is not None:
             own = parameter.reshape(run.k, *layer.normalized_shape)
             out = function(out, own.view(run.k, *between, *layer.normalized_shape))
-    return Stacked(out, False)
+    return GroupedValue(out, False)
 
 
-def _embedding(run: Pass, layer: nn.Embedding, name: str, x: Stacked) -> Stacked:
+def _embedding(run: GroupedPass, layer: nn.Embedding, name: str, x: GroupedValue) -> GroupedValue:
     rows, weight = run.rows(x), run.of(layer.weight)
     assert weight is not None
     first = torch.arange(run.k, device=rows.device) * layer.num_embeddings
-    return Stacked(F.embedding(rows + first.view(-1, *[1] * (rows.dim() - 1)), weight.flatten(0, 1)), False)
+    return GroupedValue(F.embedding(rows + first.view(-1, *[1] * (rows.dim() - 1)), weight.flatten(0, 1)), False)
 
 
-def _dropout(run: Pass, layer: Dropout, name: str, x: Stacked) -> Stacked:
+def _dropout(run: GroupedPass, layer: KeyedDropout, name: str, x: GroupedValue) -> GroupedValue:
     if not run.train or layer.p == 0 or run.keys is None:
         return x
     key, rows = run.keys[:, run.dropped], run.rows(x)
     run.dropped += 1
     if layer.p >= 1:
-        return Stacked(rows * 0, False)
+        return GroupedValue(rows * 0, False)
     keep = torch.func.vmap(lambda own: uniform(own, tuple(rows.shape[1:])))(key) >= layer.p
-    return Stacked(rows * keep.to(rows.dtype) * (1 / (1 - layer.p)), False)
+    return GroupedValue(rows * keep.to(rows.dtype) * (1 / (1 - layer.p)), False)
 
 
 # ---- layers without parameters ------------------------------------------------------------------------------------------
 
 
-def _flatten(run: Pass, x: Stacked, start_dim: int = 0, end_dim: int = -1) -> Stacked:
+def _flatten(run: GroupedPass, x: GroupedValue, start_dim: int = 0, end_dim: int = -1) -> GroupedValue:
     rows = run.rows(x)
     ends = [d % (rows.dim() - 1) + 1 for d in (start_dim, end_dim)]
-    return Stacked(rows.flatten(*ends), False)
+    return GroupedValue(rows.flatten(*ends), False)
 
 
-def _reshape(run: Pass, x: Stacked, *shape: Any) -> Stacked:
+def _reshape(run: GroupedPass, x: GroupedValue, *shape: Any) -> GroupedValue:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    return Stacked(run.rows(x).reshape(run.k, *sizes), False)
+    return GroupedValue(run.rows(x).reshape(run.k, *sizes), False)
 
 
-def _mean(run: Pass, x: Stacked, dim: Any, keepdim: bool = False) -> Stacked:
+def _mean(run: GroupedPass, x: GroupedValue, dim: Any, keepdim: bool = False) -> GroupedValue:
     rows = run.rows(x)
     axes = [dim] if isinstance(dim, int) else list(dim)
-    return Stacked(rows.mean([d % (rows.dim() - 1) + 1 for d in axes], keepdim), False)
+    return GroupedValue(rows.mean([d % (rows.dim() - 1) + 1 for d in axes], keepdim), False)
 
 
-def _size(run: Pass, x: Stacked, dim: int | None = None) -> Any:
+def _size(run: GroupedPass, x: GroupedValue, dim: int | None = None) -> Any:
     shape = run.rows(x).shape[1:]
     return shape if dim is None else shape[dim]
 
 
-def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Stacked]:
+def _pointwise(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
     return lambda run, x, *args, **kwargs: run.each(x, lambda t: function(t, *args, **kwargs))
 
 
-def _by_channel(function: Callable[..., Tensor]) -> Callable[..., Stacked]:
+def _by_channel(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
     return lambda run, x, *args, **kwargs: run.channels(x, lambda t: function(t, *args, **kwargs))
 
 
-def _by_sample(function: Callable[..., Tensor]) -> Callable[..., Stacked]:
+def _by_sample(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
     return lambda run, x, *args, **kwargs: run.samples(x, lambda t: function(t, *args, **kwargs))
 
 
-def _together(function: Callable[..., Tensor]) -> Callable[..., Stacked]:
+def _together(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
     """Of two values, or a value and a number."""
 
-    def both(run: Pass, a: Any, b: Any) -> Any:
-        if not (isinstance(a, Stacked) or isinstance(b, Stacked)):
+    def both(run: GroupedPass, a: Any, b: Any) -> Any:
+        if not (isinstance(a, GroupedValue) or isinstance(b, GroupedValue)):
             return function(a, b)  # sizes
-        if isinstance(a, Stacked) and isinstance(b, Stacked):
+        if isinstance(a, GroupedValue) and isinstance(b, GroupedValue):
             if a.image and b.image and a.data.dim() == b.data.dim():
-                return Stacked(function(a.data, b.data), True)
+                return GroupedValue(function(a.data, b.data), True)
             rows = run.rows(a), run.rows(b)
             _need(rows[0].dim() == rows[1].dim(), "a sum of different shapes")
-            return Stacked(function(*rows), False)
-        whole = a if isinstance(a, Stacked) else b
-        data = [t.data if isinstance(t, Stacked) else t for t in (a, b)]
-        return Stacked(function(*data), whole.image)
+            return GroupedValue(function(*rows), False)
+        whole = a if isinstance(a, GroupedValue) else b
+        data = [t.data if isinstance(t, GroupedValue) else t for t in (a, b)]
+        return GroupedValue(function(*data), whole.image)
 
     return both
 
 
-def _item(run: Pass, x: Any, index: Any) -> Any:
-    if not isinstance(x, Stacked):
+def _item(run: GroupedPass, x: Any, index: Any) -> Any:
+    if not isinstance(x, GroupedValue):
         return x[index]  # of a size
     index = index if isinstance(index, tuple) else (index,)
     if x.image and index[:2] == (slice(None), slice(None)):
-        return Stacked(x.data[index], True)
-    return Stacked(run.rows(x)[(slice(None), *index)], False)
+        return GroupedValue(x.data[index], True)
+    return GroupedValue(run.rows(x)[(slice(None), *index)], False)
 
 
-def _joined(run: Pass, parts: list[Stacked], dim: int = 0) -> Stacked:
+def _joined(run: GroupedPass, parts: list[GroupedValue], dim: int = 0) -> GroupedValue:
     rows = [run.rows(part) for part in parts]
-    return Stacked(torch.cat(rows, dim % (rows[0].dim() - 1) + 1), False)
+    return GroupedValue(torch.cat(rows, dim % (rows[0].dim() - 1) + 1), False)
 
 
-def _attribute(run: Pass, x: Stacked, name: str) -> Any:
+def _attribute(run: GroupedPass, x: GroupedValue, name: str) -> Any:
     return _size(run, x)
 
 
-def _given(shape: str) -> Callable[..., Stacked]:
+def _given(shape: str) -> Callable[..., GroupedValue]:
     """A module without parameters, by what it treats."""
     return lambda run, layer, name, x: getattr(run, shape)(x, layer)
 
@@ -201,29 +201,29 @@ def _without_indices(layer: Any) -> None:
     _need(not layer.return_indices, "pooling that returns indices")
 
 
-MODULES: dict[type, Layer] = {
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Layer(_convolution, _frozen_size)),
-    nn.Linear: Layer(_linear),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), Layer(_batch_norm, _average)),
-    nn.GroupNorm: Layer(_group_norm),
-    nn.LayerNorm: Layer(_layer_norm),
-    nn.Embedding: Layer(_embedding, _plain_embedding),
-    Dropout: Layer(_dropout),
-    nn.Flatten: Layer(lambda run, layer, name, x: _flatten(run, x, layer.start_dim, layer.end_dim)),
+MODULES: dict[type, LayerKind] = {
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), LayerKind(_convolution, _frozen_size)),
+    nn.Linear: LayerKind(_linear),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), LayerKind(_batch_norm, _average)),
+    nn.GroupNorm: LayerKind(_group_norm),
+    nn.LayerNorm: LayerKind(_layer_norm),
+    nn.Embedding: LayerKind(_embedding, _plain_embedding),
+    KeyedDropout: LayerKind(_dropout),
+    nn.Flatten: LayerKind(lambda run, layer, name, x: _flatten(run, x, layer.start_dim, layer.end_dim)),
     **dict.fromkeys(
         (
             nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
             nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.LogSigmoid, nn.Softsign,
         ),
-        Layer(_given("each")),
+        LayerKind(_given("each")),
     ),
     **dict.fromkeys(
         (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-        Layer(_given("channels")),
+        LayerKind(_given("channels")),
     ),
     **dict.fromkeys(
         (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-        Layer(_given("channels"), _without_indices),
+        LayerKind(_given("channels"), _without_indices),
     ),
 }  # fmt: skip
 """What is known of modules; a subclass may do anything else and is unknown."""
@@ -251,10 +251,10 @@ METHODS: dict[str, Callable[..., Any]] = {
     "mean": _mean,
     "size": _size,
 }
-VIEWS = {nn.Flatten, nn.Identity, Dropout, torch.flatten, operator.getitem, "flatten", "view", "reshape"}
+VIEWS = {nn.Flatten, nn.Identity, KeyedDropout, torch.flatten, operator.getitem, "flatten", "view", "reshape"}
 
 
-def writes(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
+def is_in_place(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
     """Whether a node overwrites its input."""
     if node.op == "call_module":
         return bool(getattr(layers[str(node.target)], "inplace", False))

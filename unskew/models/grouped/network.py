@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from unskew.models.grouped.layers import FUNCTIONS, METHODS, MODULES, VIEWS, writes
-from unskew.models.grouped.values import Pass, Stacked, Unknown
-from unskew.models.keyed_dropout import Dropout
+from unskew.models.grouped.layers import FUNCTIONS, METHODS, MODULES, VIEWS, is_in_place
+from unskew.models.grouped.values import GroupedPass, GroupedValue, UnsupportedLayerError
+from unskew.models.keyed_dropout import KeyedDropout
 from unskew.models.spec import ModelSpec
 
 
@@ -28,7 +28,7 @@ class _Tracer(fx.Tracer):
         self.features: Any = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Dropout) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, KeyedDropout) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -38,7 +38,7 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
 
-class Twin:
+class GroupedNetwork:
     """Runs ``k`` copies of a model in one pass.
 
     Args:
@@ -54,12 +54,12 @@ class Twin:
         module = spec.module
         before = module.training
         if any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
-            raise Unknown("a hook")
+            raise UnsupportedLayerError("a hook")
         tracer = _Tracer(module.get_submodule(spec.head_name))
         try:
             graph = tracer.trace(module.train(train))
         except Exception as error:  # whatever a module's own code raises when it meets a symbol
-            raise Unknown("a forward pass that torch.fx cannot follow") from error
+            raise UnsupportedLayerError("a forward pass that torch.fx cannot follow") from error
         finally:
             module.train(before)
         self.layers = dict(module.named_modules())
@@ -67,33 +67,33 @@ class Twin:
         self.nodes = list(graph.nodes)
         self.images = len(spec.shape) > 1 and not spec.integers
         if not isinstance(tracer.features, fx.Proxy):
-            raise Unknown("a head that is the whole model")
+            raise UnsupportedLayerError("a head that is the whole model")
         self.features = tracer.features.node
         for node in self.nodes:
             self._check(node)
         self.dropouts = sum(
-            isinstance(layer := self.layers.get(str(n.target)), Dropout) and n.op == "call_module" and layer.p > 0
+            isinstance(layer := self.layers.get(str(n.target)), KeyedDropout) and n.op == "call_module" and layer.p > 0
             for n in self.nodes
         ) * int(train)  # fmt: skip
 
     def _check(self, node: fx.Node) -> None:
         if node.op in ("placeholder", "output"):
             if node.op == "placeholder" and node.target != self.nodes[0].target:
-                raise Unknown("a second input")
+                raise UnsupportedLayerError("a second input")
             return
         if node.op == "get_attr":
-            raise Unknown(f"the tensor {node.target}")
+            raise UnsupportedLayerError(f"the tensor {node.target}")
         if node.op == "call_module":
             layer = self.layers[str(node.target)]
             if type(layer) not in MODULES or node.kwargs or len(node.args) != 1:
-                raise Unknown(type(layer).__name__)
+                raise UnsupportedLayerError(type(layer).__name__)
             MODULES[type(layer)].check(layer)
         elif node.op == "call_function" and node.target not in FUNCTIONS:
-            raise Unknown(getattr(node.target, "__name__", str(node.target)))
+            raise UnsupportedLayerError(getattr(node.target, "__name__", str(node.target)))
         elif node.op == "call_method" and node.target not in METHODS:
-            raise Unknown(f".{node.target}()")
-        if writes(node, self.layers) and not self._own(node.args[0]):
-            raise Unknown("a layer that overwrites what others read")
+            raise UnsupportedLayerError(f".{node.target}()")
+        if is_in_place(node, self.layers) and not self._own(node.args[0]):
+            raise UnsupportedLayerError("a layer that overwrites what others read")
 
     def _own(self, node: Any) -> bool:
         """Whether what a node gives is read once, so that it may be overwritten in another layout as well."""
@@ -115,7 +115,7 @@ class Twin:
             x: Inputs ``[k, B, ...]``.
             keys: One for each dropout layer that drops, ``[k, n]``.
         """
-        run = Pass(k, parameters, buffers, self.owner, self.train, keys)
+        run = GroupedPass(k, parameters, buffers, self.owner, self.train, keys)
         known: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
@@ -123,7 +123,7 @@ class Twin:
 
         for node in self.nodes:
             if node.op == "placeholder":
-                known[node] = Stacked(x, False)
+                known[node] = GroupedValue(x, False)
             elif node.op == "output":
                 logits = value(node.args[0])
             else:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 
-class Unknown(Exception):
+class UnsupportedLayerError(Exception):
     """A part of a model without a stacked form."""
 
 
-class Stacked(NamedTuple):
+class GroupedValue(NamedTuple):
     """Values of ``k`` clients: ``[k, B, ...]``, or with ``image`` ``[B, k C, ...]``."""
 
     data: Tensor
     image: bool
 
 
-class Pass:
+class GroupedPass:
     """One pass of a twin: its parameters, and how values change between the two layouts."""
 
     def __init__(
@@ -45,13 +45,13 @@ class Pass:
         every = parameter.expand(self.k, *parameter.shape)
         return every.reshape(-1, *parameter.shape[1:]) if parameter.dim() >= 3 else every
 
-    def rows(self, value: Stacked) -> Tensor:
+    def rows(self, value: GroupedValue) -> Tensor:
         """``[k, B, ...]``, a view of the same values."""
         if not value.image:
             return value.data
         return torch.unflatten(value.data, 1, (self.k, -1)).transpose(0, 1)
 
-    def image(self, value: Stacked) -> Tensor:
+    def image(self, value: GroupedValue) -> Tensor:
         """``[B, k C, ...]``, pictures with their channels last in memory."""
         if value.image:
             return value.data
@@ -62,15 +62,15 @@ class Pass:
         last = x.permute(1, 3, 4, 0, 2).reshape(batch, *sides, self.k * channels)
         return last.permute(0, 3, 1, 2)
 
-    def samples(self, value: Stacked, function: Callable[[Tensor], Tensor]) -> Stacked:
+    def samples(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
         """What treats every sample by itself: on ``[k B, ...]``."""
         rows = self.rows(value)
-        return Stacked(torch.unflatten(function(rows.flatten(0, 1)), 0, rows.shape[:2]), False)
+        return GroupedValue(torch.unflatten(function(rows.flatten(0, 1)), 0, rows.shape[:2]), False)
 
-    def each(self, value: Stacked, function: Callable[[Tensor], Tensor]) -> Stacked:
+    def each(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
         """What treats every number by itself."""
-        return Stacked(function(value.data), value.image)
+        return GroupedValue(function(value.data), value.image)
 
-    def channels(self, value: Stacked, function: Callable[[Tensor], Tensor]) -> Stacked:
+    def channels(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
         """What treats every channel by itself."""
-        return Stacked(function(self.image(value)), True)
+        return GroupedValue(function(self.image(value)), True)

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from unskew.models.grouped.network import Twin
+from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.spec import ModelSpec
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 """Logits and features, ``[k, B, ...]``, and the statistics afterwards, ``[k, m]``."""
 
 
-class NotTogether(Exception):
+class GroupingError(Exception):
     """A rule asks for what only single clients, or the operators themselves under ``vmap``, can give."""
 
 
-class Inputs(NamedTuple):
+class PassInputs(NamedTuple):
     """Of a pass: the model, its statistics, its inputs, and the keys of its dropout layers."""
 
     v: Tensor
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     keys: Tensor | None
 
 
-class Pass:
+class MappedPass:
     """One pass of ``k`` clients.
 
     Args:
@@ -44,12 +44,12 @@ class Pass:
         grad: Whether a gradient may be asked for.
     """
 
-    def __init__(self, spec: ModelSpec, twin: Twin, grad: bool):
+    def __init__(self, spec: ModelSpec, twin: GroupedNetwork, grad: bool):
         self.spec, self.twin, self.grad = spec, twin, grad
         self.pieces: dict[str, Tensor] = {}
         self.out: list[Tensor] = []
 
-    def through(self, k: int, given: Inputs, mapped: tuple[bool, ...]) -> Outputs:
+    def through(self, k: int, given: PassInputs, mapped: tuple[bool, ...]) -> Outputs:
         """The outputs, which know how they came about; what is ``mapped`` has a client axis first."""
         if self._shared(mapped):
             return self._one_batch(k, given, given.x)
@@ -57,10 +57,10 @@ class Pass:
         with torch.set_grad_enabled(self.grad):
             return self._stacked(k, every, self._pieces(k, every.v), every.x)
 
-    def begin(self, k: int, given: Inputs, mapped: tuple[bool, ...]) -> Outputs:
+    def begin(self, k: int, given: PassInputs, mapped: tuple[bool, ...]) -> Outputs:
         """The outputs alone; ``backward`` knows how they came about."""
         if self.grad and (given.v.requires_grad or given.x.requires_grad):
-            raise NotTogether("a derivative within the loss")
+            raise GroupingError("a derivative within the loss")
         self.k, self.given, self.mapped = k, given, mapped
         x = given.x if mapped[2] else given.x.expand(k, *given.x.shape)
         self.x = x.detach().requires_grad_() if self.grad and x.is_floating_point() else x
@@ -102,7 +102,7 @@ class Pass:
         """Whether all clients look with one model, whose dropout is off: their inputs are then one batch."""
         return not (mapped[0] or mapped[1] or self.twin.train) and mapped[2]
 
-    def _one_batch(self, k: int, given: Inputs, x: Tensor) -> Outputs:
+    def _one_batch(self, k: int, given: PassInputs, x: Tensor) -> Outputs:
         form, self.spec.together = self.spec.together, None
         try:
             with torch.set_grad_enabled(self.grad):
@@ -113,10 +113,10 @@ class Pass:
         return torch.unflatten(logits, 0, (k, -1)), torch.unflatten(features, 0, (k, -1)), b
 
     @staticmethod
-    def _every(k: int, given: Inputs, mapped: tuple[bool, ...]) -> Inputs:
+    def _every(k: int, given: PassInputs, mapped: tuple[bool, ...]) -> PassInputs:
         """The same with a client axis everywhere."""
         spread = [t if t is None or own else t.expand(k, *t.shape) for t, own in zip(given, mapped, strict=True)]
-        return Inputs(*spread)  # type: ignore[arg-type]
+        return PassInputs(*spread)  # type: ignore[arg-type]
 
     def _pieces(self, k: int, v: Tensor) -> dict[str, Tensor]:
         """The parameters of all clients by name, as their layers want them."""
@@ -125,7 +125,7 @@ class Pass:
         pieces = zip(spec.names, spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
         return {name: self.twin.layout(piece.view(k, *shape)) for name, shape, piece in pieces}
 
-    def _stacked(self, k: int, every: Inputs, pieces: dict[str, Tensor], x: Tensor) -> Outputs:
+    def _stacked(self, k: int, every: PassInputs, pieces: dict[str, Tensor], x: Tensor) -> Outputs:
         spec, b = self.spec, every.b
         statistics = torch.split(b, spec.buffer_sizes, 1) if spec.buffer_sizes else ()
         buffers = {n: s.reshape(-1).clone() for n, s in zip(spec.buffer_names, statistics, strict=True)}
@@ -140,12 +140,12 @@ def is_mapped(*tensors: Tensor) -> bool:
     return any(_functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
-def lower() -> AbstractContextManager[None]:
+def outside_vmap() -> AbstractContextManager[None]:
     """Within, nothing is mapped."""
     return retrieve_current_functorch_interpreter().lower()
 
 
-def below(t: Tensor) -> tuple[Tensor, bool] | None:
+def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
     """The tensor below the client axis and whether it has one, which is first then; None if more lies between."""
     if not _functorch.is_functorch_wrapped_tensor(t):
         return t, False
@@ -157,28 +157,28 @@ def below(t: Tensor) -> tuple[Tensor, bool] | None:
     return inner.movedim(_functorch.maybe_get_bdim(t), 0), True
 
 
-def above(t: Tensor) -> Tensor:
+def wrap_batched(t: Tensor) -> Tensor:
     """Inverse of ``below``."""
     return _functorch._add_batch_dim(t, 0, _functorch.current_level())
 
 
-def run(one: Pass, given: Inputs) -> tuple[Tensor, ...]:
+def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
     """Carry out a pass within the mapping over clients."""
-    found = [(None, False) if t is None else below(t) for t in given]
+    found = [(None, False) if t is None else unwrap_batched(t) for t in given]
     plain = [pair for pair in found if pair is not None]
     if len(plain) < len(found) or not any(own for _, own in plain):
         outputs: tuple[Tensor, ...] = _Forward.apply(one, *given)  # type: ignore[no-untyped-call]
         return outputs
     k = next(len(t) for t, own in plain if own and t is not None)
-    with lower():
-        through = one.through(k, Inputs(*(t for t, _ in plain)), tuple(own for _, own in plain))  # type: ignore[arg-type]
-    return tuple(above(t) for t in through)
+    with outside_vmap():
+        through = one.through(k, PassInputs(*(t for t, _ in plain)), tuple(own for _, own in plain))  # type: ignore[arg-type]
+    return tuple(wrap_batched(t) for t in through)
 
 
 def _first(args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[Any]:
     """The arguments with their client axis first."""
     if any(isinstance(a, Tensor) and _functorch.is_functorch_wrapped_tensor(a) for a in args):
-        raise NotTogether("a mapping within the mapping over clients")
+        raise GroupingError("a mapping within the mapping over clients")
     return [a if d is None else a.movedim(d, 0) for a, d in zip(args, dims, strict=True)]
 
 
@@ -187,7 +187,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        raise NotTogether("a pass outside of the mapping over clients")
+        raise GroupingError("a pass outside of the mapping over clients")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -203,13 +203,17 @@ class _Forward(torch.autograd.Function):
         return None, g_v if wants_v else None, None, g_x if wants_x else None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], one: Pass, *args: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], one: MappedPass, *args: Any) -> Any:
         dims = in_dims[1:]
-        return one.begin(info.batch_size, Inputs(*_first(args, dims)), tuple(d is not None for d in dims)), (0, 0, 0)
+        return one.begin(info.batch_size, PassInputs(*_first(args, dims)), tuple(d is not None for d in dims)), (
+            0,
+            0,
+            0,
+        )
 
     @staticmethod
     def jvp(*args: Any) -> Any:
-        raise NotTogether("forward-mode derivatives")
+        raise GroupingError("forward-mode derivatives")
 
 
 class _Backward(torch.autograd.Function):
@@ -217,7 +221,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        raise NotTogether("a gradient outside of the mapping over clients")
+        raise GroupingError("a gradient outside of the mapping over clients")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -225,10 +229,10 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        raise NotTogether("second derivatives")
+        raise GroupingError("second derivatives")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], one: Pass, wants_v: bool, wants_x: bool, *args: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], one: MappedPass, wants_v: bool, wants_x: bool, *args: Any) -> Any:
         given = zip(_first(args[:2], in_dims[3:5]), in_dims[3:5], strict=True)
         slopes = [s if d is not None else s.expand(one.k, *s.shape) for s, d in given]
         return one.backward(wants_v, wants_x, slopes), (0, 0)

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError, shown
+from unskew.errors import ConfigError, short_repr
 
 VGG11_LAYERS: tuple[int | None, ...] = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 """Output channels of the convolutions of VGG-11; `None` is a pooling layer."""
@@ -86,7 +86,7 @@ class Logistic(Classifier):
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        super().__init__(nn.Flatten(), flat_size("Logistic regression", shape), classes)
+        super().__init__(nn.Flatten(), num_features("Logistic regression", shape), classes)
 
 
 class MLP(Classifier):
@@ -99,7 +99,7 @@ class MLP(Classifier):
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (200, 200)) -> None:
-        layers, features = hidden_layers(flat_size("The MLP", shape), hidden)
+        layers, features = hidden_layers(num_features("The MLP", shape), hidden)
         super().__init__(nn.Sequential(nn.Flatten(), *layers), features, classes)
 
 
@@ -130,7 +130,7 @@ def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
-def flat_size(name: str, shape: Sequence[int]) -> int:
+def num_features(name: str, shape: Sequence[int]) -> int:
     """Numbers in a sample."""
     if not shape or min(shape) < 1:
         raise ConfigError(f"{name} needs the shape of a sample as positive numbers, but got {tuple(shape)}.")
@@ -141,10 +141,10 @@ def check_choice(name: str, option: str, value: object, allowed: tuple[object, .
     """Refuse a value that is not ``allowed``."""
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ConfigError(f"{name} takes one of {choices} as {option!r}, but got {shown(value)}.")
+        raise ConfigError(f"{name} takes one of {choices} as {option!r}, but got {short_repr(value)}.")
 
 
 def _hidden_widths(hidden: object) -> list[int]:
     if isinstance(hidden, list | tuple) and all(isinstance(width, int) and width > 0 for width in hidden):
         return list(hidden)
-    raise ConfigError(f"The MLP takes a list of positive whole numbers as 'hidden', but got {shown(hidden)}.")
+    raise ConfigError(f"The MLP takes a list of positive whole numbers as 'hidden', but got {short_repr(hidden)}.")

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.keyed_dropout import Dropout, FunctionalDropout
-from unskew.models.zoo.lora import merged
+from unskew.models.keyed_dropout import FunctionalDropout, KeyedDropout
+from unskew.models.zoo.lora import merge_lora
 
 PADDING = -1
 
 
-class Pretrained(nn.Module):
+class HuggingFaceModel(nn.Module):
     """What wrapped models have in common.
 
     Attributes:
@@ -39,11 +39,11 @@ class Pretrained(nn.Module):
         self.net: Any = net
         self.blocks = block_list(self)
         # An nn.Dropout is exchanged for one with keys, from which the functional ones then take theirs.
-        self.drop: nn.Module | None = nn.Dropout(0.0) if drops(net.config) else None
+        self.drop: nn.Module | None = nn.Dropout(0.0) if uses_dropout(net.config) else None
 
     def steered(self) -> AbstractContextManager[object]:
         """The context of a forward pass, in which random masks and precision are ours."""
-        keyed = self.drop if isinstance(self.drop, Dropout) and self.training else None
+        keyed = self.drop if isinstance(self.drop, KeyedDropout) and self.training else None
         if keyed is None and self.net.dtype != torch.float64:
             return contextlib.nullcontext()
         return FunctionalDropout(keyed)
@@ -52,11 +52,11 @@ class Pretrained(nn.Module):
         """Write a folder that ``hf:FOLDER`` and ``transformers`` load; LoRA factors are added to their weights."""
         folder = Path(folder)
         with quiet_transformers():
-            merged(self.net).save_pretrained(folder)
+            merge_lora(self.net).save_pretrained(folder)
         return folder
 
 
-class OfTexts(Pretrained):
+class TextModel(HuggingFaceModel):
     """What takes token ids."""
 
     @property
@@ -65,7 +65,7 @@ class OfTexts(Pretrained):
         return getattr(self.net.config, "vocab_size", None)
 
 
-class CausalLM(OfTexts):
+class CausalLM(TextModel):
     """Token ids ``[B, L]`` to logits ``[B, L, V]`` of the next token.
 
     Padding is at the end and attention looks back only, so no mask is needed: no token sees any padding.
@@ -86,7 +86,7 @@ class CausalLM(OfTexts):
         return not torch.allclose(one, other, rtol=0, atol=1e-4)
 
 
-class SequenceClassifier(OfTexts):
+class SequenceClassifier(TextModel):
     """Token ids ``[B, L]`` to logits ``[B, C]``.
 
     A decoder's text is classified by its last token: features are its hidden state ``[B, f]``. An encoder is asked as it is,
@@ -109,7 +109,7 @@ class SequenceClassifier(OfTexts):
             return self.net(input_ids=ids, attention_mask=mask).logits  # type: ignore[no-any-return]
 
 
-class ImageClassifier(Pretrained):
+class ImageClassifier(HuggingFaceModel):
     """Images ``[B, c, H, W]`` of intensities from 0 to 1 to logits ``[B, C]``.
 
     Args:
@@ -161,13 +161,13 @@ def token_ids(x: Tensor, config: Any) -> Tensor:
     return torch.where(x == PADDING, getattr(config, "pad_token_id", None) or 0, x)
 
 
-def drops(config: Any) -> bool:
+def uses_dropout(config: Any) -> bool:
     """Whether a configuration asks for any dropout."""
     values = [v for name, v in config.to_dict().items() if "drop" in name and not isinstance(v, bool)]
     return any(isinstance(v, int | float) and v > 0 for v in values)
 
 
-def block_list(module: Pretrained) -> str | None:
+def block_list(module: HuggingFaceModel) -> str | None:
     """The name of the list of blocks: of a transformer's lists of modules, the one with the most parameters."""
     if not hasattr(module.net.config, "num_attention_heads"):
         return None

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from unskew.data.readers.hub import hub_or_cache, unreachable
-from unskew.errors import ConfigError, shown, unknown
+from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.models.zoo.hf_wrappers import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
-from unskew.models.zoo.lora import add_lora, checked_lora, first_line
+from unskew.models.zoo.lora import add_lora, first_line, parse_lora
 
 Options = Mapping[str, Any]
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -62,21 +62,21 @@ def hugging_face(
     if not isinstance(weights, str) or not weights:
         raise ConfigError("Name the model: hf:NAME, with a name of the Hugging Face hub or a local folder.")
     kind = "CausalLM" if task == "language" else "ImageClassification" if len(shape) == 3 else "SequenceClassification"
-    factors = None if lora is None else checked_lora(lora)
+    factors = None if lora is None else parse_lora(lora)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ConfigError(
-            f"size={shown(size)} is not valid: it is the height and width of images, a whole number from 1."
+            f"size={short_repr(size)} is not valid: it is the height and width of images, a whole number from 1."
         )
     if size is not None and kind != "ImageClassification":
         raise ConfigError("size belongs to models of images; the length of texts is text.block.")
-    with quiet_transformers() as transformers, sentences(weights):
-        settings = configuration(transformers, weights, pretrained, config or {}, revision)
+    with quiet_transformers() as transformers, readable_hub_errors(weights):
+        settings = load_configuration(transformers, weights, pretrained, config or {}, revision)
         if kind == "CausalLM":
-            if not pretrained and "vocab_size" not in (config or {}) and is_kind(transformers, weights):
+            if not pretrained and "vocab_size" not in (config or {}) and is_architecture_name(transformers, weights):
                 settings.vocab_size = classes
         else:
             settings.num_labels = classes
-        net = loaded(getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, settings, revision)
+        net = load_weights(getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, settings, revision)
         if factors is not None:
             add_lora(net, factors)
         if kind == "SequenceClassification":
@@ -88,7 +88,7 @@ def hugging_face(
                     f"{weights} looks at later tokens when it predicts the next one; take a causal language model."
                 )
             return model
-        mean, std, side = image_scale(weights, settings, revision, pretrained)
+        mean, std, side = image_preprocessing(weights, settings, revision, pretrained)
         return ImageClassifier(net, size or side, mean, std)
 
 
@@ -104,7 +104,9 @@ def resnet18(
     """ResNet-18 trained on ImageNet (not from the weights of Feddle's paper); see `hugging_face` for the options."""
     if not pretrained:
         weights, config = "resnet", {**RESNET18, **(config or {})}
-    return images(shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora)
+    return require_image_shape(
+        shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora
+    )
 
 
 def vit_b16(
@@ -118,10 +120,12 @@ def vit_b16(
 ) -> nn.Module:
     """ViT-B/16 trained on ImageNet (not Feddle's weights), with LoRA on the projections of attention; see `hugging_face`."""
     weights = weights if pretrained else "vit"
-    return images(shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora)
+    return require_image_shape(
+        shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora
+    )
 
 
-def images(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+def require_image_shape(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     """A classifier of images, refused for anything else."""
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(f"This model needs an image shape (channels, height, width), but got {tuple(shape)}.")
@@ -142,21 +146,23 @@ def is_folder(name: str) -> bool:
     return False
 
 
-def is_kind(transformers: Any, name: str) -> bool:
+def is_architecture_name(transformers: Any, name: str) -> bool:
     """Whether a name is that of a kind of model, such as ``opt``, and not of a folder."""
     return not is_folder(name) and name in transformers.CONFIG_MAPPING
 
 
-def configuration(transformers: Any, weights: str, pretrained: bool, changes: Options, revision: str | None) -> Any:
+def load_configuration(
+    transformers: Any, weights: str, pretrained: bool, changes: Options, revision: str | None
+) -> Any:
     """The model's configuration, with changes."""
-    if not pretrained and is_kind(transformers, weights):
+    if not pretrained and is_architecture_name(transformers, weights):
         settings = transformers.AutoConfig.for_model(weights)
     else:
         where = str(Path(weights).expanduser()) if is_folder(weights) else weights
         settings = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
     wrong = [name for name in changes if not hasattr(settings, name)]
     if wrong:
-        raise ConfigError(unknown(f"entry of the configuration of {weights}", wrong[0], settings.to_dict()))
+        raise ConfigError(unknown_name(f"entry of the configuration of {weights}", wrong[0], settings.to_dict()))
     if changes:  # made anew, so that values which follow from others fit the changes
         own = {k: v for k, v in settings.to_diff_dict().items() if k not in DERIVED}
         settings = type(settings)(**{**own, **changes})
@@ -165,7 +171,7 @@ def configuration(transformers: Any, weights: str, pretrained: bool, changes: Op
     return settings
 
 
-def loaded(auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None) -> Any:
+def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None) -> Any:
     """The model in float32 with eager attention, the only one that can be mapped over clients.
 
     Raises:
@@ -203,7 +209,7 @@ def loaded(auto: Any, weights: str, pretrained: bool, settings: Any, revision: s
     return net
 
 
-def image_scale(weights: str, settings: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
+def image_preprocessing(weights: str, settings: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
     """Mean, deviation and size of a checkpoint's images; the usual ones of its kind where it does not say."""
     mean, std = IMAGENET if settings.model_type == "resnet" else HALVES
     side = getattr(settings, "image_size", 224)
@@ -230,7 +236,7 @@ def image_scale(weights: str, settings: Any, revision: str | None, pretrained: b
 
 
 @contextmanager
-def sentences(weights: str) -> Iterator[None]:
+def readable_hub_errors(weights: str) -> Iterator[None]:
     """Within, the hub is asked only if it can be reached, and what goes wrong in loading becomes a sentence."""
     local = is_folder(weights)
     try:

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from unskew.errors import ConfigError, shown
-from unskew.option_parsing import Fraction, Positive, Whole, build
+from unskew.errors import ConfigError, short_repr
+from unskew.option_parsing import Fraction, Positive, Whole, build_from_options
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraOptions:
     """Options of LoRA.
 
     Attributes:
@@ -35,16 +35,16 @@ class Lora:
     dropout: Fraction = 0.0
 
 
-def checked_lora(options: Mapping[str, Any]) -> Lora:
+def parse_lora(options: Mapping[str, Any]) -> LoraOptions:
     """LoRA's options from plain values."""
     if not isinstance(options, Mapping):
         raise ConfigError(
-            f"lora is a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {shown(options)}."
+            f"lora is a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {short_repr(options)}."
         )
-    return build(Lora, options, "lora", "lora.")
+    return build_from_options(LoraOptions, options, "lora", "lora.")
 
 
-def add_lora(net: Any, options: Lora) -> None:
+def add_lora(net: Any, options: LoraOptions) -> None:
     """Put LoRA factors into a model, in place; they and a classifier's head are what is trained.
 
     Raises:
@@ -79,7 +79,7 @@ def add_lora(net: Any, options: Lora) -> None:
             child.requires_grad_(True)
 
 
-def merged(net: Any) -> Any:
+def merge_lora(net: Any) -> Any:
     """A copy of a model in which LoRA factors have become part of the weights; the model itself if it has none."""
     if not getattr(net, "peft_config", None):
         return net

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unskew.errors import ConfigError
 
 
-class Projected(nn.Module):
+class ModelWithProjection(nn.Module):
     """Two layers of ``width`` units, then a linear head: takes the place of a linear head."""
 
     def __init__(self, head: nn.Linear, width: int):
@@ -37,6 +37,6 @@ def with_projection(module: nn.Module, head: str, width: int) -> tuple[nn.Module
         what = f"{head!r}, a {type(old).__name__}" if head else f"the model, a {type(old).__name__}"
         raise ConfigError(f"A projection needs a linear head, but the head is {what}; projection=0 is without one.")
     if not head:
-        return Projected(old, width), "head"
-    setattr(module.get_submodule(parent), name, Projected(old, width))
+        return ModelWithProjection(old, width), "head"
+    setattr(module.get_submodule(parent), name, ModelWithProjection(old, width))
     return module, f"{head}.head"

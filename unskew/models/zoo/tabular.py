@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.models.zoo.basic import Classifier, flat_size, hidden_layers
+from unskew.models.zoo.basic import Classifier, hidden_layers, num_features
 
 LARGEST = 50
 """Of an embedding, however many values a category has."""
@@ -30,8 +30,8 @@ class Embeddings(nn.Module):
         self.numbers = [j for j, values in enumerate(categories) if not values]
         self.coded = [j for j, values in enumerate(categories) if values]
         self.last = [values - 1 for values in categories if values]  # no code is beyond, whoever gives it
-        self.embeddings = nn.ModuleList(nn.Embedding(n, size_of(n)) for n in categories if n)
-        self.features = len(self.numbers) + sum(size_of(n) for n in categories)
+        self.embeddings = nn.ModuleList(nn.Embedding(n, embedding_size(n)) for n in categories if n)
+        self.features = len(self.numbers) + sum(embedding_size(n) for n in categories)
 
     def forward(self, x: Tensor) -> Tensor:
         """From inputs ``[batch, inputs]`` to ``[batch, features]``."""
@@ -41,7 +41,7 @@ class Embeddings(nn.Module):
         return torch.cat(parts, 1)
 
 
-def size_of(values: int) -> int:
+def embedding_size(values: int) -> int:
     """Length of the vector of a category with so many values, 0 of a number.
 
     >>> size_of(3), size_of(1000), size_of(0)
@@ -67,7 +67,7 @@ class TableMLP(Classifier):
         categories: Sequence[int] = (),
         hidden: Sequence[int] = (64, 32),
     ) -> None:
-        inputs = flat_size("The table-mlp", shape)
+        inputs = num_features("The table-mlp", shape)
         if categories and len(categories) != inputs:
             raise ConfigError(f"The table-mlp has {inputs} inputs, but is told of {len(categories)} columns.")
         embeddings = Embeddings(categories or [0] * inputs)

@@ -30,7 +30,7 @@ from unskew.comparison.compare import mean_std
 from unskew.data.readers.tables import Source
 from unskew.data.sources.registry import load_source
 from unskew.errors import DataError
-from unskew.plots.figure import new_figure, over_rounds, save_figure
+from unskew.plots.figure import new_figure, save_figure, set_round_axis
 from unskew.reproduction.study import ByPart, Line
 from unskew.seeding import derive, generator
 
@@ -40,7 +40,7 @@ Positive = Annotated[float, Field(gt=0)]
 SPLITS = {"iid": "iid", "class": "one class each"}
 
 
-def split(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: int) -> tuple[Tensor, Tensor]:
+def worker_data(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: int) -> tuple[Tensor, Tensor]:
     """Workers' data ``x [C, each, d]`` and labels ``[C, each]``, from ``each`` samples of every class.
 
     Args:
@@ -67,7 +67,7 @@ def split(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: int) ->
     return x[order].view(classes, each, -1), y[order].view(classes, each)
 
 
-def shuffled(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
+def shuffle_shares(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
     """The same after each worker's share ``p`` went through the pool."""
     draws = generator(seed, "logistic shuffle")
     workers, each = y.shape
@@ -155,8 +155,8 @@ class LogisticStudy:
         how, epochs, noise = settings[self.parts().index(part)]
         source = self._source[0]
         scale = 1 / 255 if source.train.x.dtype == torch.uint8 else 1.0
-        x, y = split(source.train.x.flatten(1) * scale, source.train.y, source.classes, self.per_class, how, seed)
-        pairs = [shuffled(x, y, p, seed) for p in self.shares]
+        x, y = worker_data(source.train.x.flatten(1) * scale, source.train.y, source.classes, self.per_class, how, seed)
+        pairs = [shuffle_shares(x, y, p, seed) for p in self.shares]
         stacked = torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
         test = source.test.x.flatten(1) * scale, source.test.y
         losses = train(*stacked, test, torch.tensor(self.steps), epochs, self.rounds, noise, seed)
@@ -195,7 +195,7 @@ class LogisticStudy:
                     low, top = curves.mean(0) - curves.std(0, ddof=1), curves.mean(0) + curves.std(0, ddof=1)
                     axis.fill_between(range(1, curves.shape[1] + 1), low, top, color=f"C{row}", alpha=0.15, linewidth=0)
             axis.set_title(part, fontsize=9)
-            over_rounds(axis)
+            set_round_axis(axis)
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
         axes[0][0].set_ylabel("test loss")

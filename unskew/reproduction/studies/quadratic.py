@@ -27,7 +27,7 @@ from unskew.seeding import generator
 
 
 @dataclass(frozen=True)
-class Problem:
+class QuadraticProblem:
     """Workers' pairs after shuffling, for each share ``p``.
 
     Attributes:
@@ -50,14 +50,14 @@ class Problem:
         gradients = (self.a.square().mean(2)[..., None] * x) - (self.a[..., None] * self.b).mean(2)
         return (gradients - gradients.mean(1, keepdim=True)).square().sum(2).mean(1)
 
-    def rows(self, which: list[int]) -> Problem:
+    def rows(self, which: list[int]) -> QuadraticProblem:
         """The same for some of the shares."""
-        return Problem(self.a[which], self.b[which], self.optimum)
+        return QuadraticProblem(self.a[which], self.b[which], self.optimum)
 
 
 def make_problem(
     shares: list[float], zeta2: float, sigma2: float, seed: int, workers: int = 10, d: int = 25, m: int = 100
-) -> Problem:
+) -> QuadraticProblem:
     """The workers' pairs for each share; those of different shares are the same before the shuffling.
 
     Args:
@@ -87,10 +87,10 @@ def make_problem(
         mixed_b[:, :pooled] = mixed_b[:, :pooled].reshape(-1, d)[pool].view(workers, pooled, d)
         all_a.append(mixed_a)
         all_b.append(mixed_b)
-    return Problem(torch.stack(all_a), torch.stack(all_b), optimum)
+    return QuadraticProblem(torch.stack(all_a), torch.stack(all_b), optimum)
 
 
-def fedavg(problem: Problem, steps: Tensor, rounds: int, seed: int) -> Tensor:
+def fedavg(problem: QuadraticProblem, steps: Tensor, rounds: int, seed: int) -> Tensor:
     """Errors ``||x - x*||^2`` after every round: ``[rounds, P, G]``; not finite where a step size diverges.
 
     Args:
@@ -137,7 +137,7 @@ def best_rounds(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(best, 1), torch.stack(which, 1)
 
 
-def fit(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
+def fit_rounds(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
     """Least squares ``A`` and ``B`` of ``R = A / sqrt(eps) + B``; NaN with fewer than two points.
 
     >>> fit(np.array([1e-4, 1e-6]), np.array([103.0, 1003.0]))
@@ -150,7 +150,7 @@ def fit(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
     return round(float(slope), 12), round(float(offset), 9)
 
 
-def chained_fit(accuracies: np.ndarray, rounds: np.ndarray) -> list[float]:
+def fit_rounds_chained(accuracies: np.ndarray, rounds: np.ndarray) -> list[float]:
     """The authors' fit: each share's ``A`` and ``B`` by non-negative least squares below those of the share before.
 
     Args:
@@ -175,6 +175,6 @@ def chained_fit(accuracies: np.ndarray, rounds: np.ndarray) -> list[float]:
     return slopes
 
 
-def theory(p: np.ndarray, largest: float, average: float) -> np.ndarray:
+def predicted_ratio(p: np.ndarray, largest: float, average: float) -> np.ndarray:
     """``A_p / A_0`` by Corollary I without noise: ``(1 - p) sqrt(L_p / L_0)`` with ``L_p = (1 - p) L_max + p L_avg``."""
     return np.asarray((1 - p) * np.sqrt(1 - p + p * average / largest))

@@ -14,13 +14,13 @@ from unskew.comparison.compare import mean_std
 from unskew.plots.figure import new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.studies.quadratic import (
-    Problem,
+    QuadraticProblem,
     best_rounds,
-    chained_fit,
     fedavg,
-    fit,
+    fit_rounds,
+    fit_rounds_chained,
     make_problem,
-    theory,
+    predicted_ratio,
 )
 from unskew.reproduction.study import ByPart, Line
 
@@ -67,7 +67,7 @@ class QuadraticStudy:
     def prepare(self, data_path: str | None) -> None:
         """Nothing is needed."""
 
-    def problem(self, shares: list[float], sigma2: float, seed: int) -> Problem:
+    def problem(self, shares: list[float], sigma2: float, seed: int) -> QuadraticProblem:
         """The pairs."""
         return make_problem(shares, self.zeta2, sigma2, seed, self.workers, self.dimension, self.pairs)
 
@@ -85,7 +85,7 @@ class QuadraticStudy:
             errors.append(
                 [[float(f"{e:.4g}") for e in row] for row in distances[torch.from_numpy(shown) - 1].T.tolist()]
             )
-            floors.append([float(f"{e:.4g}") for e in floor_of(problem, self.curve_step).tolist()])
+            floors.append([float(f"{e:.4g}") for e in error_floor(problem, self.curve_step).tolist()])
         return {"rounds": shown.tolist(), "errors": errors, "floors": floors}
 
     def tuned(self, seed: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class QuadraticStudy:
         accuracies = np.logspace(-6, -4.3, 80)[1:][-self.accuracies :]
         rounds, which = best_rounds(errors, torch.tensor([self.epsilon, *accuracies]))
         by_accuracy = rounds[:, 1:].numpy()
-        fits = [fit(accuracies, row) for row in by_accuracy]
+        fits = [fit_rounds(accuracies, row) for row in by_accuracy]
         zeta2 = problem.dissimilarity(problem.optimum)
         return {
             "shares": shares.tolist(),
@@ -105,7 +105,7 @@ class QuadraticStudy:
             "step": gammas[which[:, 0]].tolist(),
             "A": _plain([a for a, _ in fits]),
             "B": _plain([b for _, b in fits]),
-            "A_chained": _plain(chained_fit(accuracies, by_accuracy)),
+            "A_chained": _plain(fit_rounds_chained(accuracies, by_accuracy)),
             "smoothness": problem.smoothness.tolist(),
             "dissimilarity": (zeta2 / zeta2[0]).tolist(),
         }
@@ -117,7 +117,7 @@ class QuadraticStudy:
         outcomes = by_part[TUNED]
         shares = np.array(next(iter(outcomes.values()))["summary"]["shares"])
         largest, average = self.smoothness()
-        line = theory(shares, largest, average)
+        line = predicted_ratio(shares, largest, average)
         rows = []
         for i, p in enumerate(shares):
             if not np.isclose(p, SHOWN, atol=1e-9).any():
@@ -178,7 +178,7 @@ class QuadraticStudy:
 
     def _draw_tuned(self, left: Any, right: Any, outcomes: dict[int, Outcome]) -> None:
         shares = np.array(next(iter(outcomes.values()))["summary"]["shares"])
-        line = theory(shares, *self.smoothness())
+        line = predicted_ratio(shares, *self.smoothness())
         summaries = [o["summary"] for o in outcomes.values()]
         rounds = np.array([s["rounds"] for s in summaries], dtype=float)
         ratios = np.array([[_ratio(s["A"], i) for i in range(len(shares))] for s in summaries], dtype=float)
@@ -196,7 +196,7 @@ class QuadraticStudy:
         right.set_title("(c) R = A/√ε + B, σ² = 0", fontsize=9)
 
 
-def floor_of(problem: Problem, step: float) -> torch.Tensor:
+def error_floor(problem: QuadraticProblem, step: float) -> torch.Tensor:
     """The error at which drift stops FedAvg, to leading order in the step: ``[P]``.
 
     With ``h_i`` a worker's mean curvature and ``g_i`` its gradient at ``x*``, a pass of ``m`` steps moves by

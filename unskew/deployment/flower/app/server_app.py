@@ -11,7 +11,7 @@ from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
 from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.wire.frames import Closed, Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import ConnectionClosedError, Frame, FrameError, receive, send
 
 app = ServerApp()
 
@@ -26,9 +26,9 @@ def main(grid: Grid, context: Context) -> None:
         while True:
             try:
                 asked = receive(run)
-            except Closed:
+            except ConnectionClosedError:
                 return
-            send_all(run, answers(grid, asked))
+            send_frames(run, handle_request(grid, asked))
 
 
 def end_with_parent() -> None:
@@ -43,14 +43,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def send_all(run: socket.socket, frames: list[Frame]) -> None:
+def send_frames(run: socket.socket, frames: list[Frame]) -> None:
     """How many there are, and then they."""
     send(run, Frame("answers", {"count": len(frames)}))
     for frame in frames:
         send(run, frame)
 
 
-def answers(grid: Grid, asked: Frame) -> list[Frame]:
+def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
     """What is answered to ``nodes``, ``push`` and ``pull``."""
     if asked.kind == "nodes":
         return [Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]})]
@@ -62,11 +62,11 @@ def answers(grid: Grid, asked: Frame) -> list[Frame]:
         pushed = list(grid.push_messages([message]))
         return [Frame("pushed", {"ids": [identity or "" for identity in pushed]})]
     if asked.kind == "pull":
-        return [reply(message) for message in grid.pull_messages(asked.config["ids"])]
+        return [reply_frame(message) for message in grid.pull_messages(asked.config["ids"])]
     raise FrameError(f"Nobody knows what {asked.kind!r} asks for.")
 
 
-def reply(message: Message) -> Frame:
+def reply_frame(message: Message) -> Frame:
     """A site's answer, or why there is none; ``to.id`` names what it answers."""
     identity = {"to.id": message.metadata.reply_to_message_id}
     if message.has_error():
