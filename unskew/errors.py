@@ -45,9 +45,9 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
         owner: What has these names, such as a method.
         meant: The name that another library's ``name`` stands for, if it is known.
 
-    >>> unknown("method", "fedavgg", ["fedavg", "fedprox"])
+    >>> unknown_name("method", "fedavgg", ["fedavg", "fedprox"])
     "There is no method 'fedavgg'. Did you mean 'fedavg'? Known: fedavg, fedprox."
-    >>> unknown("option", "lambda", ["mu"], owner="fedprox")
+    >>> unknown_name("option", "lambda", ["mu"], owner="fedprox")
     "fedprox has no option 'lambda'; it has mu."
     """
     names = sorted(existing)
@@ -62,7 +62,7 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
 def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
     """A value as a sentence shows it, whatever it is: Python itself writes no whole number of more than 4300 digits.
 
-    >>> shown("a"), shown(10**5000)
+    >>> short_repr("a"), short_repr(10**5000)
     ("'a'", 'an object of type int that cannot be written out')
     """
     try:
@@ -88,7 +88,7 @@ def list_items(values: Any, wrong: UnskewError) -> list[Any]:
 def plain_message(message: str) -> str:
     """A validation library's message as part of a sentence.
 
-    >>> plain("Input should be greater than 0")
+    >>> plain_message("Input should be greater than 0")
     'it must be greater than 0'
     """
     return message.removeprefix("Value error, ").replace("Input should be", "it must be", 1)

@@ -90,7 +90,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: If it cannot be read, or is not a regular file.
-        ValueError: See ``from_json``.
+        ValueError: See ``parse_json``.
     """
     return parse_json(read_file(path))
 

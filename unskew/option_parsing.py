@@ -72,7 +72,7 @@ def import_own(path: str) -> Any:
 
 
 def import_callable(path: str, what: str) -> Callable[..., Any]:
-    """As ``imported``, for a function or a class.
+    """As ``import_from_path``, for a function or a class.
 
     Raises:
         ConfigError: There is none.
@@ -96,7 +96,7 @@ def parse_options(text: str, separator: str, where: str, example: str, flags: Co
     Raises:
         ConfigError: A piece is no option, or a key stands twice.
 
-    >>> read_options("a=1, b", ",", "x", "x:a=1", flags=["b"])
+    >>> parse_options("a=1, b", ",", "x", "x:a=1", flags=["b"])
     {'a': '1', 'b': 'true'}
     """
     options: dict[str, str] = {}
@@ -119,7 +119,7 @@ def parse_seed_list(text: str) -> list[int]:
     Raises:
         ConfigError: It is no list of seeds, has one twice, or absurdly many.
 
-    >>> seeds_in("0..2,7")
+    >>> parse_seed_list("0..2,7")
     [0, 1, 2, 7]
     """
     wrong = ConfigError(f"seeds={text!r} is not a list of seeds; write 0,1,2 or 0..2: each once, at most {MOST_SEEDS}.")

@@ -18,10 +18,10 @@ _follow: ContextVar[Follow | None] = ContextVar("follow", default=None)
 def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
     """Within, ``follow`` is told what takes longer than ``after`` seconds.
 
-    >>> with told(print, after=0):
-    ...     tell("files read", 1, 2)
+    >>> with report_progress_to(print, after=0):
+    ...     report_progress("files read", 1, 2)
     files read 1 2
-    >>> tell("files read", 2, 2)
+    >>> report_progress("files read", 2, 2)
     """
     begun = time.monotonic()
 

@@ -20,7 +20,7 @@ TRUST = "add --trust-code (in Python trust_code=True)"
 class UntrustedText(str):
     """Text from a file that is not trusted; it equals the same text without this mark.
 
-    Most operations on text return it without the mark; use ``derived`` to keep it.
+    Most operations on text return it without the mark; use ``with_provenance`` to keep it.
 
     Attributes:
         source: The file.

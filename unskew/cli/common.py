@@ -53,7 +53,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines."
 
 
 def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these flags, after its ``config``, which they override; ``values_of`` reads them from its context."""
+    """Give a command these flags, after its ``config``, which they override; ``config_values`` reads them from its context."""
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters

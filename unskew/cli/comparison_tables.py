@@ -41,7 +41,7 @@ COST = ("MB up", "MB down", "seconds")
 def split_expression(spelling: str) -> list[str]:
     """Where a method's spelling may be folded: behind ``+``, ``,`` and ``:``.
 
-    >>> pieces("fedprox:mu=0.1+scaffold")
+    >>> split_expression("fedprox:mu=0.1+scaffold")
     ['fedprox:', 'mu=0.1+', 'scaffold']
     """
     return re.findall(r"[^+,:]*[+,:]|[^+,:]+", spelling)

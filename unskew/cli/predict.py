@@ -126,7 +126,7 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
 def escape_controls(text: str) -> str:
     r"""Return a text for the terminal, with its control characters written out.
 
-    >>> printable("red" + chr(27) + "[0m")
+    >>> escape_controls("red" + chr(27) + "[0m")
     'red\\x1b[0m'
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -135,7 +135,7 @@ def escape_controls(text: str) -> str:
 def escape_formula(value: object) -> object:
     """Return a cell for a CSV file that a spreadsheet takes as text or as a number, and not as a formula.
 
-    >>> inert("=1+1"), inert("red"), inert("-0.5")
+    >>> escape_formula("=1+1"), escape_formula("red"), escape_formula("-0.5")
     ("'=1+1", 'red', '-0.5')
     """
     if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):

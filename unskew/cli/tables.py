@@ -33,7 +33,7 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
 def format_count(count: int, what: str) -> str:
     """A number of things.
 
-    >>> several(1, "round"), several(2, "round")
+    >>> format_count(1, "round"), format_count(2, "round")
     ('1 round', '2 rounds')
     """
     return f"{count} {what}{'' if count == 1 else 's'}"
@@ -249,7 +249,7 @@ LABELS = {
 def shorten(value: float | None) -> str:
     """Four significant digits.
 
-    >>> short(12345.678), short(0.00012345), short(None)
+    >>> shorten(12345.678), shorten(0.00012345), shorten(None)
     ('1.235e+04', '0.0001234', '-')
     """
     return "-" if value is None else f"{value:.4g}"

@@ -45,7 +45,7 @@ def print_notices() -> None:
 def normalize_global_flags(words: list[str]) -> list[str]:
     """The words of a command with ``--quiet`` and ``--verbose`` before it, wherever they were written.
 
-    >>> in_front(["run", "--rounds", "2", "--quiet"])
+    >>> normalize_global_flags(["run", "--rounds", "2", "--quiet"])
     ['--quiet', 'run', '--rounds', '2']
     """
     end = words.index("--") if "--" in words else len(words)

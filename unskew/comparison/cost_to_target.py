@@ -69,7 +69,7 @@ def target_costs(
 def traffic_saving(mine: float, needed: float | None, spent: float) -> float:
     """``1 - mine / needed``; where another did not reach the target, what it ``spent`` in vain gives a lower bound.
 
-    >>> saving(3, 6, 12), saving(3, None, 12)
+    >>> traffic_saving(3, 6, 12), traffic_saving(3, None, 12)
     (0.5, 0.75)
     """
     return 1 - mine / (spent if needed is None else needed)
@@ -92,7 +92,7 @@ def _sent(rows: Sequence[dict[str, Any]]) -> float:
 def without_data_rules(spelling: str) -> str:
     """A sum without the parts that only change the data; fedavg if nothing else is in it.
 
-    >>> without_data("fedssyn:n_syn=50+scaffold"), without_data("fedssyn"), without_data("scaffold")
+    >>> without_data_rules("fedssyn:n_syn=50+scaffold"), without_data_rules("fedssyn"), without_data_rules("scaffold")
     ('scaffold', 'fedavg', 'scaffold')
     """
     rest = [piece for piece in spelling.split("+") if not _only_data(piece.split(":")[0].strip())]

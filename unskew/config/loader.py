@@ -78,7 +78,7 @@ class Loader(yaml.SafeLoader):
     """
 
     origin: tuple[str, str] | None = None
-    """Source and remedy of ``FromFile``; None: the text is trusted."""
+    """Source and remedy of ``UntrustedText``; None: the text is trusted."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Reject aliases and tags: a few bytes of aliases mean gigabytes, and a tag names a type to construct."""
@@ -135,7 +135,7 @@ def read_yaml(text: str, origin: tuple[str, str] | None = None) -> Any:
 
     Args:
         text: The text.
-        origin: Source and remedy of ``FromFile``, for the text of a file that is not trusted.
+        origin: Source and remedy of ``UntrustedText``, for the text of a file that is not trusted.
 
     Raises:
         ValueError: If it is not YAML; the message names the line, if there are several.

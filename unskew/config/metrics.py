@@ -31,7 +31,7 @@ def metric_reference(value: MetricLike) -> str:
 def metric_name(value: MetricLike) -> str:
     """Return the name of a metric in the files of a run; of a function its own name.
 
-    >>> name_of("auroc"), name_of("package.module:cost")
+    >>> metric_name("auroc"), metric_name("package.module:cost")
     ('auroc', 'cost')
     """
     return metric_reference(value).rpartition(":")[2].rpartition(".")[2] if is_custom_metric(value) else str(value)

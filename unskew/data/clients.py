@@ -193,7 +193,7 @@ def allocate_inputs(n: int, like: Tensor, device: torch.device | None = None) ->
 def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """Samples of ``parts``, one after another, in batches of ``size``; the last one may be smaller.
 
-    >>> [len(batch) for batch in batched([torch.zeros(3, 2), torch.zeros(4, 2)], 5)]
+    >>> [len(batch) for batch in iterate_batches([torch.zeros(3, 2), torch.zeros(4, 2)], 5)]
     [5, 2]
     """
     waiting: list[Tensor] = []

@@ -40,7 +40,7 @@ def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
 
 
 def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """How many values all clients have in each column, and their mean; see ``moments``."""
+    """How many values all clients have in each column, and their mean; see ``global_moments``."""
     count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
     for counts, sums in first:
         count += counts
@@ -58,16 +58,16 @@ def global_moments(
     """Means and deviations from the sums of clients.
 
     Args:
-        first: What each client has ``counted``.
-        second: From the mean to the ``squares`` of each client.
+        first: What each client has ``counts_and_sums``.
+        second: From the mean to the ``sums_of_squares`` of each client.
         names: Of the columns, for the error.
 
     Raises:
         DataError: No client has any value of a column.
 
     >>> rows = [np.array([[1.0], [np.nan]]), np.array([[3.0]])]
-    >>> moments(map(counted, rows), lambda mean: (squares(part, mean) for part in rows), ["age"])
-    Moments(counts=array([2]), mean=array([2.]), std=array([1.]))
+    >>> global_moments(map(counts_and_sums, rows), lambda mean: (sums_of_squares(part, mean) for part in rows), ["age"])
+    ColumnMoments(counts=array([2]), mean=array([2.]), std=array([1.]))
     """
     count, mean = global_means(first, names)
     apart = np.zeros(len(names))
@@ -80,7 +80,7 @@ def global_moments(
 def category_bytes(values: Sequence[str]) -> int:
     """What a list of categories takes as JSON.
 
-    >>> bytes_of(["a", "bc"])
+    >>> category_bytes(["a", "bc"])
     10
     """
     return len(json.dumps(list(values), ensure_ascii=False, separators=(",", ":")).encode())
@@ -89,7 +89,7 @@ def category_bytes(values: Sequence[str]) -> int:
 def balanced_class_weights(counts: np.ndarray) -> tuple[float, ...]:
     """Weights of classes from the samples ``[C]`` of all clients together: ``n / (C n_c)``, as in scikit-learn.
 
-    >>> balanced(np.array([30, 10]))
+    >>> balanced_class_weights(np.array([30, 10]))
     (0.6666666666666666, 2.0)
     """
     there = np.maximum(counts, 1)

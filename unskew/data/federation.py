@@ -202,7 +202,7 @@ class Federation:
             holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
             seed: Decides which samples are held out.
             normalise: True or None: uint8 images are standardised per channel, floats are left alone; False:
-                nothing is normalised; or a ``Normalisation``.
+                nothing is normalised; or a ``Normalization``.
             server_in_domain: Whether the server's samples come from the clients' task; if not, it has classes of its own.
             class_names: Names of the classes.
             client_names: Names of the clients.

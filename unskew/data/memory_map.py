@@ -40,7 +40,7 @@ class MmapLocation:
 
 
 def mapped_array(values: object) -> np.memmap | None:
-    """The mapped file that an array is, or is a part of; it is remembered for ``piece_of``."""
+    """The mapped file that an array is, or is a part of; it is remembered for ``locate_tensor``."""
     found: np.memmap | None = None
     while isinstance(values, np.ndarray):
         if isinstance(values, np.memmap) and values.filename is not None:

@@ -163,7 +163,7 @@ def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
 def as_text_source(data: str, columns: Sequence[str]) -> str:
     """Return the name of a table as that of a source of texts, if text columns are chosen.
 
-    >>> as_texts("table:reviews.csv", ["review"]), as_texts("table:patients.csv", [])
+    >>> as_text_source("table:reviews.csv", ["review"]), as_text_source("table:patients.csv", [])
     ('text:reviews.csv', 'table:patients.csv')
     """
     prefix, colon, path = data.partition(":")
@@ -183,7 +183,7 @@ def parse_names(value: object) -> tuple[str, ...]:
     Raises:
         ConfigError: It is neither.
 
-    >>> names_in("age, income"), names_in(["a,b"])
+    >>> parse_names("age, income"), parse_names(["a,b"])
     (('age', 'income'), ('a,b',))
     """
     if isinstance(value, str):

@@ -62,8 +62,8 @@ def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> 
 
     One unit at least is held out and one at least is kept, where there are two or more.
 
-    >>> units = Units(np.array([0, 0, 0, 1, 2, 2]), np.array([2, 1, 0]))
-    >>> held_units(units, np.arange(6), 0.5).tolist()
+    >>> units = SplitUnits(np.array([0, 0, 0, 1, 2, 2]), np.array([2, 1, 0]))
+    >>> select_held_out_units(units, np.arange(6), 0.5).tolist()
     [0]
     """
     names, sizes = np.unique(units.codes[rows], return_counts=True)

@@ -21,7 +21,7 @@ def apply_task_options(federation: Federation, loss: str, class_weights: str | S
     Args:
         federation: The data.
         loss: ``auto``, or a loss of regression.
-        class_weights: ``balanced``, a weight for each class, or None.
+        class_weights: ``balanced_class_weights``, a weight for each class, or None.
 
     Raises:
         ConfigError: The data are of another task, or the weights are not one for each class.

@@ -213,5 +213,5 @@ def update_to_dict(record: Broadcast | Update) -> dict[str, Any]:
 
 
 def update_from_dict(record: type[Broadcast] | type[Update], values: dict[str, Any]) -> Any:
-    """Inverse of ``as_dict``."""
+    """Inverse of ``update_to_dict``."""
     return record(**{**values, "state": ClientState.of(values["state"])})

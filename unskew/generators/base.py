@@ -70,9 +70,9 @@ class GeneratorJob:
 def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Intensities from 0 to 1 as 8-bit pixels, on the CPU over channels-last memory.
 
-    Intensities outside are clipped, and rows and columns beyond ``shape``, from ``pad``, are cut off.
+    Intensities outside are clipped, and rows and columns beyond ``shape``, from ``pad_to_halvings``, are cut off.
 
-    >>> as_pixels(torch.tensor([-0.1, 0.5, 1.2]).view(1, 1, 1, 3), (1, 1, 2)).flatten().tolist()
+    >>> to_uint8(torch.tensor([-0.1, 0.5, 1.2]).view(1, 1, 1, 3), (1, 1, 2)).flatten().tolist()
     [0, 128]
     """
     pixels = (x[:, :, : shape[1], : shape[2]].detach() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
@@ -82,7 +82,7 @@ def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
 def padded_size(side: int, halvings: int) -> int:
     """The smallest side that can be halved so often.
 
-    >>> padded_side(28, 3), padded_side(8, 1)
+    >>> padded_size(28, 3), padded_size(8, 1)
     (32, 8)
     """
     step = 1 << halvings
@@ -92,7 +92,7 @@ def padded_size(side: int, halvings: int) -> int:
 def num_halvings(sides: tuple[int, int], most: int) -> int:
     """How often an image can be halved before its smaller side, padded if need be, falls below 4; at most ``most`` times.
 
-    >>> halvings((32, 32), 3), halvings((8, 8), 3), halvings((28, 28), 3), halvings((3, 9), 3)
+    >>> num_halvings((32, 32), 3), num_halvings((8, 8), 3), num_halvings((28, 28), 3), num_halvings((3, 9), 3)
     (3, 1, 3, 0)
     """
     count = 0

@@ -115,7 +115,7 @@ def generate_images(
 
 @dataclass(frozen=True)
 class _Work:
-    """What ``make_set`` is given."""
+    """What ``generate_images`` is given."""
 
     federation: Federation
     recipe: GenerationRecipe

@@ -20,9 +20,9 @@ LabelList = Annotated[
 def allocate_counts(shares: Tensor, total: int) -> Tensor:
     """Whole numbers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
 
-    >>> allocate(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
+    >>> allocate_counts(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
     [0, 500, 100, 300, 100]
-    >>> allocate(torch.ones(3), 10).tolist()
+    >>> allocate_counts(torch.ones(3), 10).tolist()
     [4, 3, 3]
     """
     exact = total * shares.to(torch.float64) / shares.sum()
@@ -36,7 +36,7 @@ def allocate_counts(shares: Tensor, total: int) -> Tensor:
 def labels_from_counts(counts: Tensor, total: int) -> Tensor:
     """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
 
-    >>> labels_of(torch.tensor([1, 0, 2]), 3).tolist()
+    >>> labels_from_counts(torch.tensor([1, 0, 2]), 3).tolist()
     [0, 2, 2]
     """
     ends = torch.cumsum(counts, 0)
@@ -46,7 +46,7 @@ def labels_from_counts(counts: Tensor, total: int) -> Tensor:
 def repeat_labels(labels: tuple[int, ...], total: int) -> Tensor:
     """The labels in order, again and again until there are ``total``.
 
-    >>> repeated((2, 0, 1), 5).tolist()
+    >>> repeat_labels((2, 0, 1), 5).tolist()
     [2, 0, 1, 2, 0]
     """
     return torch.tensor(labels)[torch.arange(total) % len(labels)]

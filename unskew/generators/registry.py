@@ -50,7 +50,7 @@ def generator_factory(spec: str, epochs: int | None = None) -> Factory:
     Raises:
         ConfigError: There is no such generator, or it does not take such options.
 
-    >>> factory("vae-small;beta=2", epochs=5)
+    >>> generator_factory("vae-small;beta=2", epochs=5)
     VAE(epochs=5, batch=32, lr=0.002, beta=2.0, latent=10, channels=32, hidden=128)
     """
     name, options = _parts(spec)
@@ -73,7 +73,7 @@ def generator_factory(spec: str, epochs: int | None = None) -> Factory:
 def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
     """The same generator in one spelling, so that equal ones are known as equal: options sorted, epochs apart.
 
-    >>> spelled("ddpm; steps=9;epochs=5;batch=4;"), spelled("vae", 5)
+    >>> normalize_expression("ddpm; steps=9;epochs=5;batch=4;"), normalize_expression("vae", 5)
     (('ddpm;batch=4;steps=9', 5), ('vae', 5))
     """
     name, options = _parts(spec)

@@ -61,7 +61,7 @@ def label_distance_by_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:
         shares: Class frequencies ``q [C]`` of all clients together.
         sizes: Samples of each client.
 
-    >>> round(label_chance(np.full(10, 0.1), [100, 100]), 3)
+    >>> round(label_distance_by_chance(np.full(10, 0.1), [100, 100]), 3)
     0.12
     """
     spread = float(np.sqrt(shares * (1 - shares)).sum())

@@ -215,7 +215,7 @@ def join_expression(rule: Rule) -> str:
     """How a rule given in Python is written: its name, and the options that are not its class's defaults.
 
     >>> from unskew.methods.fedprox import FedProx
-    >>> spelled(FedProx(mu=0.5))
+    >>> join_expression(FedProx(mu=0.5))
     'fedprox:mu=0.5'
     """
     cls = type(rule)
@@ -311,7 +311,7 @@ def describe_all() -> list[dict[str, Any]]:
 
 
 def describe_method(name: str) -> dict[str, Any]:
-    """One method, as ``describe`` has it.
+    """One method, as ``describe_all`` has it.
 
     Raises:
         ConfigError: There is no such method, or another package's cannot be loaded.

@@ -52,7 +52,7 @@ class VHL(DataRule, ClientRule):
     """Virtual homogeneity learning.
 
     Attributes:
-        source: ``gaussian`` noise for inputs of any shape, or images of an untrained ``style``-based generator.
+        source: ``gaussian_clusters`` noise for inputs of any shape, or images of an untrained ``style``-based generator.
         per_class: Virtual samples of each class. The authors' scripts make 200 or 5000.
         lam: Strength of the alignment.
         virtual: Weight of the cross-entropy on the virtual set; 1 in the paper. With ``lam=0`` too, this is FedAvg.

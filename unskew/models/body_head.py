@@ -63,7 +63,7 @@ def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[st
 def merge_slices(slices: list[slice]) -> tuple[slice, ...]:
     """Neighbouring slices as one.
 
-    >>> joined([slice(4, 6), slice(0, 2), slice(2, 4)])
+    >>> merge_slices([slice(4, 6), slice(0, 2), slice(2, 4)])
     (slice(0, 6, None),)
     """
     result: list[slice] = []

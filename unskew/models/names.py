@@ -13,7 +13,7 @@ def parse_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     Raises:
         ValueError: It does not name one.
 
-    >>> named_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
+    >>> parse_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
     ('hf:facebook/opt-125m', {'lora': {'r': 4}})
     """
     kinds = [kind for kind in ("hf", "name") if kind in model]

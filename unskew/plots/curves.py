@@ -89,7 +89,7 @@ def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: 
 
 
 def save_sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
-    """``signs`` as a figure of its own."""
+    """``plot_signs`` as a figure of its own."""
     figure, ((axis,),) = new_figure(6, 3.4)
     plot_signs(axis, rounds, above, below)
     return save_figure(figure, path)

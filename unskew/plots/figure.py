@@ -39,7 +39,7 @@ def set_round_axis(axis: Any) -> None:
 def literal_text(text: str, most: int | None = None) -> str:
     """A text that is shown as it is, without formulas, and cut to ``most`` characters.
 
-    >>> literal("to $10", 3)
+    >>> literal_text("to $10", 3)
     'to…'
     """
     shown = text if most is None or len(text) <= most else text[: most - 1] + "…"

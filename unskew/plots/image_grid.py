@@ -19,7 +19,7 @@ def save_images_by_class(
     title: str,
     columns: int = 8,
 ) -> Path:
-    """Draw ``grid_by_class``.
+    """Draw ``make_image_grid``.
 
     Args:
         images: ``[n, c, h, w]`` from 0 to 1.
@@ -50,7 +50,7 @@ def make_image_grid(images: np.ndarray, labels: np.ndarray, classes: int, column
     Three channels are colours; of any other number the mean is shown as grey. Images with several labels are in several rows.
 
     >>> images, labels = np.arange(3.0).reshape(3, 1, 1, 1) / 4, np.array([1, 0, 1])
-    >>> grid_by_class(images, labels, classes=2, columns=2)[:, :, 0]
+    >>> make_image_grid(images, labels, classes=2, columns=2)[:, :, 0]
     array([[0.25, 1.  , 1.  , 1.  ],
            [1.  , 1.  , 1.  , 1.  ],
            [0.  , 1.  , 0.5 , 1.  ],

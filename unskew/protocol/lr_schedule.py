@@ -81,9 +81,9 @@ def parse_schedule(text: str) -> LRSchedule:
     Raises:
         ConfigError: It is not written so.
 
-    >>> parse("warmup:5+cosine")
-    Schedule(kind='cosine', numbers=(0.0,), warmup=5)
-    >>> [parse("step:2,0.1").factor(t, total=4) for t in range(4)]
+    >>> parse_schedule("warmup:5+cosine")
+    LRSchedule(kind='cosine', numbers=(0.0,), warmup=5)
+    >>> [parse_schedule("step:2,0.1").factor(t, total=4) for t in range(4)]
     [1.0, 1.0, 0.1, 0.1]
     """
     pieces = [_read(piece.strip(), text) for piece in text.split("+")]

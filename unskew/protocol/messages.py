@@ -76,7 +76,7 @@ def flatten_records(kind: str, rules: dict[str, Tensors]) -> Tensors:
 
 
 def unflatten_records(kind: str, tensors: Tensors) -> dict[str, Tensors]:
-    """Inverse of ``flat``; what is of another kind is passed over."""
+    """Inverse of ``flatten_records``; what is of another kind is passed over."""
     rules: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
         if key.startswith(f"{kind}/"):

@@ -64,7 +64,7 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
 
     Args:
         value: ``0.001:0.3``, ``0.001:0.3:log``, ``16|32|64``, a single value, a list of values, a mapping with ``low``,
-            ``high`` and perhaps ``log``, or a space.
+            ``high`` and perhaps ``log_range``, or a space.
         name: Of the option.
         check: Refuses a value that the option does not take.
 

@@ -81,7 +81,7 @@ def notify_warning(callbacks: Sequence[Callback], text: str) -> None:
 def strip_warning_prefix(line: str) -> str:
     """Return a line of ``warnings.txt`` without its time and round.
 
-    >>> warning_text("2026-01-31T12:00:00Z after round 3: The rate is high.")
+    >>> strip_warning_prefix("2026-01-31T12:00:00Z after round 3: The rate is high.")
     'The rate is high.'
     """
     return re.sub(r"^\S+Z after round \d+: ", "", line)
@@ -250,7 +250,7 @@ def first_reaching(history: Iterable[Row], target: float, objective: MetricInfo 
         target: Value of the objective.
         objective: Metric that judges the run; accuracy or R² if None.
 
-    >>> reaching([{"round": 1, "accuracy": None}, {"round": 2, "accuracy": 0.4}], 0.4)
+    >>> first_reaching([{"round": 1, "accuracy": None}, {"round": 2, "accuracy": 0.4}], 0.4)
     {'round': 2, 'accuracy': 0.4}
     """
     for row in history:
@@ -264,7 +264,7 @@ def first_reaching(history: Iterable[Row], target: float, objective: MetricInfo 
 def finite_or_none(row: Row) -> Row:
     """JSON has no NaN: a figure that is not finite becomes None.
 
-    >>> finite({"round": 1, "loss": float("inf")})
+    >>> finite_or_none({"round": 1, "loss": float("inf")})
     {'round': 1, 'loss': None}
     """
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -62,7 +62,7 @@ def method_style(place: int) -> dict[str, str]:
 def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
     """Evenly spaced places of ``count``, the first and the last among them.
 
-    >>> thinned(5, 3), thinned(2, 3)
+    >>> evenly_spaced(5, 3), evenly_spaced(2, 3)
     ([0, 2, 4], [0, 1])
     """
     return list(range(count)) if count <= most else np.linspace(0, count - 1, most).round().astype(int).tolist()
@@ -253,7 +253,7 @@ def client_label(row: dict[str, Any]) -> str:
 def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:
     """The mean of the lowest tenth, at least one of them, as ``client_accuracy_worst_decile`` has it.
 
-    >>> worst_tenth([3.0, 1.0, 2.0])
+    >>> mean_worst_decile([3.0, 1.0, 2.0])
     1.0
     """
     ordered = np.sort(np.asarray(values, float))

@@ -43,7 +43,7 @@ def escape_script(text: str) -> str:
 def to_json(value: object) -> str:
     r"""Plain values as JSON that no page takes for its own mark-up; six digits, and null for what is not finite.
 
-    >>> as_data({"<": [1 / 3, float("nan")]})
+    >>> to_json({"<": [1 / 3, float("nan")]})
     '{"\\u003c":[0.333333,null]}'
     """
     text = json.dumps(_rounded(value), separators=(",", ":"), allow_nan=False)

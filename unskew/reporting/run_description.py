@@ -57,7 +57,7 @@ def method_facts(spelling: str) -> list[MethodFacts]:
 def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
     r"""A docstring as ``("text", ...)`` and ``("formula", ...)``, where a paragraph that ends with ``::`` leads to a formula.
 
-    >>> paragraphs("With x::\n\n    a <- b\n\nMore.")
+    >>> docstring_paragraphs("With x::\n\n    a <- b\n\nMore.")
     [('text', 'With x:'), ('formula', 'a <- b'), ('text', 'More.')]
     """
     found = []

@@ -30,7 +30,7 @@ def legacy_identity(cell: PresetCell) -> PresetCell | None:
     """The run of a cell as it was before a default changed, marked; None where none has changed.
 
     >>> from unskew.config.loader import experiment
-    >>> cell = as_earlier(Cell("both", "all", experiment({"method": "fedssyn:rho=1+scaffold"})))
+    >>> cell = legacy_identity(PresetCell("both", "all", experiment({"method": "fedssyn:rho=1+scaffold"})))
     >>> cell.row, cell.config.method
     ('both †', 'fedssyn:rho=1,match_steps=epochs+scaffold')
     """

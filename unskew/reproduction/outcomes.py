@@ -81,7 +81,7 @@ def store_outcome(
 def outcome_path(run: dict[str, Any]) -> Path:
     """Where a reader finds an outcome in the folder of all: data, method, partition, seed. Only the hash at the end decides.
 
-    >>> place_of({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
+    >>> outcome_path({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
     'digits/fedprox-mu=0.1/classes-2-seed3-b42ddabb.json'
     """
     if "study" in run:

@@ -126,7 +126,7 @@ def read_yaml(name: str) -> Options:
 def merge_values(base: Options, over: Options) -> Options:
     """``over`` on top of ``base``, sections by their entries; rows, columns and published numbers replace.
 
-    >>> merged({"settings": {"lr": 1, "rounds": 2}, "rows": {"a": {}}}, {"settings": {"lr": 3}, "rows": {"b": {}}})
+    >>> merge_values({"settings": {"lr": 1, "rounds": 2}, "rows": {"a": {}}}, {"settings": {"lr": 3}, "rows": {"b": {}}})
     {'settings': {'lr': 3, 'rounds': 2}, 'rows': {'b': {}}}
     """
     result = dict(base)
@@ -141,7 +141,7 @@ def merge_values(base: Options, over: Options) -> Options:
 def fill_placeholders(options: Options, values: Options) -> Options:
     """``options`` with every ``$name`` replaced; a string that is nothing but a number becomes one.
 
-    >>> filled({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
+    >>> fill_placeholders({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
     {'method': 'fedcog:n=8', 'rounds': 40}
     """
     text = re.sub(r"\$([a-z][a-z0-9_]*)", lambda name: str(values[name[1]]), json.dumps(options))

@@ -34,7 +34,7 @@ def settings_note(preset: Preset, scale: str, table: Iterable[PresetCell]) -> st
 def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
     """Return a sentence that states settings, each with ours and the paper's values; empty without settings.
 
-    >>> print(stated("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]}))
+    >>> print(describe_settings("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]}))
     Scale cpu is not the paper's setting: data digits (paper: cifar100); target 0.8, 0.9 (paper: 0.3, 0.4).
     """
     texts = []

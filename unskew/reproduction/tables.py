@@ -269,7 +269,7 @@ def _line(name: str, e: TableEntry, digits: int) -> list[str]:
 def signed_difference(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
     """A difference over ``count`` of ``seeds``, with its sign, and its spread if there is more than one.
 
-    >>> signed(1.234, 0.5, 3, 1, 3), signed(1.234, 0.0, 1, 1, 3)
+    >>> signed_difference(1.234, 0.5, 3, 1, 3), signed_difference(1.234, 0.0, 1, 1, 3)
     ('+1.2 ± 0.5', '+1.2 (1 of 3)')
     """
     spread = f" ± {std:.{digits}f}" if count > 1 else ""

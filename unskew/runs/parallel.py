@@ -124,13 +124,13 @@ def run_in_pool(at_once: int) -> bool:
 
 
 def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
-    """Carry out works, ``places`` at a time; gives the name and the result of each when it is done.
+    """Carry out works, ``num_parallel_runs`` at a time; gives the name and the result of each when it is done.
 
     The first that fails ends the others after their round, and its error is raised.
 
     Args:
         works: What is to be done; those that others come ``after`` stand before them.
-        places: Processes, or an ``At``.
+        places: Processes, or an ``ParallelOn``.
         given: What all of them need, such as data. It lies in memory once for all processes.
 
     Raises:

@@ -37,7 +37,7 @@ SIZES = (1, 2, 5)
 class PortableModel(nn.Module):
     """From inputs as they are (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
 
-    Of a table of mixed columns a category goes in as the place of its value among those that ``facts`` names, from 1 on and 0
+    Of a table of mixed columns a category goes in as the place of its value among those that ``file_metadata`` names, from 1 on and 0
     of all others, and a number that is missing as NaN. Of regression, numbers ``[B, T]`` in their own units come out.
 
     Args:

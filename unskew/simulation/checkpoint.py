@@ -54,7 +54,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
     """Write the checkpoint after ``round`` rounds into ``folder`` and drop all but the last two.
 
     Args:
-        folder: The run's ``checkpoints`` folder.
+        folder: The run's ``list_checkpoints`` folder.
         round: Rounds finished.
         server: Whose state is saved.
         network: Whose updates on their way are saved.

@@ -90,7 +90,7 @@ class Delays:
 def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
     """Kind and numbers of a delay.
 
-    >>> parse("lognormal:4,0.5")
+    >>> parse_delay("lognormal:4,0.5")
     ('lognormal', (4.0, 0.5))
 
     Raises:
@@ -161,7 +161,7 @@ def parse_nonnegative(text: str | None, what: str) -> int:
     Raises:
         DataError: It is none.
 
-    >>> whole("3", "a delay is a whole number")
+    >>> parse_nonnegative("3", "a delay is a whole number")
     3
     """
     try:

@@ -20,7 +20,7 @@ from unskew.protocol.updates import Masks
 def complement_slices(slices: Slices, size: int) -> Slices:
     """The rest of a vector of ``size`` elements; ``slices`` are in order.
 
-    >>> complement((slice(2, 4), slice(7, 9)), 9)
+    >>> complement_slices((slice(2, 4), slice(7, 9)), 9)
     (slice(0, 2, None), slice(4, 7, None))
     """
     starts, stops = [0, *(s.stop for s in slices)], [*(s.start for s in slices), size]
@@ -30,7 +30,7 @@ def complement_slices(slices: Slices, size: int) -> Slices:
 def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> Slices:
     """The parts of ``slices`` that are in none of ``others``.
 
-    >>> without((slice(0, 6),), (slice(2, 3),), 9)
+    >>> subtract_slices((slice(0, 6),), (slice(2, 3),), 9)
     (slice(0, 2, None), slice(3, 6, None))
     """
     if others is None:

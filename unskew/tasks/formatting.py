@@ -28,7 +28,7 @@ def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
 def value_text(one: MetricInfo, value: float | None, spread: float | None = None, sign: str = "%") -> str:
     """Return a value of a metric as text: in per cent with the sign, or as a plain number.
 
-    >>> value_text(metric("auroc"), 0.5), value_text(metric("loss"), 0.5, 0.1)
+    >>> value_text(metric_info("auroc"), 0.5), value_text(metric_info("loss"), 0.5, 0.1)
     ('50.0%', '0.5000 ± 0.1000')
     """
     if one.percent and value is not None:
@@ -60,7 +60,7 @@ def method_title(row: Mapping[str, Any]) -> str:
 def format_percent(value: float | None, spread: float | None = None) -> str:
     """A share as per cent.
 
-    >>> percent(0.5, 0.012), percent(None), percent(-1e12)
+    >>> format_percent(0.5, 0.012), format_percent(None), format_percent(-1e12)
     ('50.0 ± 1.2', '-', '-1.0e+14')
     """
     if value is None:
@@ -73,7 +73,7 @@ def format_percent(value: float | None, spread: float | None = None) -> str:
 def format_megabytes(value: float) -> str:
     """Bytes as MB (10^6).
 
-    >>> megabytes(4_520), megabytes(88e6), megabytes(12e9)
+    >>> format_megabytes(4_520), format_megabytes(88e6), format_megabytes(12e9)
     ('0.0045', '88.0', '12,000')
     """
     if value >= 1e9:
@@ -84,7 +84,7 @@ def format_megabytes(value: float) -> str:
 def format_number(value: float | None, spread: float | None = None) -> str:
     """A loss or a perplexity.
 
-    >>> number(1.25, 0.0125), number(None), number(31.4)
+    >>> format_number(1.25, 0.0125), format_number(None), format_number(31.4)
     ('1.2500 ± 0.0125', '-', '31.40')
     """
     if value is None:

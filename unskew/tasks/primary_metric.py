@@ -33,7 +33,7 @@ class MetricInfo:
     def rank(self, value: float) -> float:
         """Return a number that is higher for better values.
 
-        >>> metric("loss").rank(0.5), metric("auroc").rank(0.5)
+        >>> metric_info("loss").rank(0.5), metric_info("auroc").rank(0.5)
         (-0.5, 0.5)
         """
         return -value if self.lower_is_better else value
@@ -41,7 +41,7 @@ class MetricInfo:
     def default_target(self, best: float) -> float:
         """Return 90 % of the best value, or that value over 0.9 where lower is better.
 
-        >>> metric("accuracy").default_target(0.8), metric("loss").default_target(0.18)
+        >>> metric_info("accuracy").default_target(0.8), metric_info("loss").default_target(0.18)
         (0.72, 0.2)
         """
         if self.percent and not self.lower_is_better:
@@ -80,7 +80,7 @@ def metric_info(name: str, own: Mapping[str, str] | None = None) -> MetricInfo:
         name: Name in files.
         own: Directions of the user's metrics, ``"lower"`` or ``"higher"``, by name.
 
-    >>> metric("recall/yes").title, metric("cost", {"cost": "lower"}).lower_is_better
+    >>> metric_info("recall/yes").title, metric_info("cost", {"cost": "lower"}).lower_is_better
     ('recall of yes', True)
     """
     if name in KNOWN_METRICS:
@@ -93,7 +93,7 @@ def metric_info(name: str, own: Mapping[str, str] | None = None) -> MetricInfo:
 def primary_metric_name(names: Container[str]) -> str:
     """The name of the figure that is scored, among the names of a row's or a summary's figures.
 
-    >>> score_of({"round": 1, "r2": 0.5}), score_of(["best_accuracy", "accuracy"])
+    >>> primary_metric_name({"round": 1, "r2": 0.5}), primary_metric_name(["best_accuracy", "accuracy"])
     ('r2', 'accuracy')
     """
     return "r2" if "r2" in names else "accuracy"
@@ -102,7 +102,7 @@ def primary_metric_name(names: Container[str]) -> str:
 def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
     """Return the metric that judges the run of a summary, or of a row of a comparison.
 
-    >>> objective_of({"objective": "ece"}).title, objective_of({"r2": 0.5}).title
+    >>> objective_metric({"objective": "ece"}).title, objective_metric({"r2": 0.5}).title
     ('ECE', 'R²')
     """
     return metric_info(summary.get("objective") or primary_metric_name(summary), summary.get("own_metrics"))
@@ -111,7 +111,7 @@ def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
 def client_metric_name(objective: str, scored: str) -> str:
     """Return the name of the metric of single clients that goes with an objective.
 
-    >>> client_metric("auroc", "accuracy"), client_metric("worst_client", "accuracy")
+    >>> client_metric_name("auroc", "accuracy"), client_metric_name("worst_client", "accuracy")
     ('auroc', 'accuracy')
     """
     return scored if objective == WORST else objective
@@ -120,7 +120,7 @@ def client_metric_name(objective: str, scored: str) -> str:
 def validation_metric_name(objective: str) -> str:
     """Return the name of an objective's value on what the clients hold out, in the rounds of a run.
 
-    >>> held_out_name("auroc"), held_out_name("worst_client")
+    >>> validation_metric_name("auroc"), validation_metric_name("worst_client")
     ('validation_auroc', 'worst_client')
     """
     return objective if objective == WORST else f"validation_{objective}"

@@ -101,7 +101,7 @@ def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, flo
         std: The unit of each target; 1 without.
 
     >>> y = torch.tensor([[1.0], [2.0], [3.0]])
-    >>> regression_figures(regression_sums(y + 1, y))
+    >>> regression_metrics(regression_sums(y + 1, y))
     {'r2': -0.5, 'mae': 1.0, 'rmse': 1.0}
     """
     count, total, squares, squared, absolute = sums.cpu()

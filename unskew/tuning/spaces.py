@@ -37,9 +37,9 @@ def split_expression(spelling: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
-    """The inverse of ``parts_of``.
+    """The inverse of ``split_expression``.
 
-    >>> spelled(parts_of("fedprox:mu=0.1 + scaffold"))
+    >>> join_expression(split_expression("fedprox:mu=0.1 + scaffold"))
     'fedprox:mu=0.1+scaffold'
     """
     pieces = []
@@ -131,7 +131,7 @@ def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) ->
 def rounded(value: Any, space: Space) -> Any:
     """A value as it is used: a number with few digits, inside its range.
 
-    >>> rounded(0.0123456, log(0.001, 1.0))
+    >>> rounded(0.0123456, log_range(0.001, 1.0))
     0.0123
     """
     if not isinstance(space, RangeSpace) or not isinstance(value, float):
@@ -142,7 +142,7 @@ def rounded(value: Any, space: Space) -> Any:
 def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A method with options, and the fields of a run that go with it.
 
-    >>> applied("fedprox+scaffold", {"lr": 0.1, "fedprox.mu": 0.5})
+    >>> apply_parameters("fedprox+scaffold", {"lr": 0.1, "fedprox.mu": 0.5})
     ('fedprox:mu=0.5+scaffold', {'lr': 0.1})
     """
     parts, fields = split_expression(spelling), {}

@@ -29,7 +29,7 @@ EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "q
 def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
     """Split ``name:value,option=value`` into its parts; the value is empty when there is none.
 
-    >>> parse("dirichlet:0.1,min=half")
+    >>> parse_partition("dirichlet:0.1,min=half")
     ('dirichlet', '0.1', {'min': 'half'})
     """
     head, *rest = (part.strip() for part in spec.split(","))
@@ -59,7 +59,7 @@ def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
 def partition_column(spec: object) -> str | None:
     """The column whose values decide a partition, however it is given; None if none does.
 
-    >>> column_of("natural:user"), column_of("dirichlet:0.1,by=genre"), column_of("sorted")
+    >>> partition_column("natural:user"), partition_column("dirichlet:0.1,by=genre"), partition_column("sorted")
     ('user', 'genre', None)
     """
     if not isinstance(spec, str):  # a partitioner of flwr_datasets may have one

@@ -242,7 +242,7 @@ def client_names_from_column(
     More than four values are written as the first and the last.
 
     >>> columns = {"ward": np.array(["b", "a", "c", "a"])}
-    >>> names_of("sorted:ward", np.array([0, 0, 1, 0]), 2, columns), names_of("iid", np.array([0, 0, 1, 0]), 2, columns)
+    >>> client_names_from_column("sorted:ward", np.array([0, 0, 1, 0]), 2, columns), client_names_from_column("iid", np.array([0, 0, 1, 0]), 2, columns)
     (('a, b', 'c'), ())
     """
     name, value, options = parse_partition(spec)

@@ -282,7 +282,7 @@ def has_decimal_commas(column: Any) -> bool:
 def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     """Each column and what is done to it; of a wide table, a line for all columns to which the same is done.
 
-    >>> described({"age": "input", "name": "left out: text"})
+    >>> describe_roles({"age": "input", "name": "left out: text"})
     [('age', 'input'), ('name', 'left out: text')]
     """
     named = {name or "(no name)": what for name, what in columns.items()}
@@ -297,7 +297,7 @@ def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
 def abbreviate(names: list[str], most: int = 5) -> str:
     """The first few names, and how many more there are.
 
-    >>> shortened(["a", "b", "c"], most=2)
+    >>> abbreviate(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""

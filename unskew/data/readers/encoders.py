@@ -101,7 +101,7 @@ def first_mismatch(column: Any, kind: Any) -> str:
     """What a column holds that has another type: the first text that is no value of the type, and its row, from 0 on.
 
     >>> import pyarrow as pa
-    >>> where_not(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
+    >>> first_mismatch(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
     "'maybe' in row 3"
     """
     import pyarrow as pa
@@ -126,7 +126,7 @@ def to_texts(column: Any) -> np.ndarray:
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     """Places among the known values from 1 on; 0 of all others.
 
-    >>> codes(np.array(["b", None, "z"], object), ["a", "b"])
+    >>> to_codes(np.array(["b", None, "z"], object), ["a", "b"])
     array([2., 0., 0.], dtype=float32)
     """
     place = {value: number for number, value in enumerate(known, 1)}
@@ -163,7 +163,7 @@ class FittedEncoders:
 
     @property
     def normalisation(self) -> Normalization:
-        """See ``scaling_of``."""
+        """See ``column_scaling``."""
         return column_scaling(self.encoders)
 
 
@@ -236,8 +236,8 @@ def fit_encoders(
     Args:
         known: The encoders that the columns were read with.
         indicate: Whether missing numbers get a further input.
-        first: What each client ``told``.
-        second: From the mean to what each ``squared``.
+        first: What each client ``client_stats``.
+        second: From the mean to what each ``squared_deviations``.
 
     Raises:
         DataError: No client has any value of a column.

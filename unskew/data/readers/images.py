@@ -149,7 +149,7 @@ def optional_simplejpeg() -> Any | None:
 def convert_channels(x: Tensor, channels: int) -> Tensor:
     """Images with the given number of channels: grey is repeated, colour becomes its luminance.
 
-    >>> with_channels(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), 3).shape
+    >>> convert_channels(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), 3).shape
     torch.Size([2, 3, 4, 4])
     """
     if x.shape[1] == channels:

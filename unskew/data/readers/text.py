@@ -124,7 +124,7 @@ def load_cached(
     csv: CsvSpec,
     split: Split | None,
 ) -> Source:
-    """Load and tokenise; ``stamp`` and ``tokenizer_stamp`` are only part of the key."""
+    """Load and tokenise; ``files_stamp`` and ``tokenizer_stamp`` are only part of the key."""
     parts, name = text_tables(kind, path, csv)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     for where, part in parts.items():

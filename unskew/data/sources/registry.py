@@ -234,7 +234,7 @@ class SourceRequest(NamedTuple):
 
 @lru_cache(maxsize=4)
 def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
-    """Load and decode; ``stamp`` is only part of the key."""
+    """Load and decode; ``files_stamp`` is only part of the key."""
     return load_uncached(request).sized(request.size).first(request.classes)
 
 

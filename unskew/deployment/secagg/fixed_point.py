@@ -44,7 +44,7 @@ class SumPart:
 def required_exponent(tensor: Tensor, weight: float) -> int:
     """The smallest whole number so that no entry, times ``weight``, is larger than two to it.
 
-    >>> exponent_of(torch.tensor([3.0, -1.0]), 1.0), exponent_of(torch.zeros(2), 1.0)
+    >>> required_exponent(torch.tensor([3.0, -1.0]), 1.0), required_exponent(torch.zeros(2), 1.0)
     (2, -200)
     """
     if not tensor.numel():

@@ -74,7 +74,7 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     Raises:
         Nonsense: There are no so many samples.
 
-    >>> labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
+    >>> placeholder_labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
     [0, 0, 2]
     """
     if not 0 < examples <= MOST:
@@ -137,7 +137,7 @@ def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: Sit
 def _one(
     place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
 ) -> PreparedData:
-    """One data rule; its own ``prepare`` runs, with messages in the place of what happens at clients."""
+    """One data rule; its own ``run_data_rules`` runs, with messages in the place of what happens at clients."""
     after: dict[int, ClientData] = {}
 
     def contribute(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:

@@ -43,7 +43,7 @@ def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
     The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are needed:
     a single one could push out an honest client by sending zeros.
 
-    >>> limits({0: 1.0, 1: 2.0, 2: 100.0}, floor=5.0)
+    >>> norm_outliers({0: 1.0, 1: 2.0, 2: 100.0}, floor=5.0)
     {2: 45.0}
     """
     found = {}

@@ -52,7 +52,7 @@ class SiteRegistry:
         sites: Those that are known.
         clients: How many the experiment has.
         seconds: After which Flower forgets the question.
-        check: Validates what a site reports of its data; raises ``Nonsense`` or ``ConfigError``.
+        check: Validates what a site reports of its data; raises ``InvalidMessageError`` or ``ConfigError``.
         roster: Public signing keys, by client: with them each site must prove its number. Empty: no proof is asked for.
         exact: Whether sites with other versions or CPU instructions are rejected, instead of reported.
         rejected: By node: why its site was not admitted.

@@ -28,7 +28,7 @@ not report if the SuperNode is back within a heartbeat. Doubled each time, so a 
 def retry_delay(failures: int) -> float:
     """Return the seconds to wait before a message is sent again, so that Flower's slow processes do not pile up.
 
-    >>> [pause(n) for n in (1, 2, 3, 10)]
+    >>> [retry_delay(n) for n in (1, 2, 3, 10)]
     [1.0, 2.0, 4.0, 60.0]
     """
     return min(PAUSE * 2.0 ** (failures - 1), LONGEST)

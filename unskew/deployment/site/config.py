@@ -29,7 +29,7 @@ def parse_address(value: str) -> str:
     Raises:
         ValueError: It is none.
 
-    >>> address("superlink.example.org:8000")
+    >>> parse_address("superlink.example.org:8000")
     'superlink.example.org:8000'
     """
     host, _, port = value.rpartition(":")

@@ -231,7 +231,7 @@ def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
     Raises:
         DataError: There is a label that the server does not know.
 
-    >>> renamed(torch.tensor([0, 1, 1]), ("no", "yes"), ("maybe", "no", "yes"), "a").tolist()
+    >>> relabel(torch.tensor([0, 1, 1]), ("no", "yes"), ("maybe", "no", "yes"), "a").tolist()
     [1, 2, 2]
     """
     if not theirs or not mine:

@@ -127,7 +127,7 @@ def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, 
 
 
 def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
-    """Return the inverse of ``rules_record``; tensors over all parameters are zero outside the slices.
+    """Return the inverse of ``encode_rules``; tensors over all parameters are zero outside the slices.
 
     Raises:
         Nonsense: If the length of a tensor is not that of the slices.
@@ -187,7 +187,7 @@ def request_digest(frame: Frame) -> str:
 
 
 def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Broadcast:
-    """Inverse of ``cast_frame`` at the client, which kept ``state``.
+    """Inverse of ``encode_broadcast`` at the client, which kept ``state``.
 
     Raises:
         Nonsense: It is none.
@@ -243,7 +243,7 @@ def encode_update(update: Update, cast: Broadcast, terms: WireContext, about: di
 
 
 def decode_update(frame: Frame, cast: Broadcast, terms: WireContext, examples: int) -> Update:
-    """Inverse of ``update_frame`` at the server, which sent ``cast`` to a client with so many examples.
+    """Inverse of ``encode_update`` at the server, which sent ``cast`` to a client with so many examples.
 
     An update whose numbers are not finite is one all the same: the server leaves it out and counts it.
 

@@ -33,7 +33,7 @@ class InvalidMessageError(UnskewError):
 def printable(said: object) -> str:
     """What the other side says, as a line that may be shown and logged: without what would steer a terminal.
 
-    >>> plainly("a" + chr(27) + "[2Jb")
+    >>> printable("a" + chr(27) + "[2Jb")
     'a [2Jb'
     """
     return "".join(c if c.isprintable() else " " for c in str(said)[:1000])
@@ -126,14 +126,14 @@ def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> N
 def slices_as_text(slices: Slices | None) -> str | None:
     """Slices as text; None stands for all.
 
-    >>> written((slice(0, 4), slice(6, 9))), written(())
+    >>> slices_as_text((slice(0, 4), slice(6, 9))), slices_as_text(())
     ('0:4,6:9', '')
     """
     return None if slices is None else ",".join(f"{piece.start}:{piece.stop}" for piece in slices)
 
 
 def parse_slices(text: object, size: int) -> Slices | None:
-    """Inverse of ``written``, for a vector of ``size`` elements.
+    """Inverse of ``slices_as_text``, for a vector of ``size`` elements.
 
     Raises:
         Nonsense: They are not in order, or beyond the vector.
@@ -166,7 +166,7 @@ def gather_slices(v: Tensor, slices: Slices | None) -> Tensor:
 
 
 def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
-    """``into`` with joined values in the slices; inverse of ``picked``."""
+    """``into`` with joined values in the slices; inverse of ``gather_slices``."""
     if slices is None:
         return values
     at = 0

@@ -25,9 +25,9 @@ def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]
     """Large tensors that several of these records hold, and the records with places in the list where they were.
 
     >>> v = torch.zeros(2000)
-    >>> shared, records = apart([{"v": v, "client": 0}, {"v": v, "client": 1}])
+    >>> shared, records = extract_shared([{"v": v, "client": 0}, {"v": v, "client": 1}])
     >>> len(shared), records[1]
-    (1, {'v': Place(number=0), 'client': 1})
+    (1, {'v': SharedTensorRef(number=0), 'client': 1})
     """
     held: Counter[int] = Counter()
     tensors: dict[int, Tensor] = {}
@@ -53,7 +53,7 @@ def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]
 
 
 def restore_shared(record: Any, shared: list[Tensor]) -> Any:
-    """Inverse of ``apart`` for one record."""
+    """Inverse of ``extract_shared`` for one record."""
     if isinstance(record, dict):
         return {key: restore_shared(inner, shared) for key, inner in record.items()}
     return shared[record.number] if isinstance(record, SharedTensorRef) else record

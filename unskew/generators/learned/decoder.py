@@ -8,7 +8,7 @@ The network, for images ``C x H x W``, with ``h = H / 4`` and ``w = W / 4`` roun
     z [n, 256] -> linear to 128 x h x w -> norm -> upsample 2 -> conv 3x3 128 -> norm -> leaky 0.2
                -> upsample 2 -> conv 3x3 64 -> norm -> leaky 0.2 -> conv 3x3 C -> sigmoid
 
-What is larger than ``H x W``, because a side is no multiple of 4, is cut off at the bottom and at the right. ``norm`` is
+What is larger than ``H x W``, because a side is no multiple of 4, is cut off at the bottom and at the right. ``batch_norm`` is
 batch normalisation by the batch's own mean and biased variance, with a learned scale and offset; convolutions before it
 have no bias.
 """
@@ -75,7 +75,7 @@ def initial_decoder(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torc
 
 
 def make_decoder(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: PixelScaling) -> Maker:
-    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates; see ``start``."""
+    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates; see ``initial_decoder``."""
     image = (shape[0], shape[1], shape[2])
     return initial_decoder(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
 
@@ -91,7 +91,7 @@ def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
     """The images that the network makes of its input: ``[n, C, H, W]``, from 0 to 1.
 
     Args:
-        vector: Network and input, as ``start`` gives them.
+        vector: Network and input, as ``initial_decoder`` gives them.
         n: Number of images.
         shape: ``(C, H, W)`` of one image.
     """

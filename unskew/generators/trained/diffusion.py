@@ -41,9 +41,9 @@ def beta_schedule(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
 def spaced_timesteps(steps: int, count: int) -> list[int]:
     """``count`` of ``steps`` times, evenly spaced, ascending, the first and the last among them.
 
-    >>> spaced(1000, 5)
+    >>> spaced_timesteps(1000, 5)
     [0, 250, 500, 749, 999]
-    >>> spaced(10, 1)
+    >>> spaced_timesteps(10, 1)
     [9]
     """
     if count >= steps:

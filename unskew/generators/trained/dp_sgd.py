@@ -72,7 +72,7 @@ class PrivacyOptions:
 def round_up(epsilon: float) -> float:
     """To three digits, never below what was spent.
 
-    >>> rounded_up(9.213), rounded_up(10.01), rounded_up(3.0)
+    >>> round_up(9.213), round_up(10.01), round_up(3.0)
     (9.22, 10.1, 3.0)
     """
     shown = float(f"{epsilon:.3g}")

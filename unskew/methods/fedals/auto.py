@@ -141,7 +141,7 @@ class AutoPeriods(ClientRule, SyncRule):
 def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
     """The figures of a round.
 
-    >>> averaged([False, True], [10, 1])
+    >>> average_layers([False, True], [10, 1])
     {'fedals_averaged': [2], 'fedals_periods': [10, 1]}
     """
     layers, periods_now = (figure.name for figure in FIGURES)

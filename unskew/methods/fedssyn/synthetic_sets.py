@@ -54,7 +54,7 @@ def mismatch_error(refuse: str, clients: int | None = None) -> set[int]:
     Raises:
         ConfigError: It is neither.
 
-    >>> sorted(refusing("0;3", 10)), sorted(refusing("0.2", 10)), refusing("", 10)
+    >>> sorted(mismatch_error("0;3", 10)), sorted(mismatch_error("0.2", 10)), mismatch_error("", 10)
     ([0, 3], [8, 9], set())
     """
     try:

@@ -126,7 +126,7 @@ def grouped_unchecked(spec: ModelSpec) -> GroupedModel | None:
 def grouped_form_or_reason(spec: ModelSpec) -> tuple[GroupedModel | None, str]:
     """The stacked form of a model, or None and what it has that has no such form.
 
-    >>> stacked_form(ModelSpec(nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)), (3,), 2))
+    >>> grouped_form_or_reason(ModelSpec(nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)), (3,), 2))
     (None, 'PReLU')
     """
     try:

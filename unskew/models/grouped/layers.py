@@ -16,7 +16,7 @@ from unskew.seeding import uniform
 
 
 class LayerKind(NamedTuple):
-    """A kind of module: ``run(pass, module, name, value)``, and ``check(module)``, which raises ``Unknown``."""
+    """A kind of module: ``run(pass, module, name, value)``, and ``check(module)``, which raises ``UnsupportedLayerError``."""
 
     run: Callable[..., GroupedValue]
     check: Callable[[Any], None] = lambda module: None

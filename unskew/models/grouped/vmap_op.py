@@ -1,6 +1,6 @@
 """A pass of a stacked twin as one operator under ``torch.func.vmap``.
 
-There are two ways. In a client's own gradient the client axis is taken off (``below``), and ordinary autograd goes through
+There are two ways. In a client's own gradient the client axis is taken off (``unwrap_batched``), and ordinary autograd goes through
 twin and loss alike. Where a rule differentiates by itself (``torch.func.grad`` with respect to inputs), the pass is a
 function with a rule for ``vmap`` and a gradient of its own, through which it cannot be differentiated twice.
 """
@@ -158,7 +158,7 @@ def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
 
 
 def wrap_batched(t: Tensor) -> Tensor:
-    """Inverse of ``below``."""
+    """Inverse of ``unwrap_batched``."""
     return _functorch._add_batch_dim(t, 0, _functorch.current_level())
 
 

@@ -44,7 +44,7 @@ class Embeddings(nn.Module):
 def embedding_size(values: int) -> int:
     """Length of the vector of a category with so many values, 0 of a number.
 
-    >>> size_of(3), size_of(1000), size_of(0)
+    >>> embedding_size(3), embedding_size(1000), embedding_size(0)
     (2, 50, 0)
     """
     return min(LARGEST, (values + 1) // 2)

@@ -140,7 +140,7 @@ def best_rounds(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
 def fit_rounds(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
     """Least squares ``A`` and ``B`` of ``R = A / sqrt(eps) + B``; NaN with fewer than two points.
 
-    >>> fit(np.array([1e-4, 1e-6]), np.array([103.0, 1003.0]))
+    >>> fit_rounds(np.array([1e-4, 1e-6]), np.array([103.0, 1003.0]))
     (1.0, 3.0)
     """
     reached = np.isfinite(rounds)
