@@ -89,8 +89,8 @@ def test_what_decides_the_partition_is_no_input(patients, partition, inputs):
 
 
 def test_features_are_taken_in_the_order_they_are_named_in(patients):
-    source = load_source(patients, label="outcome", choice=sources.Choice(("bmi", "age")))
-    other = load_source(patients, label="outcome", choice=sources.Choice(exclude=("patient_id", "ward")))
+    source = load_source(patients, label="outcome", choice=sources.ColumnSelection(("bmi", "age")))
+    other = load_source(patients, label="outcome", choice=sources.ColumnSelection(exclude=("patient_id", "ward")))
     assert torch.equal(source.train.x, other.train.x[:, [1, 0]])
     # Named by hand, the column of the partition and one that looks like an identifier are inputs.
     fed = load(patients, "natural:ward", clients=None, features="ward, patient_id")

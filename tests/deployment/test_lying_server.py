@@ -111,7 +111,7 @@ class World:
 
     def delta(self, total):
         rows = json.loads(self.parts)
-        parts = [secagg_client.Part(name, getattr(torch, dtype), tuple(shape), e) for name, dtype, shape, e in rows]
+        parts = [secagg_client.SumPart(name, getattr(torch, dtype), tuple(shape), e) for name, dtype, shape, e in rows]
         return dequantize(total, parts, len(self.ready))["delta"]
 
 

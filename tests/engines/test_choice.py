@@ -45,7 +45,7 @@ def measured(monkeypatch):
         nonlocal seconds
         seconds = iter(values)
 
-    monkeypatch.setattr(auto_select.timing, "seconds_of", seconds_of)
+    monkeypatch.setattr(auto_select.timing, "median_seconds", seconds_of)
     return give
 
 
@@ -89,7 +89,7 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
         looked.append(count)
         return dict.fromkeys(groups[:1], seconds[count])
 
-    monkeypatch.setattr(auto_select.timing, "in_processes", in_processes)
+    monkeypatch.setattr(auto_select.timing, "time_in_processes", in_processes)
     measured(1.0, *[100.0] * 9)
     found = []
     choose = auto_select.choose_engine
@@ -130,7 +130,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(timing.time_in_processes(setup, auto_select.unchecked(setup.spec), [1, 2], 1, 2, 60.0))
+        found.update(timing.time_in_processes(setup, auto_select.grouped_unchecked(setup.spec), [1, 2], 1, 2, 60.0))
 
     setup_of(monkeypatch, look)
     train(rounds=1)

@@ -246,7 +246,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
     nodes = {"ray": {"state": "nodes", "data": "store"}}
     whole = run("whole", "inline", 4)
     files = []
-    passed = ray_worker.without_state
+    passed = ray_worker.store_client_state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_worker, "store_client_state", lambda *one: files.append(passed(*one)) or files[-1])
         half = run("half", "ray", 2, **nodes)

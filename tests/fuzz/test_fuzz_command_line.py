@@ -65,9 +65,9 @@ def unsent(monkeypatch):
     """No site is started, none is asked, no graph is traced and no library is written."""
     for place in (
         "deployment.server.run.run",
-        "deployment.site.process.serve",
-        "deployment.site.check.check",
-        "serving.export.write",
+        "deployment.site.process.serve_site",
+        "deployment.site.check.check_site",
+        "serving.export.write_model",
     ):
         monkeypatch.setattr(f"unskew.{place}", accepted)
     for module in ("page", "report"):
