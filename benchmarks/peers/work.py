@@ -33,7 +33,7 @@ class Work:
         self.clients, self.per_client = given["clients"], given["per_client"]
         self.x = np.load(self.folder / "x.npy", mmap_mode="r")
         self.y = np.load(self.folder / "y.npy")
-        self._turns = self._answers = None
+        self._turns = self._wait_for_replies = None
 
     def start(self) -> list[np.ndarray]:
         """The first model, a tensor for each parameter."""
@@ -63,10 +63,10 @@ class Work:
 
     def end(self) -> None:
         """Tell that a round has ended."""
-        if self._answers is None:
-            self._answers = (self.folder / "answers").open("w")
-        self._answers.write("done\n")
-        self._answers.flush()
+        if self._wait_for_replies is None:
+            self._wait_for_replies = (self.folder / "answers").open("w")
+        self._wait_for_replies.write("done\n")
+        self._wait_for_replies.flush()
 
     def finish(self, model: list[np.ndarray]) -> None:
         """Keep the last model."""

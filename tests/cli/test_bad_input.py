@@ -687,7 +687,7 @@ def test_options_of_a_method_may_be_python_values():
         == unskew.method("fedcog:labels=explicit,explicit=0;1").client
     )
     assert unskew.method("fedals", periods={"body": 4}).sync.periods == (("body", 4),)
-    assert unskew.method("fedprox", mu=0.5).spelling == "fedprox:mu=0.5"
+    assert unskew.method("fedprox", mu=0.5).expression == "fedprox:mu=0.5"
     for spec, options, words in (
         ("fedcog", {"n": -5}, "not valid"),
         ("fedcog", {"m": 5}, "fedcog has no option 'm'"),

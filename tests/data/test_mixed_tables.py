@@ -83,7 +83,7 @@ def test_what_the_server_learns_is_what_all_training_rows_say(table):
     held = [{by_name["drug"].values[int(c) - 1] for c in client.x[:, place["drug"]] if c} for client in fed.clients]
     assert set.union(*held) == set(by_name["drug"].values)
     assert [{name[0] for name in names} for names in held] == [{"a"}, {"b"}, {"c"}]
-    for (up, down), drugs in zip(fed.told.tolist(), held, strict=True):
+    for (up, down), drugs in zip(fed.stats_traffic.tolist(), held, strict=True):
         assert up == 4 * 24 + category_bytes(sorted(drugs)) + category_bytes(["no", "yes"])
         assert down == 4 * 24 + category_bytes(by_name["drug"].values) + category_bytes(["no", "yes"])
     days = [(np.datetime64(day) - np.datetime64("1970-01-01")).astype(int) for day in column(table, "since") if day]
@@ -91,7 +91,7 @@ def test_what_the_server_learns_is_what_all_training_rows_say(table):
     assert set(found[~np.isnan(found)]) <= set(days)
     result = unskew.run(fed, model="table-mlp", **TINY)
     sent = 4 * result.summary["parameters"] * 2 * 3
-    assert result.summary["bytes_up"] == sent + fed.told[:, 0].sum()
+    assert result.summary["bytes_up"] == sent + fed.stats_traffic[:, 0].sum()
 
 
 def test_gaps_become_the_mean_without_a_mark_or_are_refused(table):
@@ -103,7 +103,7 @@ def test_gaps_become_the_mean_without_a_mark_or_are_refused(table):
 def test_a_plain_table_is_read_as_before(table):
     fed = unskew.load_federation(f"table:{table}", **COLUMNS, features="age,grade")
     assert fed.encoders == ()
-    assert fed.told is None
+    assert fed.stats_traffic is None
     values = np.array([[float(a), float(g)] for a, g in zip(column(table, "age"), column(table, "grade"), strict=True)])
     assert all(any((row == value).all() for value in values) for row in fed.test[0].numpy())
 

@@ -140,7 +140,7 @@ def score(x, y, clients=None):
     fed = unskew.Federation.from_arrays(clients or [(x, y)], test=(x, y), task="multilabel", holdout=0.0)
     spec = ModelSpec(Copy(y.shape[1]), fed.shape, fed.classes)
     judge = Evaluator(spec, fed, TASK, torch.device("cpu"))
-    return judge, judge.score(spec.flatten(), spec.flatten_buffers()), (spec.flatten(), spec.flatten_buffers())
+    return judge, judge.evaluate_test(spec.flatten(), spec.flatten_buffers()), (spec.flatten(), spec.flatten_buffers())
 
 
 @pytest.mark.parametrize("n", [3, 40, 1203])
@@ -174,12 +174,12 @@ def test_clients_are_measured_on_what_they_hold_out_or_not_at_all():
     x, y = np.array([[1.0, -1], [1, 1]], np.float32), np.array([[1, 0], [0, 0]])
     clients = [(x, y, x, y), (x, y, -x, y), (x, y, x[:1], y[:1])]
     judge, _, vector = score(x, y, clients)
-    np.testing.assert_allclose(judge.clients(*vector, most=10, seed=0).accuracies, [0.5, 0.5, 1.0])
-    own = judge.clients(*vector, most=10, seed=0, own=lambda clients: [vector] * len(clients))
+    np.testing.assert_allclose(judge.evaluate_clients(*vector, most=10, seed=0).accuracies, [0.5, 0.5, 1.0])
+    own = judge.evaluate_clients(*vector, most=10, seed=0, own=lambda clients: [vector] * len(clients))
     np.testing.assert_allclose(own.accuracies, [0.5, 0.5, 1.0])
     judge, _, vector = score(x, y, [(x, y)])
     for given in (None, lambda clients: [vector] * len(clients)):
-        none = judge.clients(*vector, most=10, seed=0, own=given)
+        none = judge.evaluate_clients(*vector, most=10, seed=0, own=given)
         assert len(none.accuracies) == 0
         assert none.measured_on == "nothing, because no client holds out any samples"
 
@@ -290,7 +290,7 @@ def fedcog_context(rule, pairs, key=11):
     spec = unskew.ModelSpec(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), (2, 6, 6), 3, dtype=torch.float64)
     pairs = torch.tensor(pairs, dtype=torch.float64)
     ctx = context(rule, spec, counts=pairs.diagonal().tolist())
-    return replace(ctx, task=TASK, facts={**ctx.facts, "pairs": pairs}, key=torch.tensor(key))
+    return replace(ctx, task=TASK, facts={**ctx.client_info, "pairs": pairs}, key=torch.tensor(key))
 
 
 def test_targets_are_one_hot_by_default():

@@ -62,7 +62,7 @@ def test_the_state_is_there_in_the_next_round():
         for k, rounds in enumerate(parts):
             kept = state_at(sim.server, k)
             assert kept.rules == ({name: {"rounds": torch.tensor(float(rounds))}} if rounds else {})
-            assert (kept.model, kept.statistics) == (None, None)
+            assert (kept.model, kept.buffers) == (None, None)
 
 
 @pytest.mark.parametrize("engine", slow_but(["processes"], ["inline", "processes"]))

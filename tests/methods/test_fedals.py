@@ -202,9 +202,9 @@ def test_traffic_is_the_formula_to_the_last_parameter(alpha):
 def test_resnet20_has_the_papers_table_of_traffic():
     spec = ModelSpec(build_model("resnet20", (3, 32, 32), 10), (3, 32, 32), 10)
     rule = method("fedals:alpha=10").sync
-    _, up = rule.travels({}, 0, 0, None, spec)
+    _, up = rule.exchanged_slices({}, 0, 0, None, spec)
     assert sum(p.stop - p.start for p in up) == 650
-    _, up = rule.travels({}, 9, 0, 8, spec)
+    _, up = rule.exchanged_slices({}, 9, 0, 8, spec)
     assert sum(p.stop - p.start for p in up) == 292_954
 
 
@@ -229,11 +229,13 @@ def test_a_newcomer_downloads_what_it_missed():
     rule = method("fedals:alpha=4").sync
     whole = (slice(0, spec.size),)
     head = tuple(spec.parts["head"])
-    assert rule.travels({}, 5, 0, None, spec)[0] == whole
-    assert rule.travels({}, 5, 0, 4, spec)[0] == head
-    assert rule.travels({}, 5, 0, 3, spec)[0] == whole  # it took part in the round after which the body was averaged
-    assert rule.travels({}, 3, 0, 0, spec)[0] == head
-    assert rule.travels({}, 9, 0, 2, spec)[0] == whole
+    assert rule.exchanged_slices({}, 5, 0, None, spec)[0] == whole
+    assert rule.exchanged_slices({}, 5, 0, 4, spec)[0] == head
+    assert (
+        rule.exchanged_slices({}, 5, 0, 3, spec)[0] == whole
+    )  # it took part in the round after which the body was averaged
+    assert rule.exchanged_slices({}, 3, 0, 0, spec)[0] == head
+    assert rule.exchanged_slices({}, 9, 0, 2, spec)[0] == whole
 
 
 def test_an_interrupted_run_goes_on_with_bodies_momentum_and_mean(tmp_path):
@@ -335,7 +337,7 @@ def test_the_drift_that_auto_sees_is_the_consensus_distance():
         name = "watched"
 
         def collect(self, state, updates):
-            after = super().collect(state, updates)
+            after = super().server_update(state, updates)
             grown.append(after["growth"].tolist())
             return after
 

@@ -188,7 +188,7 @@ def test_the_generator_is_trained_by_adam_whose_moments_last(spec):
     leaf = nn.Parameter(G.init(fold(torch.tensor(100), 0)).double())
     optimizer, state = torch.optim.Adam([leaf], lr=0.01), {}
     for round in range(3):
-        state = rule.collect(state, updates_of(spec, heads, counts, round))
+        state = rule.server_update(state, updates_of(spec, heads, counts, round))
         for i in range(4):
             now = fold(fold(torch.tensor(100 + round), 1), i)
             y = draw_labels(fold(now, 1), torch.tensor([1.0, 1.0, 0.0]), 6)
@@ -218,7 +218,7 @@ def test_generated_features_come_to_mean_their_class(spec):
 
     before = rule.generator(spec).init(fold(torch.tensor(100), 0)).double()
     assert accuracy({"g": before}) < 0.7
-    assert accuracy(rule.collect({}, updates)) > 0.98
+    assert accuracy(rule.server_update({}, updates)) > 0.98
 
 
 def test_it_is_paid_for():
@@ -240,12 +240,12 @@ def test_labels_of_all_are_those_that_some_client_has_reported(spec):
             protocol.an_update(k, torch.zeros_like(v), upload={"fedgen": {"counts": torch.tensor(c, dtype=v.dtype)}})
             for k, c in enumerate(counts)
         ]
-        return rule.collect(state, protocol.some_updates(some, v=v, spec=spec, one_by_one={"fedgen"}))
+        return rule.server_update(state, protocol.some_updates(some, v=v, spec=spec, one_by_one={"fedgen"}))
 
     state = report({}, [3, 0, 0], [1, 0, 0])
-    assert rule.extras(state, 0)["labels"].tolist() == [1, 0, 0]
+    assert rule.download(state, 0)["labels"].tolist() == [1, 0, 0]
     state = report(state, [0, 0, 5])
-    assert rule.extras(state, 0)["labels"].tolist() == [1, 0, 1]
+    assert rule.download(state, 0)["labels"].tolist() == [1, 0, 1]
     ctx = context(spec, rule, state["g"], [5.0, 0.0, 0.0])
     ctx.download["labels"] = state["labels"]
     assert rule.begin(ctx)["present"].tolist() == [1, 0, 1]
@@ -285,7 +285,7 @@ def test_a_client_rule_that_asks_for_sums_gets_only_sums():
     class Curious(ClientRule):
         name, summary, paper = "curious", "for tests", "none"
 
-        def collect(self, state, updates):
+        def server_update(self, state, updates):
             return {"first": next(iter(updates)).delta}
 
     with pytest.raises(unskew.UnskewError, match="single updates"):

@@ -568,7 +568,7 @@ def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch,
 def test_the_preparation_tells_of_training_and_of_sampling_and_never_goes_back():
     seen = []
     spec = "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2"
-    place = Workspace(tell=lambda *told: seen.append(told))
+    place = Workspace(report=lambda *told: seen.append(told))
     Fedssyn(n_syn=3, generator=spec).made(pictures([9, 8]), 0, place)
     done = [at for _, at, _ in seen]
     assert done == sorted(done)

@@ -22,7 +22,7 @@ class Own(unskew.ClientRule):
 class ErrorFeedback(Own):
     """The largest entries are sent, the rest is added to the next update."""
 
-    def sends(self, ctx, carry, delta):
+    def transform_update(self, ctx, carry, delta):
         whole = delta + ctx.state.get("rest", torch.zeros_like(delta))
         sent = torch.where(whole.abs() >= whole.abs().topk(20).values[-1], whole, 0.0)
         ctx.state["rest"] = whole - sent
@@ -70,7 +70,7 @@ class Server(unskew.ServerRule):
 class Part(unskew.SyncRule):
     name, summary, paper = "part", "for tests", "none"
 
-    def travels(self, state, round, client, last, spec):
+    def exchanged_slices(self, state, round, client, last, spec):
         return self.pieces, (slice(0, spec.size),)
 
 
@@ -166,22 +166,22 @@ class Deals(unskew.DataRule):
         (Own, "begin", {1: torch.ones(2)}),
         (Own, "adapt", None),
         (Own, "adapt", torch.nn.Linear(2, 2)),
-        (Own, "moves", torch.ones(3, dtype=torch.bool)),
-        (Own, "moves", torch.ones(219)),
+        (Own, "trainable_mask", torch.ones(3, dtype=torch.bool)),
+        (Own, "trainable_mask", torch.ones(219)),
         (Own, "personal", 1),
-        (Own, "refuses", True),
+        (Own, "conflict_with", True),
         (Server, "step", None),
         (Server, "init", 3),
         (Server, "evaluated", torch.ones(3)),
         (Server, "metrics", {"a": torch.ones(2)}),
         (Server, "metrics", {1: 2.0}),
         (Server, "buffer", "2"),
-        (Part, "travels", None),
-        (Part, "travels", (1, 2)),
-        (Part, "own", None),
-        (Part, "exchanged", 3),
-        (Deals, "contribute", None),
-        (Deals, "deal", {}),
+        (Part, "exchanged_slices", None),
+        (Part, "exchanged_slices", (1, 2)),
+        (Part, "local_slices", None),
+        (Part, "round_metrics", 3),
+        (Deals, "client_payload", None),
+        (Deals, "server_payload", {}),
     ],
 )
 def test_a_hook_that_returns_something_else_is_named_with_its_rule(base, hook, value):
@@ -193,7 +193,7 @@ def test_a_hook_that_returns_something_else_is_named_with_its_rule(base, hook, v
         given["step"] = Server.step
     rule = with_attributes(base, **given)
     with pytest.raises(ConfigError, match=rf"{rule.name}\.{hook} must return"):
-        unskew.method([rule, "fedprox"]) if hook == "refuses" else train(rule, rounds=1)
+        unskew.method([rule, "fedprox"]) if hook == "conflict_with" else train(rule, rounds=1)
 
 
 @pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])

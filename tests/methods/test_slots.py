@@ -27,7 +27,7 @@ class HeadOften(SyncRule):
     def __init__(self, period):
         self.period = period
 
-    def travels(self, state, round, client, last, spec):
+    def exchanged_slices(self, state, round, client, last, spec):
         head = tuple(spec.parts["head"])
         everything = (slice(0, spec.size),)
         missed = last is None or last // self.period < round // self.period
@@ -78,13 +78,13 @@ class Doubled(DataRule):
 
     name, summary, paper = "doubled", "for tests", "none"
 
-    def contribute(self, prepared, seed, workspace):
+    def client_payload(self, prepared, seed, workspace):
         return ClientPayloads({c.id: {"x": torch.zeros(10, dtype=torch.uint8)} for c in prepared.federation.clients})
 
-    def deal(self, sent, facts, seed):
+    def server_payload(self, sent, facts, seed):
         return ServerPayload({k: {"x": torch.zeros(20, dtype=torch.uint8)} for k in sent})
 
-    def receive(self, client, share):
+    def apply_payload(self, client, share):
         return dataclasses.replace(client, x=torch.cat([client.x, client.x]), y=torch.cat([client.y, client.y]))
 
 
@@ -102,7 +102,7 @@ class EvenOdd(SyncRule):
 
     name, summary, paper = "evenodd", "for tests", "none"
 
-    def travels(self, state, round, client, last, spec):
+    def exchanged_slices(self, state, round, client, last, spec):
         third = spec.size // 3
         sent = (slice(0, 2 * third),) if client % 2 == 0 else (slice(third, spec.size),)
         return (slice(0, spec.size),), sent
@@ -141,7 +141,7 @@ def test_statistics_of_a_layer_are_averaged_over_the_clients_that_send_the_layer
 
         name, summary, paper = "norm", "for tests", "none"
 
-        def travels(self, state, round, client, last, spec):
+        def exchanged_slices(self, state, round, client, last, spec):
             head = spec.size - spec.sizes[-1] - spec.sizes[-2]
             return (slice(0, spec.size),), ((slice(0, head),) if client == 1 else (slice(head, spec.size),))
 
@@ -187,8 +187,8 @@ def test_rules_that_read_single_updates_reject_different_slices():
 class Alternate(EvenOdd):
     """All clients of a round send the same slices, others than in the round before."""
 
-    def travels(self, state, round, client, last, spec):
-        return super().travels(state, round, round, last, spec)
+    def exchanged_slices(self, state, round, client, last, spec):
+        return super().exchanged_slices(state, round, round, last, spec)
 
 
 def test_updates_of_several_rounds_that_wait_together_are_averaged_by_entry_and_resumed(tmp_path):

@@ -78,7 +78,7 @@ def test_the_loss_equals_numpy(step, aligned):
         key=torch.tensor(11),
         epoch_steps=torch.tensor(3.0),
         common=common,
-        facts=rule.facts(holdings(fed, 1)),
+        facts=rule.client_info(holdings(fed, 1)),
     )
     carry = rule.begin(ctx)
     batch = Batch(fed.clients[1].x[:6].double(), fed.clients[1].y[:6], torch.tensor(0), torch.tensor(step))
@@ -122,7 +122,7 @@ class EpochSteps(ClientRule):
     def server_init(self, v, facts):
         return {"sum": torch.zeros((), dtype=v.dtype)}
 
-    def collect(self, state, updates):
+    def server_update(self, state, updates):
         type(self).seen += (float(updates.aggregate.upload[self.name]["steps"]),)
         return state
 
@@ -217,14 +217,14 @@ def test_a_modulated_convolution_is_one_kernel_per_sample():
 def test_clients_see_the_virtual_set_as_they_see_their_data(source):
     """Pixels, normalised by the engine's own normaliser, are standardised but for rounding and the ends of the range."""
     rule, fed = VHL(source=source), images()
-    sent, own = prepared(rule, fed).common["vhl"], rule.facts(holdings(fed, 0))
+    sent, own = prepared(rule, fed).common["vhl"], rule.client_info(holdings(fed, 0))
     assert sent["x"].dtype == torch.uint8
     theirs = InputNormalizer(fed.normalisation, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
     assert_close(sent["x"].double() * own["factor"] + own["offset"], theirs, MAGNIFIED)
     assert abs(float(theirs.mean())) < 0.05
     assert float(theirs.std()) == pytest.approx(1, abs=0.15)
     raw = dataclasses.replace(images(), normalisation=None)
-    unscaled, own = prepared(rule, raw).common["vhl"], rule.facts(holdings(raw, 0))
+    unscaled, own = prepared(rule, raw).common["vhl"], rule.client_info(holdings(raw, 0))
     assert float((unscaled["x"] * own["factor"] + own["offset"]).mean()) == pytest.approx(127.5, abs=5)
 
 

@@ -230,7 +230,7 @@ def test_texts_become_tokens_that_follow_one_another(texts, opt):
             assert x[1 : n + 1].tolist() == y[:n].tolist()[: len(x) - 1] or n == len(x)
             pairs.add((*x[:n].tolist(), int(y[n - 1])))
     assert pairs == expected
-    counts, names = fed.holdings()
+    counts, names = fed.label_distribution()
     assert names == GENRES
     assert counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
     assert fed.classes == len(words)
@@ -273,7 +273,7 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
     for name in ("train-00000-of-00001", "validation_matched-00000-of-00001"):
         parquet.write_table(pa.Table.from_pylist(labelled), tmp_path / f"{name}.parquet")
     fed = load_federation("multi_nli", data_path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
-    assert (fed.task, len(fed.test[0]), fed.holdings()[1]) == ("language", 30, GENRES)
+    assert (fed.task, len(fed.test[0]), fed.label_distribution()[1]) == ("language", 30, GENRES)
     fed = load_federation(
         "nyu-mll/multi_nli", data_path=tmp_path, partition="iid", clients=3, tokenizer=str(opt), label="label"
     )
@@ -320,7 +320,7 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
 def test_made_up_sentences_need_nothing():
     fed = load_federation("sentences", partition="sorted:genre", clients=5, tokenizer="bytes")
     assert fed.sizes.tolist() == [720] * 5
-    assert (np.diag(fed.holdings()[0]) == 800).all()
+    assert (np.diag(fed.label_distribution()[0]) == 800).all()
     assert len(fed.test[0]) == 1000
     labelled = load_federation("sentences", partition="dirichlet:1", clients=5, tokenizer="bytes", label="label")
     assert labelled.class_names == ("contradiction", "entailment", "neutral")
@@ -531,7 +531,7 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     session = Session(
         config, PreparedData(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()]
     )
-    session.go(resume=False)
+    session.run(resume=False)
     body, head = split_at_depth(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)
     for group in body:

@@ -175,7 +175,7 @@ def test_clients_without_held_out_data_have_no_figures_beside_those_that_have_so
     clients = [(one_hot(y), np.array(y)) for y in ([0, 1, 2], [1], [2, 2])]
     fed = Federation.from_arrays(clients, test=(one_hot([0, 1]), np.array([0, 1])), classes=3, holdout=0.3)
     judge, v, b = evaluator(fed)
-    assert judge.clients(v, b, 10, 0).ids.tolist() == [0, 2]
+    assert judge.evaluate_clients(v, b, 10, 0).ids.tolist() == [0, 2]
 
 
 def test_clients_that_are_loaded_one_by_one_are_not_all_loaded():
@@ -214,7 +214,7 @@ def test_loss_per_client_by_hand_in_one_pass(monkeypatch, own):
     judge, v, b = evaluator(fed)
     passes, predict = [], judge.model.predict
     monkeypatch.setattr(judge.model, "predict", lambda *args: passes.append(1) or predict(*args))
-    scores = judge.clients(v, b, 10, 0, (lambda ids: ((v, b) for _ in ids)) if own else None)
+    scores = judge.evaluate_clients(v, b, 10, 0, (lambda ids: ((v, b) for _ in ids)) if own else None)
     right, wrong = -np.log(np.e / (np.e + 2)), -np.log(1 / (np.e + 2))
     assert_close(scores.losses, [(3 * right + wrong) / 4, wrong, right], FEW, dtype=torch.float32)
     assert len(passes) == (3 if own else 1)
@@ -230,7 +230,7 @@ def test_loss_on_the_test_set_weighted_by_classes_by_hand():
     for mine in labels:
         weights = np.array([(mine == c).mean() for c in range(3)])[y]
         expected.append((weights * losses).sum() / weights.sum())
-    assert_close(judge.clients(v, b, 10, 0).losses, expected, FEW, dtype=torch.float32)
+    assert_close(judge.evaluate_clients(v, b, 10, 0).losses, expected, FEW, dtype=torch.float32)
 
 
 def test_loss_of_a_client_with_several_labels_a_sample():

@@ -85,7 +85,7 @@ def test_all_quantities_of_least_squares_are_the_closed_forms(shared):
         "L_synthetic": top(np.mean(Hs, 0)),
         "epsilon": 0.1 * np.square(g.mean(0)).sum(),
     }
-    assert found.figures == pytest.approx(expected, rel=1e-6)
+    assert found.metrics == pytest.approx(expected, rel=1e-6)
     for row in found.shares:
         p = row["p"]
         mixed = (1 - p) * g + p * gs
@@ -123,7 +123,7 @@ def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
     found = measure(probe, fed, replace(ALL, mu=mu, shares=(0.0, 0.5)), lambda k: pair)
     g, noise, H = oracle(A, b, v)
     epsilon = 0.1 * np.square(g.mean(0)).sum() / (2 * mu)
-    assert found.figures["epsilon"] == near(epsilon)
+    assert found.metrics["epsilon"] == near(epsilon)
     zeta2 = np.square(g - g.mean(0)).sum(1).mean()
     steps = [
         fedssyn_bounds.iterations(epsilon, 4, 4, L, z, s / 2, mu)
@@ -156,7 +156,7 @@ def test_the_loss_of_a_run_is_the_one_that_is_measured(tmp_path):
 def test_identical_clients_have_no_dissimilarity_and_identical_samples_no_noise():
     a, y = np.array([[1.0, 2.0, 3.0]] * 5), np.array([0.5] * 5)
     fed, spec = quadratics([a, a], [y, y])
-    figures = measure(GradientProbe(spec, HalfSquares(), fed, torch.ones(3).double(), torch.zeros(0)), fed, ALL).figures
+    figures = measure(GradientProbe(spec, HalfSquares(), fed, torch.ones(3).double(), torch.zeros(0)), fed, ALL).metrics
     assert figures["zeta2"] == figures["sigma2_mean"] == figures["sigma2_max"] == 0
     assert figures["L_max"] == near(14)
 
@@ -198,7 +198,7 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
     spec = ModelSpec(net, (1, 2, 2), 3, dtype=torch.float64)
     v = spec.flatten()
     probe = GradientProbe(spec, TASKS["classification"], fed, v, spec.flatten_buffers())
-    found = measure(probe, fed, ALL).figures
+    found = measure(probe, fed, ALL).metrics
     x, y = fed.clients[0].x.double(), fed.clients[0].y
 
     def loss(v, x, y):
@@ -210,7 +210,7 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
     single = torch.stack([torch.func.grad(loss)(v, x[i : i + 1], y[i : i + 1]) for i in range(len(y))])
     scatter = (single - single.mean(0)).square().sum(1).mean()
     assert (
-        measure(probe, fed, MeasurementScope(clients=None, curvature=False)).figures["sigma2_max"]
+        measure(probe, fed, MeasurementScope(clients=None, curvature=False)).metrics["sigma2_max"]
         >= float(scatter) - tolerance()
     )
     torch.testing.assert_close(probe.moments(x, y).mean, single.mean(0))
@@ -251,8 +251,8 @@ def test_a_run_is_looked_at_from_its_first_model_to_its_last(tmp_path):
         unskew.diagnose(fed, run=folder, model="cnn")
     report = unskew.diagnose(fed, run=folder, model=model, curvature=False, shares=[0.0, 1.0])
     assert [p.place for p in report.places] == ["initial model", "after round 2", "after round 4", "final model"]
-    assert report.places[2].figures == report.places[3].figures
-    assert report.places[1].figures != report.places[2].figures
+    assert report.places[2].metrics == report.places[3].metrics
+    assert report.places[1].metrics != report.places[2].metrics
     assert report.facts["tau"] == 2
     # The final model's gradients are those of the module that the run returns.
     module, grads = result.model.eval(), []
@@ -261,9 +261,9 @@ def test_a_run_is_looked_at_from_its_first_model_to_its_last(tmp_path):
         nn.functional.cross_entropy(module(client.x), client.y).backward()
         grads.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
     g = torch.stack(grads)
-    assert report.places[3].figures["zeta2"] == pytest.approx(float((g - g.mean(0)).square().sum(1).mean()), rel=1e-4)
+    assert report.places[3].metrics["zeta2"] == pytest.approx(float((g - g.mean(0)).square().sum(1).mean()), rel=1e-4)
     (one,) = unskew.diagnose(fed, run=folder / "checkpoints" / "0000002", model=model, curvature=False).places
-    assert one.figures["zeta2"] == report.places[1].figures["zeta2"]
+    assert one.metrics["zeta2"] == report.places[1].metrics["zeta2"]
 
 
 def test_a_run_can_measure_its_gradients_round_by_round(tmp_path):
@@ -273,7 +273,7 @@ def test_a_run_can_measure_its_gradients_round_by_round(tmp_path):
     report = unskew.diagnose(fed, run=folder, curvature=False)
     for row, place in ((result.history[1], report.places[1]), (result.history[2], report.places[2])):
         for name, key in (("zeta2", "zeta2"), ("norm2", "gradient2"), ("sigma2_mean", "sigma2_mean")):
-            assert row[f"gradients/{name}"] == pytest.approx(place.figures[key], rel=1e-6)
+            assert row[f"gradients/{name}"] == pytest.approx(place.metrics[key], rel=1e-6)
     assert result.summary["gradients/sigma2_max"] == result.history[-1]["gradients/sigma2_max"]
     plain = unskew.run(fed, model="logistic", **options)
     assert torch.equal(plain.vector, result.vector)  # it only looks
@@ -293,13 +293,13 @@ def test_real_and_added_data_are_told_apart_along_a_run():
         spec=spec, v=torch.tensor(v), b=spec.flatten_buffers(), seed=0, watchers=[], wants_models=False
     )
     fed, original = (replace(one, trained_for=HalfSquares()) for one in (fed, original))
-    found = Gradients(server, fed, original).figures()
+    found = Gradients(server, fed, original).metrics()
     g, noise, _ = oracle(A, b, v)
     assert found["gradients/zeta2_real"] == pytest.approx(np.square(g - g.mean(0)).sum(1).mean())
     assert found["gradients/sigma2_real"] == pytest.approx(noise.mean())
     apart = g.mean(0) - oracle(made_A, made_b, v)[0].mean(0)
     assert found["gradients/delta2"] == pytest.approx(apart @ apart)
-    assert "gradients/delta2" not in Gradients(server, fed, fed).figures()
+    assert "gradients/delta2" not in Gradients(server, fed, fed).metrics()
 
 
 def test_given_synthetic_data_are_checked_and_used():
@@ -354,7 +354,7 @@ def test_kept_images_are_used(tmp_path, capsys, monkeypatch):
     given = unskew.diagnose(fed, synthetic=(x, y), **options).places[0]
     for place in ("run", "run/synthetic", "run/synthetic/data/train-0.parquet"):
         found = unskew.diagnose(fed, synthetic=place, **options)
-        assert found.places[0].figures["delta2"] == pytest.approx(given.figures["delta2"], rel=1e-5)
+        assert found.places[0].metrics["delta2"] == pytest.approx(given.metrics["delta2"], rel=1e-5)
         assert found.facts["synthetic"].startswith("9 of the 9 images")
     unskew.run(fed, model="logistic", rounds=1, local_steps=1, out="own", engine="inline")
     assert unskew.diagnose(fed, run="own", curvature=False).facts["synthetic"] == POOL
@@ -480,14 +480,14 @@ def test_updates_are_measured_by_their_lengths_and_the_angles_between_them():
     diagnosis = UpdateNorms(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False))
     for delta in ([3.0, 4.0], [-8.0, 6.0], [-6.0, -8.0], [0.0, 0.0]):
         diagnosis.updates.append(SimpleNamespace(delta=torch.tensor(delta)))
-    found = diagnosis.figures()
+    found = diagnosis.metrics()
     assert found == {
         "updates/norm": 6.25, "updates/norm_min": 0.0, "updates/norm_max": 10.0,
         "updates/cosine": near(-1 / 3), "updates/cosine_min": near(-1.0), "updates/cosine_max": near(0.0, size=1),
     }  # fmt: skip
     del diagnosis.updates[1:]
-    assert diagnosis.figures()["updates/norm"] == 5.0
-    assert math.isnan(diagnosis.figures()["updates/cosine"])
+    assert diagnosis.metrics()["updates/norm"] == 5.0
+    assert math.isnan(diagnosis.metrics()["updates/cosine"])
 
 
 def test_updates_that_come_late_are_measured_in_the_round_that_takes_them_in():

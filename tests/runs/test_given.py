@@ -143,7 +143,7 @@ def test_options_of_ones_own_rules_are_part_of_what_a_run_is(fed, tmp_path):
     (run / "summary.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is damaged; remove it"):
         unskew.resume(run, method=L1(lam=0.1), federation=fed, rounds=3)
-    assert method(FedCOGAuthors(n=8)).spelling == "fedcog-authors:n=8"
+    assert method(FedCOGAuthors(n=8)).expression == "fedcog-authors:n=8"
 
 
 class Plain(unskew.ClientRule):
@@ -166,7 +166,7 @@ class Plain(unskew.ClientRule):
     ],
 )
 def test_rules_differ_by_whatever_they_hold(one, other):
-    spellings = [method(Plain(w=value)).spelling for value in (one, one, other)]
+    spellings = [method(Plain(w=value)).expression for value in (one, one, other)]
     assert spellings[0] == spellings[1] != spellings[2]
     assert all(len(text) < 60 for text in spellings)
 

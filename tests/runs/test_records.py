@@ -41,7 +41,7 @@ def _seed():
 def test_accuracy_per_client_by_hand():
     fed = held_out(([0, 1, 2, 2], [0, 1, 2, 0]), ([0, 1], [1, 0]), ([2], [2]), ([0, 0, 1], [0, 1, 1]))
     judge, v, b = evaluator(fed)
-    scores = judge.clients(v, b, most=1000, seed=0)
+    scores = judge.evaluate_clients(v, b, most=1000, seed=0)
     np.testing.assert_allclose(scores.accuracies, [3 / 4, 0, 1, 2 / 3])
     assert scores.measured_on == "the clients' held-out data"
     figures = scores.figures("client", metric_info("accuracy"))
@@ -71,7 +71,7 @@ def test_accuracy_and_loss_on_the_test_set_by_hand():
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(1203, 3)).astype(np.float32), draws.integers(0, 3, 1203)  # more than two batches
     judge, v, b = evaluator(held_out(([0], [0]), test=(x, y)))
-    score = judge.score(v, b)
+    score = judge.evaluate_test(v, b)
     assert score.accuracy == near((x.argmax(1) == y).mean())
     wide = x.astype(np.float64)
     loss = np.log(np.exp(wide).sum(1)) - wide[np.arange(len(y)), y]
@@ -87,7 +87,7 @@ def test_without_held_out_data_the_test_set_is_weighted_by_classes():
         [(one_hot(k), k) for k in labels], test=(one_hot(says), y), classes=3, holdout=0.0
     )
     judge, v, b = evaluator(fed)
-    scores = judge.clients(v, b, most=1000, seed=0)
+    scores = judge.evaluate_clients(v, b, most=1000, seed=0)
     correct = np.array([(says[y == c] == c).sum() for c in range(3)])
     total = np.array([(y == c).sum() for c in range(3)])
     expected = []
@@ -106,18 +106,18 @@ def test_class_that_the_test_set_lacks():
         test=(one_hot([0, 1]), np.array([0, 1])), classes=3, holdout=0.0,
     )  # fmt: skip
     judge, v, b = evaluator(fed)
-    assert judge.clients(v, b, most=1000, seed=0).accuracies.tolist() == [0, 1]
+    assert judge.evaluate_clients(v, b, most=1000, seed=0).accuracies.tolist() == [0, 1]
 
 
 def test_at_most_so_many_clients_are_evaluated():
     fed = held_out(*[([k % 3], [0]) for k in range(12)])
     judge, v, b = evaluator(fed)
-    some = judge.clients(v, b, most=5, seed=0)
+    some = judge.evaluate_clients(v, b, most=5, seed=0)
     assert len(some.accuracies) == 5
-    assert some.accuracies.tolist() == judge.clients(v, b, most=5, seed=0).accuracies.tolist()
-    draws = {tuple(judge.clients(v, b, most=5, seed=s).accuracies) for s in range(8)}
+    assert some.accuracies.tolist() == judge.evaluate_clients(v, b, most=5, seed=0).accuracies.tolist()
+    draws = {tuple(judge.evaluate_clients(v, b, most=5, seed=s).accuracies) for s in range(8)}
     assert len(draws) > 1
-    none = judge.clients(v, b, most=0, seed=0)
+    none = judge.evaluate_clients(v, b, most=0, seed=0)
     assert (len(none.accuracies), none.measured_on) == (0, "nothing")
 
 
@@ -130,7 +130,7 @@ def test_images_of_unequal_clients_are_split_as_they_were_joined():
     clients = [(*images(2), *images(n)) for n in (3, 1, 6)]
     fed = unskew.Federation.from_arrays(clients, test=images(5), classes=3)
     judge, v, b = evaluator(fed, SmallBatchNorm())
-    together = judge.clients(v, b, most=1000, seed=0).accuracies
+    together = judge.evaluate_clients(v, b, most=1000, seed=0).accuracies
     module = SmallBatchNorm()
     spec = ModelSpec(module, fed.shape, 3)
     alone = spec.load(v, b)

@@ -70,10 +70,10 @@ def test_targets_are_scaled_by_sums_of_what_clients_train_on(fed, raw):
     assert y.mean(0).abs().max() < FEW * 1e3
     assert (y.std(0, correction=0) - 1).abs().max() < 1e-6
     assert held == [4, 6, 3]
-    assert fed.told.tolist() == [[48, 48]] * 3
+    assert fed.stats_traffic.tolist() == [[48, 48]] * 3
     result = unskew.run(fed, **TINY)
     assert result.history[0]["bytes_up"] == 3 * (48 + 8 * result.summary["parameters"])
-    assert fed.holdings()[1] == ("samples",)
+    assert fed.label_distribution()[1] == ("samples",)
 
 
 def test_a_model_that_diverges_has_a_score():

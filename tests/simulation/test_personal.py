@@ -209,7 +209,7 @@ def test_without_held_out_data_a_personal_model_is_weighed_by_its_clients_classe
     fed = unskew.Federation.from_arrays(clients, test=(x, y), classes=3, holdout=0.0)
     judge, v, b = evaluator(fed, torch.nn.Linear(3, 3))
     own = [v + 0.5 * torch.randn(len(v), generator=torch.Generator().manual_seed(k)) for k in range(3)]
-    scores = judge.clients(v, b, 1000, 0, lambda ids: ((own[k], b) for k in ids))
+    scores = judge.evaluate_clients(v, b, 1000, 0, lambda ids: ((own[k], b) for k in ids))
     for k, found in enumerate(scores.accuracies):
         weight, bias = own[k].numpy()[:9].reshape(3, 3), own[k].numpy()[9:]
         right = (x @ weight.T + bias).argmax(1) == y
@@ -224,10 +224,10 @@ def test_without_held_out_data_a_personal_model_is_weighed_by_its_clients_classe
 
 def test_with_held_out_data_only_these_count():
     judge, v, b = evaluator(held_out(([0, 1, 2, 2], [0, 1, 2, 0]), ([2, 1], [2, 2])))
-    scores = judge.clients(v, b, 1000, 0, lambda ids: ((v, b) for _ in ids))
+    scores = judge.evaluate_clients(v, b, 1000, 0, lambda ids: ((v, b) for _ in ids))
     assert scores.accuracies.tolist() == [0.75, 0.5]
     assert scores.figures("personal", metric_info("accuracy"))["personal_accuracy_std"] == pytest.approx(0.125)
-    assert judge.clients(v, b, 0, 0).figures("client", metric_info("accuracy"))["client_accuracy_std"] is None
+    assert judge.evaluate_clients(v, b, 0, 0).figures("client", metric_info("accuracy"))["client_accuracy_std"] is None
 
 
 # ---- how it is shown ---------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_a_clients_state_and_its_tensors_say_the_same_whatever_rules_are_called(
     same(again.tensors(), state.tensors())
     assert again.rules.keys() == rules.keys()
     assert (again.model is None) == (model is None)
-    assert again.statistics is None
+    assert again.buffers is None
 
 
 def test_spills_beyond_its_limit_and_gives_back_the_same(tmp_path):
@@ -183,7 +183,7 @@ class HeadOnly(unskew.SyncRule):
 
     name, summary, paper = "headonly", "", ""
 
-    def travels(self, state, round, client, last, spec):
+    def exchanged_slices(self, state, round, client, last, spec):
         everything, head = (slice(0, spec.size),), tuple(spec.parts["head"])
         return (everything if last is None or round - last > 1 else head), head
 

@@ -136,7 +136,7 @@ def partition(
 
     with progress_while_waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
-    counts, names = fed.holdings()
+    counts, names = fed.label_distribution()
     # If each client has one kind of text, a table of clients by kinds is a diagonal: its sizes say the same.
     diagonal = fed.task == "language" and names == fed.client_names
     shown_counts = fed.sizes[:, None] if diagonal else counts

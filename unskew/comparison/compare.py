@@ -285,7 +285,7 @@ def compare(
     experiment({**options, "target": target})  # checks them, also the target
     values, own_model = config_from_arguments(options, federation, model), model_object(model)
     # Synthetic images that are given are for the methods that would make some.
-    makers = {name for name, m in by_name.items() if any(rule.makes for rule in m.data)}
+    makers = {name for name, m in by_name.items() if any(rule.generates_data for rule in m.data)}
     others = {name: {"synthetic": None} for name in names if makers and name not in makers}
     own = overrides_by_method(each, names)
 
@@ -329,7 +329,7 @@ def compare(
             result = replace(result, left_out=tuple(left_out))
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
-            (counts, classes), title = data.holdings(), f"{data.name}, {data.partition}, seed {which[0]}"
+            (counts, classes), title = data.label_distribution(), f"{data.name}, {data.partition}, seed {which[0]}"
             plot_clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:

@@ -109,7 +109,7 @@ def infer_config(data: str | None, label: str | None = None, seed: int = 0) -> I
         raise ConfigError(f"--label names a column of a table, but {data or 'digits'} is none.")
     _budget(made)
     fed = federation_of(experiment(made.values).data_spec, seed)  # it runs as it is, or says why not
-    sizes, names = fed.sizes, fed.holdings()[1]
+    sizes, names = fed.sizes, fed.label_distribution()[1]
     classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
     made.seen.append(
         f"{len(fed.clients)} clients hold {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
@@ -122,7 +122,7 @@ def infer_config(data: str | None, label: str | None = None, seed: int = 0) -> I
 
 def _imbalance(made: InferredConfig, fed: Federation) -> None:
     """Further figures where a class is so rare that the accuracy says little."""
-    counts = np.asarray(fed.holdings()[0]).sum(0)
+    counts = np.asarray(fed.label_distribution()[0]).sum(0)
     least = int(counts.argmin())
     share = counts[least] / counts.sum()
     if share * len(counts) >= RARE or len(counts) > MOST_VALUES:
@@ -133,7 +133,7 @@ def _imbalance(made: InferredConfig, fed: Federation) -> None:
         "class_weights", "balanced", "rare classes count more in the loss; leave it out for probabilities as they are"
     )
     made.seen.append(
-        f"the class {fed.holdings()[1][least]} has {share:.0%} of the samples: objective, metrics and "
+        f"the class {fed.label_distribution()[1][least]} has {share:.0%} of the samples: objective, metrics and "
         "class_weights are set for that"
     )
 

@@ -93,12 +93,12 @@ class Federation:
     name: str = "arrays"
     partition: str = "given"
     fingerprint: str = ""
-    kinds: tuple[np.ndarray, tuple[str, ...]] | None = None
+    text_groups: tuple[np.ndarray, tuple[str, ...]] | None = None
     columns: Mapping[str, str] = field(default_factory=dict, compare=False)
     client_names: tuple[str, ...] = ()
     trained_for: Task | None = None
     encoders: tuple[Encoder, ...] = field(default=(), compare=False)
-    told: np.ndarray | None = field(default=None, compare=False)
+    stats_traffic: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_integer(self.classes, "classes", least=1)
@@ -129,7 +129,7 @@ class Federation:
         """What the outputs of a model are called: classes, labels or targets, by number where they have no names."""
         return self.class_names or tuple(str(c) for c in range(self.classes))
 
-    def who(self, client: int) -> str:
+    def client_label(self, client: int) -> str:
         """What messages and figures call a client: its name, or else its number."""
         return self.client_names[client] if self.client_names else f"client {client}"
 
@@ -153,12 +153,12 @@ class Federation:
             clients = clients.to(device)
         return replace(self, clients=clients, test=(x.to(device), y.to(device)))
 
-    def holdings(self) -> tuple[np.ndarray, tuple[str, ...]]:
+    def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """What tables and plots show of each client: samples per class ``[K, C]``, or of texts without labels per kind."""
         if self.objective.labelled:
             return self.class_counts(), self.names
         what = "texts" if self.task == "language" else "samples"
-        return (self.sizes[:, None], (what,)) if self.kinds is None else self.kinds
+        return (self.sizes[:, None], (what,)) if self.text_groups is None else self.text_groups
 
     def class_counts(self) -> np.ndarray:
         """What each client holds to train on: counts ``[K, C]``. A sample counts once for each of its labels."""
@@ -281,7 +281,7 @@ class Federation:
             name=name,
             fingerprint=fingerprint,
             trained_for=trained_for,
-            told=told,
+            stats_traffic=told,
             columns=dict.fromkeys(columns, INPUT),
         )
 

@@ -129,11 +129,11 @@ class PartitionedSource:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            kinds=rows_per_value(self.parts, train, spec.partition) if source.task == "language" else None,
+            text_groups=rows_per_value(self.parts, train, spec.partition) if source.task == "language" else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
-            told=known.told,
+            stats_traffic=known.told,
         )
 
 

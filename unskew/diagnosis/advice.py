@@ -103,7 +103,9 @@ class Advice:
         """
         setting = self.setting
         config = setting.config.model_copy(update={"rounds": self.rounds})
-        estimated = [one.method for one in self.suggestions if not any(rule.makes for rule in method(one.method).data)]
+        estimated = [
+            one.method for one in self.suggestions if not any(rule.generates_data for rule in method(one.method).data)
+        ]
         names = ["fedavg", *estimated]
         runs = {name: (config.model_copy(update={"method": name}), method(name), 1) for name in names}
         found = estimate(runs, setting.federation, setting.model, worth=0.0)
@@ -214,7 +216,7 @@ def evaluate_suggestion(
         _, warnings = check_method(setting.config, setting.federation, setting.model, chosen)
     except UnskewError as error:
         return Excluded(spelling, str(error))
-    if limits.epsilon is not None and any(made.makes for made in chosen.data):
+    if limits.epsilon is not None and any(made.generates_data for made in chosen.data):
         return Excluded(
             spelling,
             f"What clients make would have to be private at epsilon = {limits.epsilon:g}, and private generators took more "

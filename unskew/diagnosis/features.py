@@ -168,7 +168,7 @@ class SkewFeatures:
         cls, setting: AdviceContext, labels: Figures, place: HeterogeneityMeasurement, facts: dict[str, Any]
     ) -> SkewFeatures:
         """What a diagnosis found at one model."""
-        fed, config, figures = setting.federation, setting.config, place.figures
+        fed, config, figures = setting.federation, setting.config, place.metrics
         sizes = fed.sizes
         x = fed.test[0]
         seen = min(float(sizes.mean()), float(facts["samples"] or math.inf))

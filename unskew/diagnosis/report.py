@@ -73,7 +73,7 @@ class DiagnosisReport:
         """
         distance, chance = self.labels["label_distance_mean"], self.labels["label_distance_chance"]
         if distance is None or chance is None:
-            figures = self.places[0].figures
+            figures = self.places[0].metrics
             zeta2, norm2 = figures["zeta2"], figures["gradient2"]
             if zeta2 is None or not norm2:
                 return "The skew was not measured: these data have no labels, and there is no gradient to compare."
@@ -94,7 +94,7 @@ class DiagnosisReport:
             **self.facts,
             **self.labels,
             "models": [
-                {"model": place.place, **_plain(place.figures), "shares": [_plain(row) for row in place.shares]}
+                {"model": place.place, **_plain(place.metrics), "shares": [_plain(row) for row in place.shares]}
                 for place in self.places
             ],
         }

@@ -26,7 +26,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     server = fed.server
     if server is not None:
         server = replace(server, x=server.x[:SAMPLES], y=server.y[:SAMPLES])
-    tiny = replace(fed, clients=few, test=(x[:SAMPLES], y[:SAMPLES]), server=server, client_names=(), kinds=None)
+    tiny = replace(fed, clients=few, test=(x[:SAMPLES], y[:SAMPLES]), server=server, client_names=(), text_groups=None)
     changes: dict[str, Any] = {
         "rounds": ROUNDS,
         "clients": len(few),
@@ -54,7 +54,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
     each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))
     inputs = x[:1].numel() * x.element_size() + 1
-    made = sum((getattr(rule, "n_syn", None) or float(fed.sizes.mean())) for rule in method.data if rule.makes)
+    made = sum((getattr(rule, "n_syn", None) or float(fed.sizes.mean())) for rule in method.data if rule.generates_data)
     return 2 * made * inputs * len(fed.clients), each
 
 

@@ -50,7 +50,7 @@ class EngineConfig:
     buffers: Buffers = "average"
     common: dict[str, Tensors] = field(default_factory=dict)
     patience: float = 600.0
-    tell: Callable[[str], None] = warnings.warn
+    warn: Callable[[str], None] = warnings.warn
     retried: Callable[[int], None] = ignore_retries
 
 

@@ -29,7 +29,7 @@ REMEMBERED = 128
 
 def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
     """Whether some rule lets only a part of the parameters move in some steps."""
-    return any(type(rule).moves is not ClientRule.moves for rule in rules)
+    return any(type(rule).trainable_mask is not ClientRule.trainable_mask for rule in rules)
 
 
 def client_key(seed: int, cast: Broadcast) -> Tensor:
@@ -60,15 +60,15 @@ class ClientInputs:
             "plain_sgd": setup.training.plain_sgd and not has_frozen_parameters(setup.rules),
             "pixels": PixelScaling.of(federation),
         }
-        self.facts = lru_cache(maxsize=REMEMBERED)(self._facts)
+        self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
 
-    def _facts(self, client: int) -> dict[str, Tensors]:
+    def _client_info(self, client: int) -> dict[str, Tensors]:
         """What each rule wants to know of a client's data."""
         like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
         data = ClientDataView.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
-        return {rule.name: rule.facts(data) for rule in self.setup.rules}
+        return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
-    def starting_model(self, cast: Broadcast) -> Tensor:
+    def initial_params(self, cast: Broadcast) -> Tensor:
         """Where local training starts: the broadcast, but for slices that stayed at the client."""
         own = cast.state.model
         if cast.down is None or own is None:
@@ -77,16 +77,16 @@ class ClientInputs:
             self.setup.device
         )
 
-    def starting_statistics(self, cast: Broadcast) -> Tensor:
+    def initial_buffers(self, cast: Broadcast) -> Tensor:
         """The statistics that it starts with: those sent, but for what stayed at the client."""
-        b, own = cast.b, cast.state.statistics
+        b, own = cast.b, cast.state.buffers
         if own is not None and self.setup.buffers == "local":
             b = own
         elif own is not None and self.setup.buffers == "average" and cast.down is not None:
             b = torch.where(buffer_mask(self.setup.spec, cast.down).to(b.device), b, own.to(b.device))
         return b.to(self.setup.device)
 
-    def moments(self, cast: Broadcast, v: Tensor) -> Tensors:
+    def optimizer_state(self, cast: Broadcast, v: Tensor) -> Tensors:
         """The optimizer's state at the first step: fresh, or what stayed at the client."""
         if cast.keeps and cast.state.optimizer:
             return {name: tensor.to(v.device).clone() for name, tensor in cast.state.optimizer.items()}
@@ -95,7 +95,7 @@ class ClientInputs:
     def of(self, cast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
         """What differs between clients: the tensors of their contexts; ``state``, ``download`` and ``facts`` are by rule."""
         device = self.setup.device
-        v = self.starting_model(cast)
+        v = self.initial_params(cast)
         epoch = len(self.setup.training.cuts(self.setup.federation.clients[cast.client].examples))
 
         def scalar(value: float) -> Tensor:
@@ -106,7 +106,7 @@ class ClientInputs:
 
         return {
             "v_global": v,
-            "b_global": self.starting_statistics(cast),
+            "b_global": self.initial_buffers(cast),
             "key": client_key(self.setup.seed, cast).to(device),
             "steps": scalar(len(plan.batches)),
             "epoch_steps": scalar(epoch),
@@ -133,7 +133,7 @@ class ClientInputs:
                 state=kind(given["state"].get(rule.name, {})),
                 download=given["download"].get(rule.name, {}),
                 upload=kind(),
-                facts=given["facts"][rule.name],
+                client_info=given["facts"][rule.name],
                 common=self.common.get(rule.name, {}),
                 **shared,
                 **self.fixed,
@@ -153,7 +153,7 @@ def apply_end_hooks(
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
         rule.end(ctx, carry, v)
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
-        sent = rule.sends(ctx, carry, delta)
+        sent = rule.transform_update(ctx, carry, delta)
         if not isinstance(sent, Tensor) or sent.shape != delta.shape or sent.dtype != delta.dtype:
             what = f"{sent.dtype} {tuple(sent.shape)}" if isinstance(sent, Tensor) else type(sent).__name__
             raise ConfigError(
@@ -186,7 +186,7 @@ def pack_update(
 ) -> Update:
     """Pack what a client sends (``written``: per rule, its state and its upload) and what stays with it."""
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
-    upload = {r.name: r.packed(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
+    upload = {r.name: r.encode_upload(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
     parted = cast.up is not None
     state = ClientState(
         rules, v if parted else None, b if parted or setup.buffers == "local" else None, moments if cast.keeps else {}

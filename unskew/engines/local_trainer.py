@@ -57,14 +57,16 @@ def combined_trainable_mask(
     rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch
 ) -> Tensor | None:
     """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them."""
-    masks = [rule.moves(ctx, carry, batch) for rule, ctx, carry in zip(rules, ctxs, carries, strict=True)]
+    masks = [rule.trainable_mask(ctx, carry, batch) for rule, ctx, carry in zip(rules, ctxs, carries, strict=True)]
     known = [mask for mask in masks if mask is not None]
     return reduce(torch.logical_and, known) if known else None
 
 
 def rule_generated_samples(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
     """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
-    found = [made for rule, carry in zip(rules, carries, strict=True) if (made := rule.samples(carry)) is not None]
+    found = [
+        made for rule, carry in zip(rules, carries, strict=True) if (made := rule.generated_samples(carry)) is not None
+    ]
     return {"x": found[-1][0], "y": found[-1][1]} if found else {}
 
 
@@ -81,8 +83,8 @@ class LocalTrainer:
         """Gradient of the client's mean loss over all its samples at its start, ``[d]``; None if no rule needs it."""
         if not self.needs_full_gradient:
             return None
-        client, v = self.setup.federation.clients[cast.client], self.inputs.starting_model(cast)
-        self.model.start(self.inputs.starting_statistics(cast))
+        client, v = self.setup.federation.clients[cast.client], self.inputs.initial_params(cast)
+        self.model.start(self.inputs.initial_buffers(cast))
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
         for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
@@ -115,7 +117,7 @@ class LocalTrainer:
             grad_fn = wrapped_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
 
         v = v_start.clone()
-        moments = self.inputs.moments(cast, v)
+        moments = self.inputs.optimizer_state(cast, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
         for step, index in enumerate(plan.batches):
             x = self.inputs.normalise(plan.augment(take_rows(client.x, index)))

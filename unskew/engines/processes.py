@@ -162,7 +162,7 @@ class ProcessesEngine:
                 self._send(pipe, waiting, busy, casts, fresh)
         for place in range(len(casts)):
             while place not in done:
-                for ready in self._answers([p for p in self.pipes if busy[p]]):
+                for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
                     pipe = cast(Connection, ready)
                     packed, part = self._receive(pipe), busy[pipe].popleft()
                     self._send(pipe, waiting, busy, casts, fresh)  # first, so that the worker need not wait
@@ -188,14 +188,14 @@ class ProcessesEngine:
                 pipe.send((pipe in fresh, packed))
             fresh.discard(pipe)
 
-    def _answers(self, asked: list[Connection]) -> list[Any]:
+    def _wait_for_replies(self, asked: list[Connection]) -> list[Any]:
         """The pipes with an answer; if there is none for too long, the user is told who is waited for."""
         ready = wait(asked, self.setup.patience)
         if not ready:
             pids = [self.processes[self.pipes.index(pipe)].pid for pipe in asked]
             stopped = [pid for pid in pids if pid is not None and is_stopped(pid)]
             why = f" Stopped by a signal: {stopped}; kill -CONT lets them go on." if stopped else ""
-            self.setup.tell(
+            self.setup.warn(
                 f"No worker process has answered for {self.setup.patience:g} s (patience); waiting for {pids}.{why} "
                 "If they hang, kill them; the run can be resumed."
             )

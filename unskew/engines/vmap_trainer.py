@@ -196,7 +196,7 @@ class GroupTrainer:
 
         b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
-        moments = [inputs.moments(cast, start) for cast, start in zip(casts, starts, strict=True)]
+        moments = [inputs.optimizer_state(cast, start) for cast, start in zip(casts, starts, strict=True)]
         state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
         keys = torch.stack([own["key"] for own in singly])
         counts = torch.stack([own["steps"] for own in singly])

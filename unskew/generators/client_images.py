@@ -122,7 +122,7 @@ class _Work:
     seed: int
     folder: Path | None
     device: torch.device
-    tell: Tell
+    report: Tell
     warn: Callable[[str], None]
 
     def all_images(self, about: dict[str, Any]) -> SyntheticSet:
@@ -142,7 +142,7 @@ class _Work:
                 if "epsilon" in held:
                     epsilons[k] = float(held["epsilon"])
                 before += float(held["seconds"])
-                self.tell(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
+                self.report(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
                 continue
             started = time.perf_counter()
             x, y, spent = self.client_images(self.federation.clients[k], number)
@@ -181,13 +181,13 @@ class _Work:
         def report(figures: Figures) -> None:
             share = TRAINING * figures["epoch"] / figures["epochs"]
             text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
-            self.tell(text, number + share, len(recipe.sharing))
+            self.report(text, number + share, len(recipe.sharing))
             if folder is not None:
                 append_log(folder / LOG, {"client": client.id, **figures})
 
         def sampled(share: float) -> None:
             text = f"client {client.id}: making {recipe.count} images"
-            self.tell(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
+            self.report(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
 
         shape = (federation.shape[0], federation.shape[1], federation.shape[2])
         key = derive(self.seed, "client's generator", 0, client.id)
@@ -245,7 +245,7 @@ def draw_picture(folder: Path, images: SyntheticSet, federation: Federation) -> 
         mine = images.source == k
         classes, y = images.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
         names = [federation.class_names[c] if federation.class_names else str(c) for c in classes.tolist()]
-        title = f"{federation.who(k)}: {len(y)} synthetic images"
+        title = f"{federation.client_label(k)}: {len(y)} synthetic images"
         save_images_by_class(
             images.x[mine].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title
         )

@@ -34,6 +34,6 @@ class Diagnostic:
         """The whole models ``[d]`` of the clients after training, slices that were not sent included, in evaluated rounds."""
         return [u.report["v"] if "v" in u.report else self.start + u.delta for u in self.updates]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The figures of the round that has just ended; asked for in rounds that are evaluated."""
         raise NotImplementedError

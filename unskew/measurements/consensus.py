@@ -23,7 +23,7 @@ class Consensus(Diagnostic):
         super().__init__(server)
         self.groups = layer_groups(server.spec)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The distance of each layer."""
         models = torch.stack(self.models())
         squares = (models - models.mean(0)).square().mean(0)

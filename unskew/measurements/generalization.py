@@ -50,7 +50,7 @@ class Generalization(Diagnostic):
         self.evaluator, self.federation, self.history = evaluator, federation, history
         self.iid = str(federation.partition).startswith("iid")
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The gaps, the skew, the two sums of Theorem 4.1, and the round's term and the trend of Theorem 4.3."""
         total = sum(update.weight for update in self.updates)
         weights = [update.weight / total for update in self.updates]
@@ -89,7 +89,7 @@ class Generalization(Diagnostic):
 
     def _partial(self, pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
         """Return the sums of Theorem 4.1 under partial participation, from each update's ``Delta_k`` and second term."""
-        facts, taking_part = self.server.facts, len(self.updates)
+        facts, taking_part = self.server.federation_info, len(self.updates)
         if taking_part == facts.clients:
             return {}
         figures = dict.fromkeys(

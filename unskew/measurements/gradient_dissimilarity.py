@@ -57,15 +57,15 @@ class Gradients(Diagnostic):
         added = len(before) == len(after) and bool((after > before).all())
         self.own = replace(federation, clients=_FirstSamples(federation.clients, before.tolist())) if added else None
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The figures by name."""
         server = self.server
         probe = GradientProbe(server.spec, self.federation.objective, self.federation, server.v, server.b)
-        figures = measure(probe, self.federation, self.scope).figures
+        figures = measure(probe, self.federation, self.scope).metrics
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
         found = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
         if self.own is not None:
-            apart = measure(probe, self.own, self.scope, self._added).figures
+            apart = measure(probe, self.own, self.scope, self._added).metrics
             names = {"zeta2_real": "zeta2", "sigma2_real": "sigma2_mean", "delta2": "delta2"}
             found |= {f"gradients/{name}": float(apart[key] or 0.0) for name, key in names.items()}
         return found

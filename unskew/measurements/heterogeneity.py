@@ -80,7 +80,7 @@ class HeterogeneityMeasurement:
     """
 
     place: str
-    figures: Figures
+    metrics: Figures
     shares: list[Figures] = field(default_factory=list)
 
 
@@ -251,7 +251,7 @@ def curvature(
 
 def predict_rounds(result: HeterogeneityMeasurement, scope: MeasurementScope, clients: int) -> None:
     """Add Corollary I's rounds, relative to no synthetic data, for every share."""
-    figures = result.figures
+    figures = result.metrics
     # With strong convexity the loss is at most ||grad f||^2 / (2 mu) above its minimum: a tenth of that.
     unit = 1.0 if scope.mu is None else 2 * scope.mu
     epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(figures["gradient2"] or 0) / unit

@@ -29,12 +29,12 @@ class LocalModels(Diagnostic):
         super().__init__(server)
         self.evaluator, self.federation = evaluator, federation
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The three means."""
         distance = accuracy = personal = 0.0
         for update, local in zip(self.updates, self.models(), strict=True):
             distance += float(torch.linalg.vector_norm(local - self.server.v))
-            accuracy += self.evaluator.score(local, update.buffers).accuracy
+            accuracy += self.evaluator.evaluate_test(local, update.buffers).accuracy
             client = self.federation.clients[update.client]
             # Several labels cannot be weighted by classes: nothing can be said of a client that holds nothing out.
             has_score = self.federation.task == "classification" or len(client.y_test) > 0

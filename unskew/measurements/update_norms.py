@@ -17,7 +17,7 @@ class UpdateNorms(Diagnostic):
     also late ones, and of a method that sends slices these. Of a single update, or one of length zero, no cosine can be said.
     """
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The six figures."""
         deltas = torch.stack([update.delta for update in self.updates]).to(torch.float64)
         norms = torch.linalg.vector_norm(deltas, dim=1)

@@ -54,7 +54,7 @@ class CA2FL(ServerRule):
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Updates of which a part stays at the client."""
         if whole.sync is None:
             return None

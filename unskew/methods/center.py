@@ -32,7 +32,7 @@ class Center(TrainsAtServer):
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3)}
     steps_without = "clients"
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """What could only act at clients."""
         others = [part.name for part in (*whole.data, *whole.client, whole.sync) if part is not None]
         if not others:

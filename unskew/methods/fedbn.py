@@ -35,7 +35,7 @@ class FedBN(SyncRule):
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2102.07623"
     weights: ClassVar[Weights | None] = "uniform"
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """A client has one personal model."""
         other = next((rule.name for rule in whole.client if type(rule).personal is not ClientRule.personal), None)
         return f"{other} and fedbn each give a client a personal model; leave out one of the two." if other else None
@@ -45,17 +45,17 @@ class FedBN(SyncRule):
         super().check(run)
         return (
             ()
-            if self.own(run.spec)
+            if self.local_slices(run.spec)
             else [
                 "fedbn keeps BatchNorm at the clients, but this model trains none, so all of it is averaged, uniformly."
             ]
         )
 
-    def own(self, spec: ModelSpec) -> Slices:
+    def local_slices(self, spec: ModelSpec) -> Slices:
         """The parameters of BatchNorm."""
         return _slices(spec, True)
 
-    def travels(
+    def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """The other parameters, both ways."""

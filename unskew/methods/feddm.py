@@ -77,13 +77,13 @@ class FedDM(ClientRule, ServerRule):
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     server_batch: Whole = 256
 
-    def facts(self, data: ClientDataView) -> Tensors:
+    def client_info(self, data: ClientDataView) -> Tensors:
         """Which classes the client holds, ``[C]``, and real inputs of each to begin from, ``[C, n, ...]``."""
         count = {"real": self.images, "average": self.images * AVERAGED, "noise": 0}[self.start]
         present = (data.class_counts() > 0).to(data.like.dtype)
         return {"present": present, "exemplars": data.exemplars(count)} if count else {"present": present}
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """What acts on local models has nothing to act on."""
         other = next((rule.name for rule in whole.client if rule.name != self.name), None)
         other = other or (whole.sync.name if whole.sync is not None else None)
@@ -104,14 +104,14 @@ class FedDM(ClientRule, ServerRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """The client's images ``x [C, images, ...]``, from the last round or new, and the classes present, ``[C]``."""
-        present = ctx.facts["present"]
+        present = ctx.client_info["present"]
         if "x" in ctx.state:
             return {"x": ctx.state["x"], "present": present}
         size = (ctx.spec.classes, self.images)
         if self.start == "noise":
             x = normal(fold(ctx.key, PURPOSE), (*size, *ctx.spec.shape)).to(ctx.v_global.dtype)
         else:
-            x = ctx.facts["exemplars"].reshape(*size, -1, *ctx.spec.shape).mean(2)
+            x = ctx.client_info["exemplars"].reshape(*size, -1, *ctx.spec.shape).mean(2)
         return {"x": x, "present": present}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
@@ -153,7 +153,7 @@ class FedDM(ClientRule, ServerRule):
             total = total + (known * (theirs_mean - own_mean).square().sum(1)).sum()
         return total
 
-    def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
+    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
         """No parameter does, whatever the optimizer."""
         return torch.zeros_like(ctx.v_global, dtype=torch.bool)
 
@@ -162,14 +162,14 @@ class FedDM(ClientRule, ServerRule):
         ctx.state["x"] = carry["x"]
         ctx.upload.update(x=carry["x"], present=carry["present"])
 
-    def packed(self, upload: Tensors) -> Tensors:
+    def encode_upload(self, upload: Tensors) -> Tensors:
         """Images and labels of the classes present."""
         which = torch.nonzero(upload["present"])[:, 0]
         small = torch.uint8 if len(upload["present"]) <= 256 else torch.int16
         x = upload["x"][which].flatten(0, 1).to(torch.float32)
         return {"x": x, "y": which.repeat_interleave(self.images).to(small)}
 
-    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+    def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """The images that the round begins with, of all classes."""
         labels = torch.arange(len(carry["x"]), device=carry["x"].device)
         return carry["x"].flatten(0, 1), labels.repeat_interleave(self.images)

@@ -108,13 +108,13 @@ class FedGen(ClientRule):
         self.generator(run.spec)
         return ()
 
-    def facts(self, data: ClientDataView) -> Tensors:
+    def client_info(self, data: ClientDataView) -> Tensors:
         """How many samples of each class the client holds, ``[C]``."""
         return {"counts": data.class_counts()}
 
     def begin(self, ctx: Context) -> Tensors:
         """The classes that ``y~`` is drawn from, marked ``[C]``."""
-        held = (ctx.facts["counts"] > 0).to(ctx.v_global.dtype)
+        held = (ctx.client_info["counts"] > 0).to(ctx.v_global.dtype)
         return {"present": ctx.download.get("labels", held)}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
@@ -138,13 +138,13 @@ class FedGen(ClientRule):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """The server weighs the clients by what they hold."""
-        ctx.upload["counts"] = ctx.facts["counts"]
+        ctx.upload["counts"] = ctx.client_info["counts"]
 
-    def extras(self, state: Tensors, client: int) -> Tensors:
+    def download(self, state: Tensors, client: int) -> Tensors:
         """The generator, once there is one, and the classes of all clients."""
         return {name: state[name] for name in ("g", "labels") if name in state}
 
-    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """Train the generator; state holds ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``.
 
         With the labels of all clients also which classes were reported so far, ``labels [C]``.

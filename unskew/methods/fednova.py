@@ -38,7 +38,7 @@ class FedNova(ClientRule, ServerRule):
     summary: ClassVar[str] = "averages updates per step, so more steps are no more weight"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """What takes an update for the difference of two models, or sends a part of it."""
         if whole.sync is not None:
             return f"fednova takes an update for a round of the whole model; with {whole.sync.name} parts of it stay."
@@ -68,7 +68,7 @@ class FedNova(ClientRule, ServerRule):
         length = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
         return length * (ctx.lr / training.lr) if training.scheduled else length
 
-    def sends(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
+    def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
         """``d_k``."""
         return delta / self.length(ctx)
 

@@ -99,11 +99,11 @@ class FedPVR(ClientRule):
         """The variate is zero until first updated; its size depends on the model's layers."""
         return {"total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 
-    def extras(self, state: Tensors, client: int) -> Tensors:
+    def download(self, state: Tensors, client: int) -> Tensors:
         """The server's variate."""
         return {"c": state["c"]} if "c" in state else {}
 
-    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """``c <- c + sum_S p_k (c_k+ - c_k)``."""
         change = updates.aggregate.upload[self.name]["change"] / state["total"]
         return {**state, "c": state["c"] + change if "c" in state else change}

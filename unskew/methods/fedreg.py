@@ -65,9 +65,11 @@ class FedReg(ClientRule):
     iterations: Annotated[int, Field(ge=0)] = 10
     clamp: bool = False
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Not with rules that freeze a part of the model: the projections take each step to be a whole one."""
-        other = next((rule.name for rule in whole.client if type(rule).moves is not ClientRule.moves), None)
+        other = next(
+            (rule.name for rule in whole.client if type(rule).trainable_mask is not ClientRule.trainable_mask), None
+        )
         return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

@@ -65,14 +65,14 @@ class FedRep(ClientRule, SyncRule):
             )
         return told
 
-    def travels(
+    def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """The body, both ways. A client begins with the head of the initial model, which is no secret."""
         body = tuple(spec.parts["body"])
         return body, body
 
-    def own(self, spec: ModelSpec) -> Slices:
+    def local_slices(self, spec: ModelSpec) -> Slices:
         """The head."""
         return tuple(spec.parts["head"])
 
@@ -81,16 +81,16 @@ class FedRep(ClientRule, SyncRule):
         head = slices_mask(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_global.device)
         return {"head": head, "steps": torch.floor(self.head_share * ctx.steps + 0.5)}
 
-    def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
+    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
         """First the head, then the body."""
         return carry["head"] == (batch.step < carry["steps"])
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Not with rules whose other half is at the server: theirs would be about a head that never gets there."""
         for rule in whole.client:
             if rule is self:
                 continue
-            if type(rule).collect is not ClientRule.collect or isinstance(rule, ServerRule):
+            if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
                 return (
                     f"{rule.name} works on the whole model at the server, but fedrep leaves the heads at the clients."
                 )

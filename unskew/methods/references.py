@@ -50,7 +50,7 @@ class Pooled(DataRule):
 
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Stand alone."""
         return without_exchange(self.name, whole)
 
@@ -68,7 +68,7 @@ class Pooled(DataRule):
             )
         return ()
 
-    def of_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
+    def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
         """Reject sites, whose data cannot be brought together.
 
         Raises:
@@ -84,7 +84,7 @@ class Pooled(DataRule):
         clients = list(federation.clients)
         x, y = concatenate_inputs([c.x for c in clients]), torch.cat([c.y for c in clients])
         everything = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))
-        pooled = replace(federation, clients=everything, client_names=(), kinds=None, told=None)
+        pooled = replace(federation, clients=everything, client_names=(), text_groups=None, stats_traffic=None)
         steps = steps_per_round(prepared.training, sizes, self.participation)
         training = replace(prepared.training, local_steps=steps, local_epochs=None)
         return replace(prepared, federation=pooled, training=training)
@@ -122,7 +122,7 @@ class Local(SyncRule):
     summary: ClassVar[str] = "reference: each client trains alone"
     paper: ClassVar[str] = ""
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Stand alone."""
         return without_exchange(self.name, whole)
 
@@ -137,11 +137,11 @@ class Local(SyncRule):
             raise ConfigError(f"local keeps a model for each client, which takes {needed / 1e9:.0f} GB here.")
         return super().check(run)
 
-    def own(self, spec: ModelSpec) -> Slices:
+    def local_slices(self, spec: ModelSpec) -> Slices:
         """Return the whole model."""
         return (slice(0, spec.size),)
 
-    def travels(
+    def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """Exchange nothing."""

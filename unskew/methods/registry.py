@@ -191,7 +191,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, str):
         with on_behalf_of(spec):
             total = _add([_parse_one(text) for text in check_expression(spec)])
-        return dataclasses.replace(total, spelling=spec.replace(" ", ""))
+        return dataclasses.replace(total, expression=spec.replace(" ", ""))
     from unskew.protocol.rules import Method, Rule
 
     if isinstance(spec, Method):
@@ -199,7 +199,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, Rule):
         check_rule_name(spec)
         check_finite(spec, spec.name)
-        return dataclasses.replace(spec.build(), spelling=join_expression(spec))
+        return dataclasses.replace(spec.build(), expression=join_expression(spec))
     if isinstance(spec, type) or not isinstance(spec, Sequence):
         what = spec.__name__ if isinstance(spec, type) else short_repr(spec)
         raise ConfigError(
@@ -208,7 +208,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     parts = [method(item) for item in spec]
     if not parts:
         raise ConfigError("An empty list is not a method.")
-    return dataclasses.replace(_add(parts), spelling="+".join(p.spelling or p.name for p in parts))
+    return dataclasses.replace(_add(parts), expression="+".join(p.expression or p.name for p in parts))
 
 
 def join_expression(rule: Rule) -> str:
@@ -263,7 +263,7 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
     name = spec if "." in spec else spec.lower()
     rule = build_from_options(rule_class(name), options, name, f"{name}:")
     spelled = ",".join(f"{key}={short_repr(value, str)}" for key, value in options.items())
-    return dataclasses.replace(rule.build(), spelling=f"{spec}:{spelled}")
+    return dataclasses.replace(rule.build(), expression=f"{spec}:{spelled}")
 
 
 def _add(parts: Sequence[Method]) -> Method:
@@ -290,7 +290,7 @@ def _add(parts: Sequence[Method]) -> Method:
     if twice is not None:
         raise MethodConflictError(f"{twice} appears twice in {total.name}; write it once with the options you want.")
     for part in (*total.data, *total.client, total.sync, total.server):
-        reason = part.refuses(total) if part else None
+        reason = part.conflict_with(total) if part else None
         if reason is not None:
             raise MethodConflictError(reason)
     return total
@@ -301,7 +301,7 @@ def own_diagnostics() -> list[str]:
     from unskew.protocol.rules import ServerRule
 
     classes = [rule_class(name) for name in METHODS]
-    figures = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.figures]
+    figures = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.summary_metrics]
     return sorted({figure.diagnosis for figure in figures if figure.diagnosis is not None})
 
 

@@ -140,11 +140,11 @@ class Scaffold(ClientRule):
         """``c = 0``; the weights of all clients together are needed for the mean over all of them."""
         return {"c": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 
-    def extras(self, state: Tensors, client: int) -> Tensors:
+    def download(self, state: Tensors, client: int) -> Tensors:
         """The server's variate."""
         return {"c": state["c"]}
 
-    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """``c <- c + sum_S p_k (c_k+ - c_k)``."""
         change = updates.aggregate.upload[self.name]["change"]
         return {**state, "c": state["c"] + change / state["total"]}

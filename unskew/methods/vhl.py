@@ -91,7 +91,7 @@ class VHL(DataRule, ClientRule):
             )
         return ()
 
-    def deal(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """The virtual set, the same for every client, on the scale of the data and with a byte or two a label."""
         shape, classes = facts.shape, facts.classes
         y = torch.arange(self.per_class * classes) % classes
@@ -108,7 +108,7 @@ class VHL(DataRule, ClientRule):
             }
         )
 
-    def facts(self, data: ClientDataView) -> Tensors:
+    def client_info(self, data: ClientDataView) -> Tensors:
         """What standardises inputs."""
         factor, offset = virtual_normalizer(data.normalisation, data.client.x.dim() - 1)
         return {"factor": factor.to(data.like.device), "offset": offset.to(data.like.device)}
@@ -130,7 +130,7 @@ class VHL(DataRule, ClientRule):
         def homogenised(v: Tensor, batch: Batch) -> Tensor:
             at = (carry["start"] + batch.step * len(steps) + steps) % total
             x = take_rows(ctx.common["x"], at).to(v.dtype)
-            x = x * ctx.facts["factor"].to(v.dtype) + ctx.facts["offset"].to(v.dtype)
+            x = x * ctx.client_info["factor"].to(v.dtype) + ctx.client_info["offset"].to(v.dtype)
             y = ctx.common["y"][at].to(torch.int64)
             # The natural pass comes last: the model remembers one pass, for the rules around this one.
             seen = ctx.model(v, x, False)

@@ -73,7 +73,7 @@ class Context:
     steps: Tensor
     epoch_steps: Tensor
     weight: Tensor
-    facts: Tensors = field(default_factory=dict)
+    client_info: Tensors = field(default_factory=dict)
     common: Tensors = field(default_factory=dict)
     pixels: PixelScaling = AS_THEY_ARE
     full_gradient: Tensor | None = None

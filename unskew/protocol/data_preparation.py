@@ -30,15 +30,15 @@ class Workspace:
         shared: Whether other runs use that folder, too; then it takes a folder within, named after what it makes.
         device: Where it computes.
         given: What another run made, to be taken instead; or None.
-        tell: Told what is being done, how much of it is done and how much there is.
-        warn: Told what the user should know.
+        report: Called with the current step, the amount done and the total.
+        warn: Called with warnings for the user.
     """
 
     folder: Path | None = None
     shared: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     given: Path | None = None
-    tell: Callable[[str, float, float], None] = _quiet
+    report: Callable[[str, float, float], None] = _quiet
     warn: Callable[[str], None] = _quiet
 
     def within(self, name: str) -> Workspace:
@@ -105,7 +105,7 @@ class PreparedData:
     traffic: tuple[tuple[int, tuple[int, int]], ...] = ()
 
     @property
-    def facts(self) -> FederationInfo:
+    def federation_info(self) -> FederationInfo:
         """What the server is told."""
         return FederationInfo.of(self.federation, self.counted)
 

@@ -40,12 +40,12 @@ class ClientState:
 
     rules: dict[str, Tensors] = field(default_factory=dict)
     model: Tensor | None = None
-    statistics: Tensor | None = None
+    buffers: Tensor | None = None
     optimizer: Tensors = field(default_factory=dict)
 
     def tensors(self) -> Tensors:
         """All of it under names that cannot clash, whatever a rule is called; contiguous, but not copied."""
-        own = {"model": self.model, "statistics": self.statistics}
+        own = {"model": self.model, "statistics": self.buffers}
         return {
             **{name: t.contiguous() for name, t in own.items() if t is not None},
             **{f"optimizer/{name}": t.contiguous() for name, t in self.optimizer.items()},
@@ -65,7 +65,7 @@ class ClientState:
         return ClientState(
             {**self.rules, **newer.rules},
             self.model if newer.model is None else newer.model,
-            self.statistics if newer.statistics is None else newer.statistics,
+            self.buffers if newer.buffers is None else newer.buffers,
             newer.optimizer or self.optimizer,
         )
 

@@ -64,26 +64,28 @@ def _dealt(value: Any, _: object) -> bool:
 TENSORS = ("a dictionary of tensors by name", _tensors)
 FIGURES = ("a dictionary of figures, numbers or lists of them, by name", _figures)
 RETURNS: dict[str, tuple[str, Check]] = {
-    **dict.fromkeys(("server_init", "extras", "collect", "facts", "begin", "packed", "init", "step"), TENSORS),
+    **dict.fromkeys(
+        ("server_init", "download", "server_update", "client_info", "begin", "encode_upload", "init", "step"), TENSORS
+    ),
     "metrics": FIGURES,
-    "exchanged": FIGURES,
+    "round_metrics": FIGURES,
     "adapt": ("a pair of a torch.nn.Module and the name of its head", lambda value, _: _pair(value, nn.Module, str)),
-    "moves": ("None or a boolean tensor with an entry for each parameter", _moves),
-    "samples": ("None or a pair of tensors", lambda value, _: value is None or _pair(value, Tensor, Tensor)),
+    "trainable_mask": ("None or a boolean tensor with an entry for each parameter", _moves),
+    "generated_samples": ("None or a pair of tensors", lambda value, _: value is None or _pair(value, Tensor, Tensor)),
     "personal": ("None or a tensor", lambda value, _: value is None or isinstance(value, Tensor)),
     "evaluated": ("a model like state['v']", lambda value, given: _like(value, given[0]["v"])),
-    "travels": ("a pair of tuples of slices, to download and to upload", _travels),
-    "own": ("a tuple of slices", _slices),
-    "contribute": ("unskew.protocol.data_preparation.ClientPayloads with tensors by client", _contributed),
-    "deal": ("unskew.protocol.data_preparation.ServerPayload with tensors by client", _dealt),
-    "receive": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
-    "prepare": ("a Prepared", lambda value, _: isinstance(value, PreparedData)),
-    "of_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "contribute")),
-    "refuses": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
+    "exchanged_slices": ("a pair of tuples of slices, to download and to upload", _travels),
+    "local_slices": ("a tuple of slices", _slices),
+    "client_payload": ("unskew.protocol.data_preparation.ClientPayloads with tensors by client", _contributed),
+    "server_payload": ("unskew.protocol.data_preparation.ServerPayload with tensors by client", _dealt),
+    "apply_payload": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
+    "prepare": ("a PreparedData", lambda value, _: isinstance(value, PreparedData)),
+    "for_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "client_payload")),
+    "conflict_with": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
     "buffer": ("None or a whole number of updates from 1", lambda value, _: isinstance(value, int | None)),
 }
 """For each hook: a description of what it returns, and its check, which gets the returned value and the arguments."""
-WRITES = ("end", "sends")
+WRITES = ("end", "transform_update")
 """Hooks that may write to ``ctx.state`` and ``ctx.upload``."""
 
 

@@ -83,7 +83,7 @@ class Rule:
             weights=self.weights,
         )
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Why this rule cannot be in the sum ``whole``, as a sentence, if it cannot."""
         return None
 
@@ -103,14 +103,14 @@ class Rule:
 class DataRule(Rule):
     """``data`` slot: changes what clients hold, once, before training, in three steps with a message between each."""
 
-    makes: bool = False
+    generates_data: bool = False
     """Whether the first step takes long and makes what another run may be given."""
 
-    def contribute(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
+    def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         """At the clients: what each client of ``prepared.federation`` sends to the server."""
         return ClientPayloads()
 
-    def of_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
+    def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
         """The rule as ``client`` carries out ``contribute`` with its data alone; None if it sends nothing.
 
         Args:
@@ -123,18 +123,20 @@ class DataRule(Rule):
         """
         return self
 
-    def deal(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """At the server: what each client is sent, of all that was ``sent``."""
         return ServerPayload()
 
-    def receive(self, client: ClientData, share: Tensors) -> ClientData:
+    def apply_payload(self, client: ClientData, share: Tensors) -> ClientData:
         """At a client: its data after its share has come."""
         return client
 
     def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """The three steps for all clients, with what they cost; works in ``workspace``."""
-        made = self.contribute(prepared, seed, workspace)
-        return prepared.received(self.name, made, self.deal(made.sent, prepared.facts, seed), self.receive)
+        made = self.client_payload(prepared, seed, workspace)
+        return prepared.received(
+            self.name, made, self.server_payload(made.sent, prepared.federation_info, seed), self.apply_payload
+        )
 
 
 class WithServerHalf(Rule):
@@ -144,11 +146,11 @@ class WithServerHalf(Rule):
         """State of the rule's server half."""
         return {}
 
-    def extras(self, state: Tensors, client: int) -> Tensors:
+    def download(self, state: Tensors, client: int) -> Tensors:
         """What a client downloads beside the model."""
         return {}
 
-    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """New state of the server half after the updates of a round (at least one)."""
         return state
 
@@ -163,7 +165,7 @@ class ClientRule(WithServerHalf):
         """Change the model before training (a projection head): the new model and the name of its head."""
         return module, head
 
-    def facts(self, data: ClientDataView) -> Tensors:
+    def client_info(self, data: ClientDataView) -> Tensors:
         """What the rule needs to know of a client's data; read as ``ctx.facts``."""
         return {}
 
@@ -179,22 +181,22 @@ class ClientRule(WithServerHalf):
         """Wrap the gradient ``(v, batch) -> g [d]``; may replace entries of ``carry``."""
         return grad_fn
 
-    def moves(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
+    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
         """Which parameters may move in this step, boolean ``[d]`` (None: all); the others keep also their momentum."""
         return None
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
 
-    def sends(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
+    def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
         """What goes to the server in the place of the update ``delta [d]``, the local result minus the broadcast."""
         return delta
 
-    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+    def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """Inputs ``[n, ...]`` that the client made in ``begin``, and their targets ``[n]``, for a picture of them."""
         return None
 
-    def packed(self, upload: Tensors) -> Tensors:
+    def encode_upload(self, upload: Tensors) -> Tensors:
         """What is really sent of what ``end`` wrote into ``ctx.upload``; its shapes may depend on the values.
 
         Only rules that need single updates may send tensors of different shapes: others are added up.
@@ -212,7 +214,7 @@ class SyncRule(WithServerHalf):
     Normalisation statistics travel with the layer before them.
     """
 
-    def travels(
+    def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never).
@@ -222,11 +224,11 @@ class SyncRule(WithServerHalf):
         """
         raise NotImplementedError
 
-    def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+    def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Figures for the line of ``round`` in ``metrics.jsonl``, after it: numbers, or lists of them."""
         return {}
 
-    def own(self, spec: ModelSpec) -> Slices:
+    def local_slices(self, spec: ModelSpec) -> Slices:
         """Slices that are each client's own for good: its personal model is the global one with its values there."""
         return ()
 
@@ -242,7 +244,7 @@ class ServerRule(Rule):
     steps_without: ClassVar[Literal["updates", "clients"] | None] = None
     """``updates``: ``step`` is also called in rounds without any; ``clients``: no client takes part at all."""
 
-    figures: ClassVar[tuple[MetricSpec, ...]] = ()
+    summary_metrics: ClassVar[tuple[MetricSpec, ...]] = ()
     """Those of its figures that the summary of a run repeats."""
 
     def buffer(self) -> int | None:
@@ -275,7 +277,7 @@ class ServerRule(Rule):
 
 def changes_updates(rules: Sequence[ClientRule]) -> bool:
     """Whether some rule sends something else than the local result minus the broadcast."""
-    return any(type(rule).sends is not ClientRule.sends for rule in rules)
+    return any(type(rule).transform_update is not ClientRule.transform_update for rule in rules)
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ class Method:
     sync: SyncRule | None = None
     server: ServerRule | None = None
     weights: Weights | None = None
-    spelling: str = field(default="")
+    expression: str = field(default="")
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -43,7 +43,7 @@ def synthetic_and_real(one: MethodRuns) -> tuple[str, list[ImageRow]] | None:
         if found is not None and len(found[0].y):
             made, federation = found
             client = made.makers[0]
-            return f"{federation.who(client)}, seed {run.summary['seed']}", _rows(made, federation, client)
+            return f"{federation.client_label(client)}, seed {run.summary['seed']}", _rows(made, federation, client)
     return None
 
 

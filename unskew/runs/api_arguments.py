@@ -84,4 +84,4 @@ def method_expression(method: MethodLike) -> str:
     if isinstance(method, str):
         return method
     built = method_of(method)
-    return built.spelling or built.name
+    return built.expression or built.name

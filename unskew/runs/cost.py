@@ -160,7 +160,7 @@ def estimate(
     for name, (config, method, _) in runs.items():
         if config.engine == "ray" or config.ray.address is not None:
             return None
-        if any(rule.makes for rule in method.data) and config.synthetic is None:
+        if any(rule.generates_data for rule in method.data) and config.synthetic is None:
             notes.append(f"The data that {name} generates before training are not included.")
         try:
             found, whole = seconds_of_run(config, method, federation, model, at_once, 0 if seconds else worth, runs)
@@ -201,7 +201,7 @@ def seconds_of_run(
     spec, _ = check_method(config_here, original, model, method)
     prepared = PreparedData(original, config_here.training)
     for rule in method.data:
-        if not rule.makes:
+        if not rule.generates_data:
             prepared = rule.prepare(prepared, config.seed)
     device = pick_device(config.device)
     session = Session(config_here, prepared, original, spec, method, device, None, ())
@@ -225,7 +225,7 @@ def seconds_of_run(
         except TooLongError:
             return limit / 2 * max(1, config.rounds - idle), False
         began = time.perf_counter()
-        session.evaluator.score(session.server.evaluated, session.server.evaluated_b)
+        session.evaluator.evaluate_test(session.server.evaluated, session.server.evaluated_b)
         evaluation = time.perf_counter() - began
     acting, step = max(0, config.rounds - idle), train / few
     idle = config.rounds - acting

@@ -62,7 +62,7 @@ class EarlyStopping:
             return {}
         v, b, scored, name = server.evaluated, server.evaluated_b, self.evaluator.task.scored, self.objective.name
         others = name not in (scored, "loss", WORST)
-        scores = self.evaluator.clients(v, b, self.config.eval_clients, self.config.seed, together=others)
+        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, together=others)
         worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
         if not self.selects:
             return worst
@@ -79,7 +79,7 @@ class EarlyStopping:
         return max(self._rows, key=lambda row: self.objective.rank(float(row[self.score])), default=None)
 
     @property
-    def due(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether so many evaluations came after the best one."""
         if self.config.early_stopping is None:
             return False

@@ -27,7 +27,7 @@ def check_given_set(config: Experiment, method: Method) -> None:
     Raises:
         ConfigError: It is so.
     """
-    if config.synthetic is not None and not any(rule.makes for rule in method.data):
+    if config.synthetic is not None and not any(rule.generates_data for rule in method.data):
         raise ConfigError(
             f"synthetic={config.synthetic!r} is given, but {config.method} makes no synthetic data that it could stand for; "
             "add fedssyn, as in fedssyn+fedavg, or leave it out."
@@ -68,7 +68,7 @@ def prepare(
     workspace = Workspace(where, shared is not None, device, given, tell, partial(notify_warning, callbacks))
     prepared = PreparedData(federation, config.training)
     for rule in method.data:
-        if rule.makes and folder is not None:
+        if rule.generates_data and folder is not None:
             write_atomic(folder / "config.yaml", config.to_yaml().encode())
         prepared = rule.prepare(prepared, config.seed, workspace)
     return prepared

@@ -98,10 +98,10 @@ class Session:
         here, cache = (ClientStore(None if folder is None else folder / name) for name in ("clients", "cache"))
         store = make_client_store(config, folder, here)
         self.sampler = Sampler(len(federation.clients), config.participation, config.seed)
-        observed = any(figure.diagnosis in config.diagnose for figure in rule.figures)
+        observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
         trainer = ServerTrainer(spec, federation, config.training, device, self.sampler.size, observed, weights)
         self.server = Server(
-            method, rule, spec, prepared.facts, weights, config.buffers, store, config.seed, trainer, cache
+            method, rule, spec, prepared.federation_info, weights, config.buffers, store, config.seed, trainer, cache
         )
         self.server.evaluates = self._evaluates
         delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
@@ -133,7 +133,7 @@ class Session:
         self._content = lru_cache(partial(stored_content, prepared))
         self._saved = 0
 
-    def go(self, resume: bool) -> Result:
+    def run(self, resume: bool) -> Result:
         """Train the rounds that remain and write the summary."""
         start = self._restore() if resume else self._branch()
         config, (engine, choice) = self.config, self.make_engine(resume)
@@ -150,7 +150,7 @@ class Session:
                 texts.append("ft trains evaluated clients; with eval_clients 0 there are no personal figures.")
             for text in texts:
                 self.recorder.warn(text)
-            rounds = range(start, start if self.stopping.due else self.config.rounds)
+            rounds = range(start, start if self.stopping.should_stop else self.config.rounds)
             run_rounds(rounds, self.sampler, self.server, engine, self.network, self._finished)
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
@@ -219,11 +219,11 @@ class Session:
         done = t + 1
         score = None
         if self._evaluates(t):
-            score = self.evaluator.score(self.server.evaluated, self.server.evaluated_b)
+            score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
             figures |= self.stopping.figures(self.server)
             self.best.offer(done, figures.get(self.stopping.score))
             for diagnosis in self.diagnoses:
-                figures |= diagnosis.figures() if diagnosis.updates or not diagnosis.of_clients else {}
+                figures |= diagnosis.metrics() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
@@ -242,7 +242,7 @@ class Session:
                 **figures,
             }
         )
-        last = done == self.config.rounds or self.stopping.due
+        last = done == self.config.rounds or self.stopping.should_stop
         if last and self.samples and self.folder and (nothing := self.samples.draw(self.folder / "samples")):
             self.recorder.warn(nothing)
         if last or done % self.config.checkpoint_every == 0:
@@ -309,7 +309,7 @@ class Session:
 
         def score(own: Models | None) -> ClientScores:
             v, b = server.evaluated, server.evaluated_b
-            return self.evaluator.clients(v, b, config.eval_clients, config.seed, own, each=True)
+            return self.evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and self.spec.buffer_sizes
         scores = score(partial(personal_models.with_client_buffers, server) if own_statistics else None)

@@ -54,7 +54,7 @@ def summarize(
         metrics: Metrics of the run.
     """
     federation, spec = prepared.federation, server.spec
-    task, own = federation.objective, {figure.name for figure in server.rule.figures}
+    task, own = federation.objective, {figure.name for figure in server.rule.summary_metrics}
     traffic, history = server.traffic, recorder.history
     best, best_round = recorder.best(task.scored)
     final, objective = history[-1], metrics.objective
@@ -63,7 +63,7 @@ def summarize(
         best_value, best_round = recorder.best(objective.name, objective.lower_is_better)
     scored = [row[task.scored] for row in history if row[task.scored] is not None]
     summary: dict[str, Any] = {
-        "method": server.method.spelling or server.method.name,
+        "method": server.method.expression or server.method.name,
         "data": federation.name,
         "partition": federation.partition,
         "partition_hash": federation.fingerprint,
@@ -93,7 +93,7 @@ def summarize(
         "bytes_down": traffic.down + traffic.buffers_down,
         "buffer_bytes_up": traffic.buffers_up,
         "buffer_bytes_down": traffic.buffers_down,
-        "updates_skipped": server.skipped,
+        "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
         # A client that takes part in every round spends this much in all.
         "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
@@ -155,7 +155,7 @@ def epochs_per_round(prepared: PreparedData) -> float:
 def counted_class_names(federation: Federation) -> tuple[str, ...]:
     """The classes whose samples ``clients.jsonl`` counts; none if there are too many of them, or of clients."""
     if not federation.objective.labelled:
-        names = () if federation.kinds is None else federation.kinds[1]
+        names = () if federation.text_groups is None else federation.text_groups[1]
     else:
         names = federation.class_names or tuple(map(str, range(federation.classes)))
     return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
@@ -184,7 +184,7 @@ def client_rows(
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and counted_class_names(federation):
-        found = enumerate(federation.holdings()[0])
+        found = enumerate(federation.label_distribution()[0])
         holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
     if isinstance(clients, ArrayClients):
         held_out = clients.offsets[1:] - clients.splits

@@ -76,7 +76,7 @@ def check_method(
         check_tokens(federation.test[0], tokens, "the test set")
     if method.sync is not None:
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
-        method.sync.travels(half, 0, 0, None, spec)
+        method.sync.exchanged_slices(half, 0, 0, None, spec)
     return spec, warnings
 
 

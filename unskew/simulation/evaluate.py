@@ -161,7 +161,7 @@ class Evaluator:
                 found.append(self.task.losses(logits, target).to(torch.float64))
         return torch.cat(found)
 
-    def score(self, v: Tensor, b: Tensor) -> Score:
+    def evaluate_test(self, v: Tensor, b: Tensor) -> Score:
         """The model ``v [d], b [m]`` on the test set."""
         kept: list[Tensor] | None = [] if self.metrics else None
         right, asked, losses, tally = self._samples(v, b, *self._test, kept=kept)
@@ -190,10 +190,10 @@ class Evaluator:
         y = y.to(logits.device)
         found = self.task.measure(self.task.tally(logits, y), loss)
         found.pop(self.task.scored, None)
-        where = f"what {self.federation.who(client)} holds out"
+        where = f"what {self.federation.client_label(client)} holds out"
         return found | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
 
-    def clients(
+    def evaluate_clients(
         self,
         v: Tensor,
         b: Tensor,

@@ -33,7 +33,7 @@ class GeneratedSamplesRecorder:
         self.name, self.engine, self.federation, self.last, self.most = engine.name, engine, federation, round, most
         self.made: dict[int, Tensors] = {}
         self.problem: str | None = None
-        if all(type(rule).samples is ClientRule.samples for rule in rules):
+        if all(type(rule).generated_samples is ClientRule.generated_samples for rule in rules):
             self.problem = "save_samples has no effect: no rule of this method makes inputs."
         elif len(federation.shape) != 3:
             self.problem = f"save_samples has no effect: inputs of the shape {federation.shape} are not images."
@@ -67,6 +67,6 @@ class GeneratedSamplesRecorder:
             images = pixels.intensities(made["x"].cpu()).clamp(0, 1)
             save_images_by_class(
                 images.numpy(), made["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
-                folder / f"client-{client:04d}.png", title=f"{self.federation.who(client)}, round {self.last + 1}",
+                folder / f"client-{client:04d}.png", title=f"{self.federation.client_label(client)}, round {self.last + 1}",
             )  # fmt: skip
         return None

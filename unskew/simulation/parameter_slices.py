@@ -80,7 +80,9 @@ class SliceExchange:
         self._checked = lru_cache(maxsize=64)(self._made_check)
         if sync is not None:
             check_slices(
-                [(piece.start, piece.stop, piece.step) for piece in sync.own(spec)], spec.size, f"{sync.name}.own"
+                [(piece.start, piece.stop, piece.step) for piece in sync.local_slices(spec)],
+                spec.size,
+                f"{sync.name}.own",
             )
 
     def slices(
@@ -96,7 +98,7 @@ class SliceExchange:
         """
         if self.sync is None:
             return None, None
-        both = self.sync.travels(rules[self.sync.name], round, client, last, self.spec)
+        both = self.sync.exchanged_slices(rules[self.sync.name], round, client, last, self.spec)
         for slices in both:
             if slices is not None:
                 self._checked(tuple((piece.start, piece.stop, piece.step) for piece in slices))
@@ -104,7 +106,7 @@ class SliceExchange:
 
     def figures(self, rules: dict[str, Tensors], round: int) -> dict[str, Any]:
         """What the rule says of a round that is over."""
-        return {} if self.sync is None else self.sync.exchanged(rules[self.sync.name], round, self.spec)
+        return {} if self.sync is None else self.sync.round_metrics(rules[self.sync.name], round, self.spec)
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
         check_slices(edges, self.spec.size, f"{self.sync.name}.travels" if self.sync else "")
@@ -117,7 +119,7 @@ class SliceExchange:
         """Return masks of the parameters in the slices and of the statistics sent with them; None for all."""
         return None if slices is None else self._masks(tuple((piece.start, piece.stop) for piece in slices), device)
 
-    def statistics(self, slices: Slices | None, b: Tensor) -> int:
+    def buffer_masks(self, slices: Slices | None, b: Tensor) -> int:
         """Bytes of the statistics that travel with the slices."""
         count = len(b) if slices is None else int(buffer_mask(self.spec, slices).sum())
         return count * b.element_size()

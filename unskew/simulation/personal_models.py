@@ -32,7 +32,7 @@ def has_personal_models(method: Method, spec: ModelSpec) -> bool:
 def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
     """Return whether clients keep models, or parts of them, from round to round."""
     kept = any(type(rule).personal is not ClientRule.personal for rule in method.client)
-    return kept or bool(method.sync and method.sync.own(spec))
+    return kept or bool(method.sync and method.sync.local_slices(spec))
 
 
 def serving_model(
@@ -49,16 +49,16 @@ def serving_model(
         b: Its statistics, ``[m]``.
         own: Whether the model that a rule keeps for it, or its own slices, take the place of the global one.
     """
-    if buffers == "local" and state.statistics is not None:
-        b = state.statistics
+    if buffers == "local" and state.buffers is not None:
+        b = state.buffers
     if not own:
         return v, b
-    slices = method.sync.own(spec) if method.sync is not None else ()
+    slices = method.sync.local_slices(spec) if method.sync is not None else ()
     if state.model is not None:
         v = torch.where(slices_mask(slices, len(v)).to(v.device), state.model.to(v.device), v)
-    if slices and state.statistics is not None:
+    if slices and state.buffers is not None:
         sent = buffer_mask(spec, complement_slices(slices, len(v))).to(b.device)
-        b = torch.where(sent, b, state.statistics.to(b.device))
+        b = torch.where(sent, b, state.buffers.to(b.device))
     for rule in method.client:
         mine = rule.personal(state.rules.get(rule.name, {}))
         v = v if mine is None else mine
@@ -95,6 +95,6 @@ def fine_tuned_models(server: Server, engine: Engine, round: int, at_once: int, 
     """
     for first in range(0, len(clients), at_once):
         part = clients[first : first + at_once]
-        updates = engine.train([server.farewell(round, client) for client in part])
+        updates = engine.train([server.final_broadcast(round, client) for client in part])
         for update, before in zip(updates, kept_model(server, part), strict=True):
             yield (update.report["v"], update.buffers) if update.is_finite() else before

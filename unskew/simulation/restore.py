@@ -69,7 +69,7 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
 def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
     state, rules, b, mean, _, _, waiting = _server_part(path, manifest, server)
     method, known = server.method, () if before is None else (*before.client, before.sync)
-    server.state, server.b = server.rule.init(state["v"], server.facts), b
+    server.state, server.b = server.rule.init(state["v"], server.federation_info), b
     if before is not None and before.server == method.server:
         server.state = state
         server.waiting.restore(waiting, manifest["waiting"], b.device)
@@ -77,7 +77,7 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
             server.cache.put(client, tensors)
     shared: set[str] = set()
     for name, half in server.halves.items():
-        fresh, old = half.server_init(state["v"], server.facts), rules.get(name, {})
+        fresh, old = half.server_init(state["v"], server.federation_info), rules.get(name, {})
         # A rule that begins in a later round may have kept something in common rounds, with other options.
         alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
         server.rules[name] = old if half in known or alike else fresh
@@ -90,7 +90,7 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
         stays = ClientState(
             {rule: held for rule, held in own.rules.items() if rule in shared},
             own.model if parted else None,
-            own.statistics if parted or server.mode == "local" else None,
+            own.buffers if parted or server.mode == "local" else None,
             own.optimizer if parted else {},
         )
         server.store.put(client, stays.tensors())
@@ -108,7 +108,7 @@ def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
 ) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors]:
     """Its server's part: state, rules' halves, statistics, the clients' mean, the best round, what was sent, what waits."""
-    device, clients = server.b.device, server.facts.clients
+    device, clients = server.b.device, server.federation_info.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
@@ -171,7 +171,7 @@ def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Serve
     # One after another: they need not fit into memory together.
     one_by_one = ((int(Path(name).stem.partition("-")[2]), load((path / name).read_bytes())) for name in singles)
     for client, tensors in chain(joint.items(), one_by_one):
-        if not 0 <= client < server.facts.clients:
+        if not 0 <= client < server.federation_info.clients:
             raise ValueError(f"there is no client {client}")
         _check_sizes(tensors, SIZED[kind], server)
         yield client, tensors
@@ -181,5 +181,5 @@ def _counters(manifest: dict[str, Any], server: Server) -> None:
     traffic = dict(manifest["traffic"])
     per_client = {int(k): list(pair) for k, pair in traffic.pop("clients").items()}
     server.traffic = Traffic(**traffic, clients=per_client)
-    server.skipped = manifest["skipped"]
+    server.num_skipped = manifest["skipped"]
     server.last = {int(k): t for k, t in manifest["last"].items()}

@@ -17,8 +17,8 @@ def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[s
             "round's updates are left out. Later ones are only counted (updates_skipped); smaller rates and steps of the "
             "server, or of the clients, may help."
         )
-    if server.left_out and server.skipped == len(server.left_out):
-        names = [client_names[client] if client_names else str(client) for client in server.left_out]
+    if server.skipped_clients and server.num_skipped == len(server.skipped_clients):
+        names = [client_names[client] if client_names else str(client) for client in server.skipped_clients]
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (
             f"Round {done}: the updates of clients {shown} are not finite and are left out. "

@@ -82,22 +82,24 @@ class Server:
     ):
         self.at_server = at_server
         self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
-        self.facts, self.seed = replace(facts, weights=weights), seed
+        self.federation_info, self.seed = replace(facts, weights=weights), seed
         self.sends_model = all(r.sends_model for r in method.client)
         self.needs = {what for part in (rule, *method.rules) for what in part.needs}
         self.store = ClientStore() if store is None else store  # an empty one is false
         self.cache = ClientStore() if cache is None else cache
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
-        self.state = rule.init(spec.flatten(), self.facts)
+        self.state = rule.init(spec.flatten(), self.federation_info)
         check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
         self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
-        self.rules: dict[str, Tensors] = {name: r.server_init(self.v, self.facts) for name, r in self.halves.items()}
+        self.rules: dict[str, Tensors] = {
+            name: r.server_init(self.v, self.federation_info) for name, r in self.halves.items()
+        }
         self.waiting = empty_updates(method, rule)
         self.traffic = Traffic()
         self.moved = False
-        self.skipped = 0
-        self.left_out: list[int] = []
+        self.num_skipped = 0
+        self.skipped_clients: list[int] = []
         self.overflows = 0
         self.overflowed = False
         self.last: dict[int, int] = {}
@@ -153,7 +155,7 @@ class Server:
         if "sent_model" in self.needs or statistics_too:
             v, b = (self.v if "sent_model" in self.needs else None), (cast.b if statistics_too else None)
             self.sent[client] = SentModel(self.version, round, v, b)
-        statistics = self.exchange.statistics(down, self.b) if self.mode == "average" else 0
+        statistics = self.exchange.buffer_masks(down, self.b) if self.mode == "average" else 0
         sent = slice_bytes(down, self.v) + extra_bytes(cast.download, down, self.v)
         if self.changes_updates:  # the client needs the server's values wherever it sends a difference
             sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
@@ -164,16 +166,16 @@ class Server:
         """The client dropped out; nothing will come back."""
         self.sent.pop(client, None)
 
-    def farewell(self, round: int, client: int) -> Broadcast:
+    def final_broadcast(self, round: int, client: int) -> Broadcast:
         """The final model for a training whose result is only reported, as ``Update.report["v"]``; not counted."""
-        own = () if self.method.sync is None else self.method.sync.own(self.spec)
+        own = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
         down = complement_slices(own, len(self.v)) if own else None
         cast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
         return replace_fields(cast, report=True, keeps=False)
 
     def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
         accepted, (state, kept) = self.last.get(client), self.store.lent(client)
-        extra = {name: half.extras(self.rules[name], client) for name, half in self.halves.items()}
+        extra = {name: half.download(self.rules[name], client) for name, half in self.halves.items()}
         return Broadcast(
             round=round,
             client=client,
@@ -182,7 +184,7 @@ class Server:
             download={name: tensors for name, tensors in extra.items() if tensors},
             state=state,
             kept=kept,
-            weight=self.facts.weight(client),
+            weight=self.federation_info.weight(client),
             down=down,
             up=up,
             initial=() if accepted is not None or down is None else complement_slices(down, len(v)),
@@ -196,14 +198,14 @@ class Server:
         An update that is not finite is left out and counted; with no usable update the model stays as it was.
         """
         intake, discarded = UpdateBuffer(self.method, self.rule, self.meter, self.waiting), 0
-        self.left_out = []
+        self.skipped_clients = []
         for update in arrivals:
             up = self._count(update)
             if "same_round" in self.needs and update.born != round:
                 discarded += 1
                 continue
             if not update.is_finite():
-                self.left_out.append(update.client)
+                self.skipped_clients.append(update.client)
                 self.lost(update.client)
                 continue
             sent = self.sent.pop(update.client, SentModel(0, 0))
@@ -214,20 +216,20 @@ class Server:
             for watch in self.watchers:
                 watch(update)
         taken = intake.taken
-        self.overflowed = not self._take_in(round, intake)
+        self.overflowed = not self._apply_updates(round, intake)
         if self.overflowed:
             self.overflows += 1
-            self.left_out, taken = sorted([*self.left_out, *(update.client for update in taken)]), []
+            self.skipped_clients, taken = sorted([*self.skipped_clients, *(update.client for update in taken)]), []
         for update in taken:
             self._keep(update)
         if taken and "last_update" in self.needs:
             for update in intake.whole.individual or ():
                 self.cache.put(update.client, {"delta": update.delta.cpu()})
         self.version += len(taken)
-        self.skipped += len(self.left_out)
+        self.num_skipped += len(self.skipped_clients)
         return {
             "updates": len(taken),
-            "skipped": len(self.left_out),
+            "skipped": len(self.skipped_clients),
             "train_loss": intake.sums["loss"] / len(taken) if taken else math.nan,
             "begin_seconds": intake.sums["begin_seconds"] / len(taken) if taken else 0.0,
             "train_seconds": intake.sums["train_seconds"] / len(taken) if taken else 0.0,
@@ -248,7 +250,7 @@ class Server:
     def _count(self, update: Update) -> Slices | None:
         """Count the bytes of an update; returns the slices that were sent."""
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
-        statistics = self.exchange.statistics(up, update.buffers) if self.mode != "local" else 0
+        statistics = self.exchange.buffer_masks(up, update.buffers) if self.mode != "local" else 0
         model = slice_bytes(up, update.delta) if self.sends_model else 0
         self.traffic.count(update.client, "up", model + extra_bytes(update.upload, up, update.delta), statistics)
         self.traffic.reports += num_bytes(update.report.values())
@@ -261,7 +263,7 @@ class Server:
         delta = self.cache.get(client).get("delta") if "last_update" in self.needs else None
         return None if delta is None else delta.to(self.v.device)
 
-    def _take_in(self, round: int, intake: UpdateBuffer) -> bool:
+    def _apply_updates(self, round: int, intake: UpdateBuffer) -> bool:
         """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes."""
         state, rules, b, done = self.state, self.rules, self.b, None
         if self.method.sync is not None and intake.unequal and "individual" in self.needs:
@@ -280,7 +282,7 @@ class Server:
         sums = intake.whole.aggregate
         if intake.taken:
             whole = self._updates(round, intake.whole, self.b)
-            rules = {name: half.collect(self.rules[name], whole) for name, half in self.halves.items()}
+            rules = {name: half.server_update(self.rules[name], whole) for name, half in self.halves.items()}
             # Statistics of updates that wait move with the model.
             if done is None:
                 done = b if self.rule.buffer() is not None and sums.moved is not None else sums.buffers

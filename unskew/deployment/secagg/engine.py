@@ -111,11 +111,11 @@ class MaskedEngine(FlowerEngine):
                 text = f"Round {round}: fewer than {summation.least} of {len(casts)} sites are left, so the sum stays masked"
             tries += 1
             if patience.short == "go":
-                self.sites.tell(f"{text}; the round goes on without any update.")
+                self.sites.warn(f"{text}; the round goes on without any update.")
                 return OpenedSum()
             if patience.short == "stop":
                 break
-            self.sites.tell(f"{text}; the round is begun again.")
+            self.sites.warn(f"{text}; the round is begun again.")
         raise EngineError(f"{text}, and the run stops. Resume it when the sites are back.")
 
     def _tell_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
@@ -123,7 +123,7 @@ class MaskedEngine(FlowerEngine):
             if certain:
                 self.sites.fault(client, f"{reason}, so it is left out of this sum")
             else:
-                self.sites.tell(f"{self.sites.name(client)} is left out of this sum: {reason}.")
+                self.sites.warn(f"{self.sites.name(client)} is left out of this sum: {reason}.")
 
     def _taking(self, casts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
         by_client = {cast.client: cast for cast in casts}
@@ -202,7 +202,7 @@ class MaskedEngine(FlowerEngine):
         self.error, self.worst = error, max(error, self.worst)
         if not self.told:
             self.told = True
-            self.sites.tell(
+            self.sites.warn(
                 f"Secure aggregation: the server has opened the sum of {sites} sites. Rounding to whole numbers has moved no "
                 f"entry of the mean update by more than {error:.2g}."
             )

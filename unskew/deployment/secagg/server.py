@@ -176,7 +176,7 @@ class MaskedSum:
 
         def expected(client: int, frame: Frame) -> Any:
             if frame.kind == "forgotten":
-                self.sites.tell(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
+                self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
                 return None
             if answer and frame.kind != answer:
                 raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and not {answer!r}")

@@ -123,7 +123,7 @@ def federation_of_sites(
         client_names=tuple(names[k] for k in frames) if len(set(names.values())) == total else (),
         partition="as the sites hold it",
         fingerprint="",
-        kinds=None,
+        text_groups=None,
     )
 
 
@@ -146,7 +146,8 @@ def _one(
         asked = {
             k: Frame("contribute", {"place": place, "mean_size": mean})
             for k in range(len(clients))
-            if type(rule).contribute is not DataRule.contribute and rule.of_client(k, len(clients), mean) is not None
+            if type(rule).client_payload is not DataRule.client_payload
+            and rule.for_client(k, len(clients), mean) is not None
         }
         found = request_all(sites, asked, "contributions", partial(_contribution, norm=norm))
         sent = {k: tensors for k, (tensors, _, _) in found.items() if tensors}
@@ -154,7 +155,7 @@ def _one(
         return ClientPayloads(sent, _about([about for _, about, _ in found.values()]), digest)
 
     def deal(sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
-        dealt = type(rule).deal(rule, sent, facts, seed)
+        dealt = type(rule).server_payload(rule, sent, facts, seed)
         common = encode_record("common", dealt.common)
         messages = {
             k: Frame("receive", {"place": place}, {}, {**encode_record("share", dealt.shares.get(k, {})), **common})

@@ -195,7 +195,7 @@ class FlowerEngine:
         reason = printable(frame.config.get("reason"))
         if frame.kind == "forgotten":
             self.server.last.pop(client, None)
-            self.sites.tell(
+            self.sites.warn(
                 f"{self.sites.name(client)} has lost what it kept between rounds ({reason}); it continues as one that takes "
                 "part for the first time."
             )
@@ -209,7 +209,7 @@ class FlowerEngine:
                 f"Most sites have trained later rounds of this run ({self.sites.name(client)}: {reason}). The run folder is "
                 "an older copy: resume the newest one, or start a new run."
             )
-        self.sites.tell(f"{self.sites.name(client)} is left out of this round: {reason}.")
+        self.sites.warn(f"{self.sites.name(client)} is left out of this round: {reason}.")
         return True
 
     def _check_alike(self, update: Update) -> None:

@@ -93,7 +93,7 @@ class SiteRegistry:
                 )
             answers = sites.link.pull(list(self._asked)) if self._asked else []
         except LinkClosedError as error:
-            sites.tell(str(error))
+            sites.warn(str(error))
             sites.reconnect()
             self._known, self._asked = set(sites.nodes.values()), {}
             return {}
@@ -108,7 +108,7 @@ class SiteRegistry:
             except (ConfigError, InvalidMessageError) as error:
                 reason = str(error) if isinstance(error, ConfigError) else f"A site's report is not valid: {error}."
                 if self.rejected.get(node) != reason:
-                    sites.tell(f"A site is not admitted. {reason}")
+                    sites.warn(f"A site is not admitted. {reason}")
                     sites.log("rejected", node=str(node), reason=reason)
                 self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN
                 self._known.discard(node)
@@ -181,7 +181,7 @@ class SiteRegistry:
         self._compare(name, frame)
         apart = abs(clock - time.time())
         if apart > SKEW:
-            sites.tell(f"{name}: its clock differs by {apart:.0f} s from the one here; certificates may seem expired.")
+            sites.warn(f"{name}: its clock differs by {apart:.0f} s from the one here; certificates may seem expired.")
         return client
 
     def _compare(self, name: str, frame: Frame) -> None:
@@ -194,7 +194,7 @@ class SiteRegistry:
         found = ", ".join(f"{k} {theirs} (here {software_versions()[k]})" for k, theirs in other.items())
         if self.exact:
             raise ConfigError(f"{name} has {found}; install the same versions, or leave out --exact.")
-        self.sites.tell(f"{name} has {found}, so results may differ from a simulation here in the last bits.")
+        self.sites.warn(f"{name} has {found}, so results may differ from a simulation here in the last bits.")
 
 
 def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:

@@ -62,7 +62,7 @@ class Membership:
                 raise EngineError(f"So many sites are excluded that {self.quorum} can never be there (--quorum).")
             if time.monotonic() - heard > waiting.SILENCE:
                 heard = time.monotonic()
-                self.sites.tell(
+                self.sites.warn(
                     f"{self.count} of at least {self.quorum} sites are there. {self.door.missing(self.there())}"
                 )
             time.sleep(waiting.POLL)
@@ -71,7 +71,7 @@ class Membership:
         clients: Any = self.federation.clients
         for client, frame in self.door.step().items():
             clients[client] = remote_client(client, frame, self.federation)  # the door has checked it
-            self.sites.tell(f"{self.sites.name(client)} has joined the run.")
+            self.sites.warn(f"{self.sites.name(client)} has joined the run.")
 
 
 def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -> None:

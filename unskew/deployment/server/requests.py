@@ -95,7 +95,7 @@ class PendingRequests:
                     self._waiting[client] = PendingRequest(sites.nodes[client], time.monotonic() + wait, wait)
             answers = sites.link.pull(list(self._asked)) if self._asked else []
         except LinkClosedError as error:
-            sites.tell(f"{error} Waiting for the SuperLink to come back.")
+            sites.warn(f"{error} Waiting for the SuperLink to come back.")
             sites.reconnect()
             sites.counts["resent"] += len(self._asked)
             self._asked, self._waiting = {}, {}

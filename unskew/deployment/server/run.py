@@ -125,7 +125,7 @@ def _carried_out(
         raise ConfigError(f"--local {deployment.local} starts as many sites, but the experiment has {total} clients.")
     spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
     for rule in method.data:
-        rule.of_client(0, total, 1)
+        rule.for_client(0, total, 1)
     reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # After every round: so a resumed run never asks a site for a state that it has forgotten.
@@ -165,11 +165,11 @@ def _carried_out(
         session.connect(sites, terms, changed_budget(config, prepared), roster, deployment.asynchronous)
         if deployment.quorum is not None:
             session.network.present = Membership(sites, door, prepared.federation, deployment.quorum)
-        told = [] if federation.told is None else enumerate(federation.told.tolist())
+        told = [] if federation.stats_traffic is None else enumerate(federation.stats_traffic.tolist())
         for client, (up, down) in (*told, *prepared.traffic):
             session.server.traffic.count(client, "up", up, 0)
             session.server.traffic.count(client, "down", down, 0)
-        result = session.go(again)
+        result = session.run(again)
     except EngineError as error:
         why = place.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error

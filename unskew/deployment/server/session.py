@@ -99,7 +99,7 @@ class DeployedSession(Session):
             sites.last_warning = text
             self.recorder.warn(text)
 
-        sites.tell = warn
+        sites.warn = warn
 
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """The sites."""
@@ -136,7 +136,7 @@ class DeployedSession(Session):
     def _finished(self, t: int, figures: dict[str, Any]) -> bool:
         """See ``Session``; the audit log has the round's model, and the run ends here if the operator has asked for it."""
         sites, server = self.sites, self.server
-        for client in server.left_out:
+        for client in server.skipped_clients:
             sites.log("left out", client, reason="not finite")
         model = arrays_digest(encode_record("model", {"v": server.v, "b": server.b}))
         sites.log("round finished", updates=figures.get("updates"), digest=model)
@@ -163,11 +163,11 @@ class DeployedSession(Session):
         with_own = personal_models.has_personal_models(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
         b = self.server.evaluated_b  # with ``buffers: reset`` nobody trains from these
-        casts = [replace(self.server.farewell(self.config.rounds, k), b=b, down=None, report=False) for k in who]
+        casts = [replace(self.server.final_broadcast(self.config.rounds, k), b=b, down=None, report=False) for k in who]
         found = engine.measure(casts, with_own) if who else {}
         scores, own = self._scores(found, ""), self._scores(found, "own_") if with_own else None
         if not who and most and not tunes:
-            scores = self.evaluator.clients(
+            scores = self.evaluator.evaluate_clients(
                 self.server.evaluated, self.server.evaluated_b, most, self.config.seed
             )  # by class, which the server knows
         figures = client_metrics(scores, own, self.metrics, federation.client_names)

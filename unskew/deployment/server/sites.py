@@ -91,7 +91,7 @@ class SiteManager:
     run: str
     about: Mapping[str, Any]
     patience: RoundPolicy
-    tell: Callable[[str], None]
+    warn: Callable[[str], None]
     nodes: dict[int, int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     faults: dict[int, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class SiteManager:
         self.counts["refused"] += 1
         count, most = self.faults[client], self.patience.faults
         what = "it is excluded from the run" if count == most else f"{count} of {most}, then it is excluded"
-        self.tell(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
+        self.warn(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
         self.log("rejected", client, reason=reason)
         if count == most:
             self.log("excluded", client, reason=f"{most} messages that could not be used")
@@ -248,7 +248,7 @@ class SiteManager:
         if talk.requests:
             self.counts["late"] += len(talk.requests)
             names = ", ".join(self.name(client) for client in sorted(talk.requests)[:10])
-            self.tell(f"Round {round}: no answer from {names} within {deadline:g} s; {without}.")
+            self.warn(f"Round {round}: no answer from {names} within {deadline:g} s; {without}.")
         self.pending = set()
 
     def attempt(self, identity: str) -> int:
@@ -314,13 +314,13 @@ class RoundWait:
                 )
             if not self.told:
                 self.told = True
-                sites.tell(f"{came} in time; waiting for more.")
+                sites.warn(f"{came} in time; waiting for more.")
         if heard:
             self.heard = now
         if now - self.heard > SILENCE:
             self.heard = now
             names = "; ".join(f"{sites.name(client)}, {sites.contact(client).describe()}" for client in left[:10])
             silent = f"Round {self.round}: no answer for {SILENCE:g} s"
-            sites.tell(f"{silent}. Waiting for {names}. --deadline limits the waiting.")
+            sites.warn(f"{silent}. Waiting for {names}. --deadline limits the waiting.")
         time.sleep(POLL)
         return False

@@ -131,11 +131,11 @@ class SiteProcess:
         """What this client sends to the server before the first round."""
         data = received.applied(work.data, place)
         federation = work.with_data(data)
-        rule = work.method.data[place].of_client(self.config.client, work.total, read_integer(asked.config, "mean_size"))
+        rule = work.method.data[place].for_client(self.config.client, work.total, read_integer(asked.config, "mean_size"))
         if rule is None:
             return Frame("contribution", {"client": self.config.client, "made": ""})
         workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
-        made = rule.contribute(PreparedData(federation, work.config.training), work.config.seed, workspace)
+        made = rule.client_payload(PreparedData(federation, work.config.training), work.config.seed, workspace)
         figures = {name: float(v) for name, v in made.about.items() if isinstance(v, int | float)}
         texts = {f"about.{name}": v for name, v in made.about.items() if isinstance(v, str) and name != "synthetic"}
         sent = encode_record("sent", made.sent.get(self.config.client, {}))

@@ -82,5 +82,5 @@ class ReceivedData:
             if place not in self.shares:
                 raise SiteStateLostError("what this site received before the first round is not here any more")
             if self.shares[place]:
-                data = self.rules[place].receive(data, self.shares[place])
+                data = self.rules[place].apply_payload(data, self.shares[place])
         return data

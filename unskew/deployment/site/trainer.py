@@ -176,7 +176,7 @@ class SiteTrainer:
         if asked.config.get("own") is True:
             mine = serving_model(self.method, self.spec, mode, stays, v, b, own=True)
             if personal_models.has_fine_tuning(self.method):
-                slices = () if self.method.sync is None else self.method.sync.own(self.spec)
+                slices = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
                 down = complement_slices(slices, self.spec.size) if slices else None
                 start = b if mode == "average" else self.spec.flatten_buffers()
                 update = self._trainer_for(asked, received).train(replace(cast, b=start, down=down, report=True))

@@ -86,15 +86,15 @@ class WireContext:
 
     def received(self, down: Slices | None, kind: str) -> Tensor:
         """Return a mask of the normalization statistics that a client receives in a message of a kind, ``[m]``."""
-        mask = self.statistics(down)
+        mask = self.buffer_masks(down)
         return mask if self.buffers == "average" or kind == "evaluate" else torch.zeros_like(mask)
 
     def sent(self, cast: Broadcast) -> Tensor:
         """Return a mask of the normalization statistics that a client sends, to be averaged or only measured, ``[m]``."""
-        mask = self.statistics(cast.up)
+        mask = self.buffer_masks(cast.up)
         return torch.ones_like(mask) if cast.report or self.buffers == "local" else mask
 
-    def statistics(self, slices: Slices | None) -> Tensor:
+    def buffer_masks(self, slices: Slices | None) -> Tensor:
         """Return a mask of the normalization statistics that belong to slices of the model, ``[m]``."""
         size = sum(self.spec.buffer_sizes)
         return torch.ones(size, dtype=torch.bool) if slices is None else buffer_mask(self.spec, slices)

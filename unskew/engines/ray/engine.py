@@ -84,7 +84,7 @@ class RayEngine:
         connect(self.where.address, workers)
         self.most, self.ended = workers, Event()
         if self.where.address != "local":
-            Thread(target=watch_head, args=(head_address(ray), setup.tell, self.ended), daemon=True).start()
+            Thread(target=watch_head, args=(head_address(ray), setup.warn, self.ended), daemon=True).start()
         self.places()
         self.task = ray.remote(train_group).options(
             num_cpus=self.where.cpus_per_worker,
@@ -94,7 +94,7 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        sent = replace(setup, federation=self._sent(), tell=warnings.warn, retried=ignore_retries)
+        sent = replace(setup, federation=self._sent(), warn=warnings.warn, retried=ignore_retries)
         try:
             self.everything = self._put((sent, together))
         except EngineError:
@@ -230,7 +230,7 @@ class RayEngine:
             )
             if self.where.deadline is not None and waited >= self.where.deadline:
                 raise EngineError(f"{text} That is ray.deadline; the run can be resumed, here or on another cluster.")
-            self.setup.tell(f"{text} It goes on waiting; the run can be stopped and resumed elsewhere.")
+            self.setup.warn(f"{text} It goes on waiting; the run can be stopped and resumed elsewhere.")
 
     def _succeeded(self, ready: Any, part: _TaskGroup) -> bool:
         """Whether clients were trained; what fails again and again is raised with its own reason."""

@@ -89,7 +89,7 @@ class AutoPeriods(ClientRule, SyncRule):
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
-    def travels(
+    def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
@@ -97,7 +97,7 @@ class AutoPeriods(ClientRule, SyncRule):
         missed = [last is None or at >= last for at in state["synced"].tolist()]
         return parameter_slices(spec, tuple(missed)), parameter_slices(spec, tuple(self.due(state, round)))
 
-    def collect(self, state: Tensors, updates: Updates) -> Tensors:
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """Note the drift of what was averaged; at the end of an epoch, set the periods anew."""
         spec, round, mean = updates.spec, updates.round, updates.aggregate
         state = dict(state or self.beginning(spec))
@@ -115,7 +115,7 @@ class AutoPeriods(ClientRule, SyncRule):
             state["growth"], state["count"] = torch.zeros_like(rates), torch.zeros_like(rates)
         return state
 
-    def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+    def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """The layers that were averaged after the round, by their numbers in order of depth, and all periods from then on."""
         state = state or self.beginning(spec)
         return average_layers((state["synced"] == round).tolist(), [int(p) for p in state["periods"].tolist()])

@@ -100,7 +100,7 @@ class FedALS(SyncRule):
         auto = AutoPeriods(FedALS(self.alpha, self.split, self.periods), self.budget, self.longest)
         return Method(name=self.name, client=(auto,), sync=auto)
 
-    def travels(
+    def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
@@ -109,7 +109,7 @@ class FedALS(SyncRule):
         due = tuple((round + 1) % p == 0 for p in periods)
         return parameter_slices(spec, missed), parameter_slices(spec, due)
 
-    def exchanged(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+    def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """The layers that were averaged after the round, by their numbers in order of depth, and all periods."""
         periods = _periods(self, spec)
         return average_layers([(round + 1) % p == 0 for p in periods], periods)

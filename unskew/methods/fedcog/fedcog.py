@@ -147,7 +147,7 @@ class FedCOG(ClientRule):
         run.need_rounds_after(self.name, "start_round", self.start_round)
         return ()
 
-    def facts(self, data: ClientDataView) -> Tensors:
+    def client_info(self, data: ClientDataView) -> Tensors:
         """The client's samples, those of each label ``[C]``, and of each pair ``[C, C]`` for rates of co-occurrence."""
         counts = data.class_counts()
         facts = {"counts": counts, "samples": counts.new_tensor(data.client.examples)}
@@ -157,7 +157,7 @@ class FedCOG(ClientRule):
         """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
         if ctx.round < self.start_round:
             return {}
-        counts = ctx.facts["counts"]
+        counts = ctx.client_info["counts"]
         y = self.labelled(ctx, self.targets(counts))
         x, z = self.in_batches(ctx, y, ctx.key)
         if self.double:
@@ -180,11 +180,11 @@ class FedCOG(ClientRule):
 
     def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
         """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
-        counts = ctx.facts["counts"]
+        counts = ctx.client_info["counts"]
         y = ctx.task.targets(primary, len(counts))
         if not self.cooccurrence:
             return y
-        further = draw_cooccurring(fold(ctx.key, 8), primary, ctx.facts["pairs"], counts)
+        further = draw_cooccurring(fold(ctx.key, 8), primary, ctx.client_info["pairs"], counts)
         return torch.maximum(y, further.to(y.dtype))
 
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ class FedCOG(ClientRule):
         places = torch.arange(size, device=carry["z"].device)
         if self.cycle == "by_step":
             return (step * size + places) % self.n
-        batch, an_epoch = ctx.training.batch_size, ctx.facts["samples"].to(torch.int64)
+        batch, an_epoch = ctx.training.batch_size, ctx.client_info["samples"].to(torch.int64)
         if ctx.training.drop_last:
             an_epoch = torch.where(an_epoch < batch, an_epoch, an_epoch // batch * batch)
         steps = ctx.epoch_steps.to(torch.int64)
@@ -294,7 +294,7 @@ class FedCOG(ClientRule):
         ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
         ctx.state["round"] = torch.full_like(ctx.steps, float(ctx.round))
 
-    def samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
+    def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """The learned inputs and their target labels."""
         return (carry["x"], carry["y"]) if carry else None
 

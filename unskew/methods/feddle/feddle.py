@@ -103,7 +103,7 @@ class Feddle(ServerRule):
     needs = ("individual", "sent_statistics")
     weights: ClassVar[Weights | None] = "uniform"
     steps_without = "updates"
-    figures = (
+    summary_metrics = (
         MetricSpec("coefficients/positive", "positive coefficients"),
         MetricSpec("coefficients/negative", "negative coefficients"),
         MetricSpec("coefficients/moved", "distance of a coefficient from the fallback's"),
@@ -127,7 +127,7 @@ class Feddle(ServerRule):
     start: Literal["fallback", "zero"] = "fallback"
     half: bool = False
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """An update of slices only is no direction for the whole model."""
         if whole.sync is None:
             return None

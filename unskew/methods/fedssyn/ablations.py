@@ -24,7 +24,7 @@ def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule
     """Every client trains on the images that it made itself; nothing is sent."""
     nothing = {"x": prepared.federation.clients[0].x[:0], "y": prepared.federation.clients[0].y[:0]}
     shares = {k: made.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
-    after = prepared.received(rule.name, replace(made, sent={}), ServerPayload(shares), rule.receive)
+    after = prepared.received(rule.name, replace(made, sent={}), ServerPayload(shares), rule.apply_payload)
     return replace(after, traffic=prepared.traffic)
 
 

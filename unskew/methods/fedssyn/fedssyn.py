@@ -126,7 +126,7 @@ class Fedssyn(DataRule):
             import_callable(self.keep, f"keep={self.keep!r}")
         mismatch_error(self.refuse)
 
-    def refuses(self, whole: Method) -> str | None:
+    def conflict_with(self, whole: Method) -> str | None:
         """Training in one place has no clients that a rule could act on."""
         if self.data.startswith("central") and (whole.client or whole.sync):
             other = (*whole.client, *filter(None, [whole.sync]))[0].name
@@ -141,7 +141,7 @@ class Fedssyn(DataRule):
         return PrivacyOptions(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
 
     @property
-    def makes(self) -> bool:  # type: ignore[override]
+    def generates_data(self) -> bool:  # type: ignore[override]
         """Whether anything is made."""
         return self.data not in ("real", "central_real")
 
@@ -153,14 +153,14 @@ class Fedssyn(DataRule):
                 "fedssyn shares 8-bit images, grey or in colour, but an input here is "
                 f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}; give uint8 images."
             )
-        if self.makes and len(mismatch_error(self.refuse, total)) == total:
+        if self.generates_data and len(mismatch_error(self.refuse, total)) == total:
             raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
         return ()
 
-    def contribute(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
+    def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         """Every client makes its images, or takes those that are given."""
         federation = prepared.federation
-        if not self.makes:
+        if not self.generates_data:
             real = {c.id: {"x": c.x, "y": smallest_integer_dtype(c.y, federation.classes)} for c in federation.clients}
             return ClientPayloads(real if self.data == "central_real" else {})
         made = self.made(federation, seed, workspace)
@@ -171,16 +171,16 @@ class Fedssyn(DataRule):
         sent = {k: {"x": take_rows(made.x, rows), "y": y[rows]} for k, rows in own.items()}
         return ClientPayloads(sent, set_metrics(made.about), made.digest)
 
-    def of_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
+    def for_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
         """Only its own images are made; the ablations are for simulations."""
         if self.data not in ("shuffled", "real"):
             raise ConfigError(f"fedssyn:data={self.data} compares in a simulation; sites shuffle, or share nothing.")
-        if not self.makes or client in mismatch_error(self.refuse, clients):
+        if not self.generates_data or client in mismatch_error(self.refuse, clients):
             return None
         others = ";".join(str(k) for k in range(clients) if k != client)
         return replace(self, n_syn=self.n_syn or mean_size, refuse=others)
 
-    def deal(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """The server permutes all images uniformly and deals them out in equal parts (within one image)."""
         x, y = (
             concatenate_inputs([images["x"] for images in sent.values()]),
@@ -190,7 +190,7 @@ class Fedssyn(DataRule):
         parts = torch.tensor_split(order, facts.clients)  # the first ones get one image more
         return ServerPayload({k: {"x": take_rows(x, part), "y": y[part]} for k, part in enumerate(parts)})
 
-    def receive(self, client: ClientData, share: Tensors) -> ClientData:
+    def apply_payload(self, client: ClientData, share: Tensors) -> ClientData:
         """The client trains on its own images and on its share."""
         y = torch.cat([client.y, share["y"].to(client.y.dtype)])
         return replace(client, x=concatenate_inputs([client.x, share["x"]]), y=y)
@@ -202,7 +202,7 @@ class Fedssyn(DataRule):
         if self.data == "shuffled":
             after = super().prepare(prepared, seed, workspace)
         else:
-            made = self.contribute(prepared, seed, workspace)
+            made = self.client_payload(prepared, seed, workspace)
             after = (only_own_images if self.data == "local" else single_client_images)(prepared, made, self)
         epochs = prepared.training.local_epochs
         if epochs is None or not self.match_steps or self.data not in ("shuffled", "local"):
@@ -251,7 +251,9 @@ class Fedssyn(DataRule):
             self.rho, count, generator_factory(self.generator, self.epochs), self.privacy, sharing, keep
         )
         where = workspace.within(key).folder
-        made = generate_images(federation, maker, seed, where, workspace.device, about, workspace.tell, workspace.warn)
+        made = generate_images(
+            federation, maker, seed, where, workspace.device, about, workspace.report, workspace.warn
+        )
         return made if where is None else logged_epsilons(made, where)
 
     @property
