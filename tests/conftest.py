@@ -8,7 +8,7 @@ from support.running import blank
 
 def pytest_collection_finish(session):
     """What was imported and collected lives as long as the tests do: the garbage collector need not look at it again."""
-    gc.server_update()
+    gc.collect()
     gc.freeze()
 
 
