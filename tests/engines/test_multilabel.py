@@ -290,7 +290,7 @@ def fedcog_context(rule, pairs, key=11):
     spec = unskew.ModelSpec(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), (2, 6, 6), 3, dtype=torch.float64)
     pairs = torch.tensor(pairs, dtype=torch.float64)
     ctx = context(rule, spec, counts=pairs.diagonal().tolist())
-    return replace(ctx, task=TASK, facts={**ctx.client_info, "pairs": pairs}, key=torch.tensor(key))
+    return replace(ctx, task=TASK, client_info={**ctx.client_info, "pairs": pairs}, key=torch.tensor(key))
 
 
 def test_targets_are_one_hot_by_default():

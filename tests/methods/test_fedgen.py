@@ -98,7 +98,7 @@ def context(spec, rule, g, counts, round=0):
     b = spec.flatten_buffers()
     return protocol.context(
         spec, round=round, download={"g": g}, model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(),
-        key=torch.tensor(11), steps=torch.tensor(4.0), facts={"counts": torch.tensor(counts)},
+        key=torch.tensor(11), steps=torch.tensor(4.0), client_info={"counts": torch.tensor(counts)},
     )  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def test_steps_stay_as_many_and_real_samples_weigh():
     assert seen[f"fedssyn:{MINE},n_syn=16,match_steps=epochs"]["local_epochs"] == 1
     assert "local_epochs" not in seen["fedavg"]
     uneven = prepared(rule, pictures())
-    assert [uneven.facts.size(k) for k in range(4)] == SIZES
+    assert [uneven.federation_info.size(k) for k in range(4)] == SIZES
     assert [uneven.federation.clients[k].examples for k in range(4)] == [n + 16 for n in SIZES]
 
 

@@ -91,7 +91,7 @@ class Part(unskew.SyncRule):
         (with_attributes(weights="sample"), "weights must be 'samples'"),
         (with_attributes(Server, steps_without="update"), "steps_without must be"),
         (with_attributes(unskew.ServerRule, name="idle"), "needs a method 'step' of its own"),
-        (with_attributes(unskew.SyncRule, name="still"), "needs a method 'travels' of its own"),
+        (with_attributes(unskew.SyncRule, name="still"), "needs a method 'exchanged_slices' of its own"),
         (with_attributes(Server, buffer=lambda self: 0), "a whole number of updates from 1"),
         (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
         (
@@ -159,7 +159,7 @@ class Deals(unskew.DataRule):
     [
         *(
             (Own, hook, value)
-            for hook in ("server_init", "extras", "collect", "facts", "begin")
+            for hook in ("server_init", "download", "server_update", "client_info", "begin")
             for value in (None, [1])
         ),
         (Own, "server_init", {"a": 1}),

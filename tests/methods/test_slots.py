@@ -179,7 +179,9 @@ def test_statistics_that_are_sent_without_the_model_are_counted():
 
 
 def test_rules_that_read_single_updates_reject_different_slices():
-    with pytest.raises(ConfigError, match=r"evenodd.travels gives clients different slices .* reads single updates"):
+    with pytest.raises(
+        ConfigError, match=r"evenodd.exchanged_slices gives clients different slices .* reads single updates"
+    ):
         run(dataclasses.replace(method(Median()), sync=EvenOdd()))
 
 

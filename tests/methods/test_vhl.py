@@ -78,7 +78,7 @@ def test_the_loss_equals_numpy(step, aligned):
         key=torch.tensor(11),
         epoch_steps=torch.tensor(3.0),
         common=common,
-        facts=rule.client_info(holdings(fed, 1)),
+        client_info=rule.client_info(holdings(fed, 1)),
     )
     carry = rule.begin(ctx)
     batch = Batch(fed.clients[1].x[:6].double(), fed.clients[1].y[:6], torch.tensor(0), torch.tensor(step))

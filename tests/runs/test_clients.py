@@ -97,7 +97,7 @@ def test_names_are_shown(tmp_path):
     fed = hospitals()
     text = shown(partition_table(fed.class_counts(), ["x", "y", "z"], client_names=fed.client_names))
     assert all(name in text for name in NAMES)
-    server = SimpleNamespace(overflowed=False, left_out=[0, 2], skipped=2)
+    server = SimpleNamespace(overflowed=False, skipped_clients=[0, 2], num_skipped=2)
     assert "the updates of clients North [x], $5 are not finite" in nonfinite_update_warning(server, 3, NAMES)
     assert "the updates of clients 0, 2 are not finite" in nonfinite_update_warning(server, 3)
     summary = train(fed).summary

@@ -20,7 +20,7 @@ def context(rule, spec, counts=(9.0, 3.0, 0.0), previous=None, round=60):
     return protocol.context(
         spec, round=round, state=state, model=lambda u, x, track=True: spec.forward(u, b, x), task=Classification(),
         key=torch.tensor(11), steps=torch.tensor(4.0), weight=torch.tensor(12.0),
-        facts={"counts": torch.tensor(counts, dtype=spec.dtype), "samples": torch.tensor(float(sum(counts)))},
+        client_info={"counts": torch.tensor(counts, dtype=spec.dtype), "samples": torch.tensor(float(sum(counts)))},
     )  # fmt: skip
 
 

@@ -54,11 +54,13 @@ class CA2FL(ServerRule):
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """Updates of which a part stays at the client."""
-        if whole.sync is None:
+        if method.sync is None:
             return None
-        return f"ca2fl compares whole updates of a client; with {whole.sync.name} a part of the model stays at clients."
+        return (
+            f"ca2fl compares method updates of a client; with {method.sync.name} a part of the model stays at clients."
+        )
 
     def buffer(self) -> int:
         """The core collects them."""

@@ -32,9 +32,9 @@ class Center(TrainsAtServer):
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3)}
     steps_without = "clients"
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """What could only act at clients."""
-        others = [part.name for part in (*whole.data, *whole.client, whole.sync) if part is not None]
+        others = [part.name for part in (*method.data, *method.client, method.sync) if part is not None]
         if not others:
             return None
         return f"center trains without clients, so {others[0]}, which acts at clients, would do nothing; leave one out."

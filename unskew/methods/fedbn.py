@@ -35,9 +35,9 @@ class FedBN(SyncRule):
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2102.07623"
     weights: ClassVar[Weights | None] = "uniform"
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """A client has one personal model."""
-        other = next((rule.name for rule in whole.client if type(rule).personal is not ClientRule.personal), None)
+        other = next((rule.name for rule in method.client if type(rule).personal is not ClientRule.personal), None)
         return f"{other} and fedbn each give a client a personal model; leave out one of the two." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

@@ -83,10 +83,10 @@ class FedDM(ClientRule, ServerRule):
         present = (data.class_counts() > 0).to(data.like.dtype)
         return {"present": present, "exemplars": data.exemplars(count)} if count else {"present": present}
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """What acts on local models has nothing to act on."""
-        other = next((rule.name for rule in whole.client if rule.name != self.name), None)
-        other = other or (whole.sync.name if whole.sync is not None else None)
+        other = next((rule.name for rule in method.client if rule.name != self.name), None)
+        other = other or (method.sync.name if method.sync is not None else None)
         return f"feddm's clients send images and train no model, so {other} cannot act on it." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

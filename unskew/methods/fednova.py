@@ -38,11 +38,11 @@ class FedNova(ClientRule, ServerRule):
     summary: ClassVar[str] = "averages updates per step, so more steps are no more weight"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """What takes an update for the difference of two models, or sends a part of it."""
-        if whole.sync is not None:
-            return f"fednova takes an update for a round of the whole model; with {whole.sync.name} parts of it stay."
-        reader = next((rule.name for rule in whole.client if "individual" in rule.needs), None)
+        if method.sync is not None:
+            return f"fednova takes an update for a round of the method model; with {method.sync.name} parts of it stay."
+        reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)
         return f"{reader} reads the clients' models out of their updates, which fednova normalises." if reader else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

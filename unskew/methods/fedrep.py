@@ -85,14 +85,14 @@ class FedRep(ClientRule, SyncRule):
         """First the head, then the body."""
         return carry["head"] == (batch.step < carry["steps"])
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """Not with rules whose other half is at the server: theirs would be about a head that never gets there."""
-        for rule in whole.client:
+        for rule in method.client:
             if rule is self:
                 continue
             if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
                 return (
-                    f"{rule.name} works on the whole model at the server, but fedrep leaves the heads at the clients."
+                    f"{rule.name} works on the method model at the server, but fedrep leaves the heads at the clients."
                 )
             if type(rule).personal is not ClientRule.personal:
                 return f"{rule.name} and fedrep each give a client a personal model; leave out one of the two."

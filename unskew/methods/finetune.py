@@ -27,9 +27,9 @@ class FineTune(ClientRule):
     paper: ClassVar[str] = "Wang et al. 2019, arXiv:1910.10252"
     needs = ("final_training",)
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """A client is served by one model: not beside a rule that keeps a personal one."""
-        other = next((rule.name for rule in whole.client if type(rule).personal is not ClientRule.personal), None)
+        other = next((rule.name for rule in method.client if type(rule).personal is not ClientRule.personal), None)
         if other is None:
             return None
         return f"{other} keeps a personal model for each client and ft trains another one; leave out one of the two."

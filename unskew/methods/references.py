@@ -50,9 +50,9 @@ class Pooled(DataRule):
 
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """Stand alone."""
-        return without_exchange(self.name, whole)
+        return without_exchange(self.name, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Check that the clients' data can be brought together.
@@ -122,9 +122,9 @@ class Local(SyncRule):
     summary: ClassVar[str] = "reference: each client trains alone"
     paper: ClassVar[str] = ""
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """Stand alone."""
-        return without_exchange(self.name, whole)
+        return without_exchange(self.name, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Check that the models of all clients can be kept.

@@ -83,8 +83,8 @@ class Rule:
             weights=self.weights,
         )
 
-    def conflict_with(self, whole: Method) -> str | None:
-        """Why this rule cannot be in the sum ``whole``, as a sentence, if it cannot."""
+    def conflict_with(self, method: Method) -> str | None:
+        """Why this rule cannot be in the composition ``method``, as a sentence, if it cannot."""
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

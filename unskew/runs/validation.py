@@ -158,7 +158,7 @@ def check_declarations(rule: Rule) -> None:
             raise ConfigError(f"{name}: {unknown_name('need', str(what), NEEDS)}")
     if rule.weights not in (None, "samples", "uniform"):
         raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
-    for kind, hook in ((ServerRule, "step"), (SyncRule, "travels")):
+    for kind, hook in ((ServerRule, "step"), (SyncRule, "exchanged_slices")):
         if isinstance(rule, kind) and getattr(type(rule), hook) is getattr(kind, hook):
             raise ConfigError(f"{name} is a {kind.__name__}, so it needs a method {hook!r} of its own.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):

@@ -126,10 +126,10 @@ class Fedssyn(DataRule):
             import_callable(self.keep, f"keep={self.keep!r}")
         mismatch_error(self.refuse)
 
-    def conflict_with(self, whole: Method) -> str | None:
+    def conflict_with(self, method: Method) -> str | None:
         """Training in one place has no clients that a rule could act on."""
-        if self.data.startswith("central") and (whole.client or whole.sync):
-            other = (*whole.client, *filter(None, [whole.sync]))[0].name
+        if self.data.startswith("central") and (method.client or method.sync):
+            other = (*method.client, *filter(None, [method.sync]))[0].name
             return f"fedssyn:data={self.data} trains in one place, which leaves nothing to do for {other}."
         return None
 
