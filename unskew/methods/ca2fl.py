@@ -59,7 +59,7 @@ class CA2FL(ServerRule):
         if method.sync is None:
             return None
         return (
-            f"ca2fl compares method updates of a client; with {method.sync.name} a part of the model stays at clients."
+            f"ca2fl compares whole updates of a client; with {method.sync.name} a part of the model stays at clients."
         )
 
     def buffer(self) -> int:

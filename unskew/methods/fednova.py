@@ -41,7 +41,7 @@ class FedNova(ClientRule, ServerRule):
     def conflict_with(self, method: Method) -> str | None:
         """What takes an update for the difference of two models, or sends a part of it."""
         if method.sync is not None:
-            return f"fednova takes an update for a round of the method model; with {method.sync.name} parts of it stay."
+            return f"fednova takes an update for a round of the whole model; with {method.sync.name} parts of it stay."
         reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)
         return f"{reader} reads the clients' models out of their updates, which fednova normalises." if reader else None
 

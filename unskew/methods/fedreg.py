@@ -66,11 +66,11 @@ class FedReg(ClientRule):
     clamp: bool = False
 
     def conflict_with(self, method: Method) -> str | None:
-        """Not with rules that freeze a part of the model: the projections take each step to be a method one."""
+        """Not with rules that freeze a part of the model: the projections take each step to be a whole one."""
         other = next(
             (rule.name for rule in method.client if type(rule).trainable_mask is not ClientRule.trainable_mask), None
         )
-        return f"fedreg corrects steps of the method model, but {other} freezes a part of it." if other else None
+        return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Refuses optimizers whose steps are not ``theta - eta g``, and inputs that cannot be moved."""

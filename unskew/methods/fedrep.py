@@ -92,7 +92,7 @@ class FedRep(ClientRule, SyncRule):
                 continue
             if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
                 return (
-                    f"{rule.name} works on the method model at the server, but fedrep leaves the heads at the clients."
+                    f"{rule.name} works on the whole model at the server, but fedrep leaves the heads at the clients."
                 )
             if type(rule).personal is not ClientRule.personal:
                 return f"{rule.name} and fedrep each give a client a personal model; leave out one of the two."

@@ -109,7 +109,7 @@ class SliceExchange:
         return {} if self.sync is None else self.sync.round_metrics(rules[self.sync.name], round, self.spec)
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
-        check_slices(edges, self.spec.size, f"{self.sync.name}.travels" if self.sync else "")
+        check_slices(edges, self.spec.size, f"{self.sync.name}.exchanged_slices" if self.sync else "")
 
     def _made_masks(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> Masks:
         slices = [slice(*pair) for pair in edges]

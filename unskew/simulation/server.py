@@ -268,7 +268,7 @@ class Server:
         state, rules, b, done = self.state, self.rules, self.b, None
         if self.method.sync is not None and intake.unequal and "individual" in self.needs:
             raise ConfigError(
-                f"{self.method.sync.name}.travels gives clients different slices to upload, but a rule of "
+                f"{self.method.sync.name}.exchanged_slices gives clients different slices to upload, but a rule of "
                 f"{self.method.name} reads single updates. Give all clients of a round the same slices, or leave out one "
                 "of the two rules."
             )

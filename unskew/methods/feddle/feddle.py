@@ -128,11 +128,11 @@ class Feddle(ServerRule):
     half: bool = False
 
     def conflict_with(self, method: Method) -> str | None:
-        """An update of slices only is no direction for the method model."""
+        """An update of slices only is no direction for the whole model."""
         if method.sync is None:
             return None
         return (
-            f"feddle steps along method updates of several rounds, but with {method.sync.name} only parts of the model "
+            f"feddle steps along whole updates of several rounds, but with {method.sync.name} only parts of the model "
             "are sent in most rounds, so the parts of an anchor would not belong together; leave one of them out."
         )
 
