@@ -72,7 +72,7 @@ def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
 
 
 def list_items(values: Any, wrong: UnskewError) -> list[Any]:
-    """What is in a list or the like; text and what has nothing in it, such as a number or an array of one, is ``wrong``.
+    """Return the items of a list-like value; text and scalars raise the error ``wrong``.
 
     Raises:
         UnskewError: ``wrong``.

@@ -39,7 +39,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Within, an error of the disk becomes a ``unskew.errors.CheckpointError`` that names ``path``."""
+    """Context manager that converts disk errors to ``unskew.errors.CheckpointError`` with the path."""
     try:
         yield
     except OSError as error:
@@ -210,13 +210,13 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def _left_over(path: Path) -> bool:
-    """Whether a killed process left this file: a lock, or a temporary file of ours."""
+    """Return whether a file was left by a killed process: a lock or a temporary file."""
     ours = path.name == ".lock" or re.fullmatch(r"\.[0-9a-f]{16,32}\.new", path.name)
     return bool(ours) and not path.is_symlink() and (path.is_file() or not path.exists())
 
 
 def is_occupied(folder: Path) -> bool:
-    """Whether something is in ``folder``; what a killed process left half-written does not count.
+    """Return whether a folder has contents, not counting unfinished files of a killed process.
 
     Raises:
         ConfigError: It is a file, or cannot be read.
@@ -247,7 +247,7 @@ def parse_path(path: str | Path) -> Path:
 
 
 def user_cache() -> Path:
-    """Where this user's programs keep what they can make again, this one in a folder of its own; it may not be there yet."""
+    """Return the folder of this user's cache for unskew; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew"
 
 
@@ -275,7 +275,9 @@ _ours: set[Path] = set()
 
 @contextmanager
 def file_lock(path: Path, seconds: float) -> Iterator[None]:
-    """Within, no other thread or process has the lock file ``path``; it is made, waited for and removed.
+    """Context manager that holds the lock file ``path`` exclusively.
+
+    It waits for the lock and removes the file at the end.
 
     The lock ends with the process, however that ends.
 
@@ -313,7 +315,7 @@ def file_lock(path: Path, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Within, nobody else may work in ``folder``, which is there. The lock ends with the process, however that ends.
+    """Context manager that locks an existing folder. The lock ends with the process, even if it is killed.
 
     Raises:
         ConfigError: Another process, or another thread of this one, is working there, or a link or the like lies in it.
@@ -365,7 +367,9 @@ def _lock(path: Path, busy: ConfigError) -> int | None:
 
 @contextmanager
 def output_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -> Iterator[None]:
-    """Within, ``folder`` is ours alone. A new one that fails before anything is worth keeping leaves nothing behind.
+    """Context manager that creates and locks an output folder.
+
+    A new folder is removed if the block fails before anything worth keeping exists.
 
     Args:
         folder: It is made if it is not there.

@@ -72,7 +72,7 @@ def import_own(path: str) -> Any:
 
 
 def import_callable(path: str, what: str) -> Callable[..., Any]:
-    """As ``import_from_path``, for a function or a class.
+    """Import a function or class; see ``import_from_path``.
 
     Raises:
         ConfigError: There is none.
@@ -147,7 +147,7 @@ def option_defaults(cls: type) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=128)
 def _readers(cls: type[Any]) -> dict[str, pydantic.TypeAdapter[Any]]:
-    """What reads each option of a class; made once, as it takes longer than the reading."""
+    """Return the parsers of a class's options; cached, as building them takes longer than parsing."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {name: _reader(hints[name], default) for name, default in option_defaults(cls).items()}
 

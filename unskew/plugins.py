@@ -1,4 +1,4 @@
-"""What other packages offer by entry points: methods, models, data sources and partitions, by name.
+"""Plugins of other packages, found by entry points: methods, models, data sources and partitions, by name.
 
 A package says in its ``pyproject.toml``::
 
@@ -69,7 +69,7 @@ class Plugin:
 
 
 def list_plugins(group: str) -> dict[str, Plugin]:
-    """What installed packages offer, by name in small letters; the first of a name counts."""
+    """Return the plugins of installed packages by lowercase name; the first of a name wins."""
     return _plugins(group, tuple(sys.path), os.getcwd())
 
 

@@ -1,4 +1,4 @@
-"""How far a long piece of work is: whoever does it tells, and a command that shows it listens."""
+"""Progress of long operations: the operation reports it, and a command that displays it subscribes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _follow: ContextVar[Follow | None] = ContextVar("follow", default=None)
 
 @contextmanager
 def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
-    """Within, ``follow`` is told what takes longer than ``after`` seconds.
+    """Context manager that forwards progress of operations longer than ``after`` seconds to ``follow``.
 
     >>> with report_progress_to(print, after=0):
     ...     report_progress("files read", 1, 2)

@@ -336,7 +336,7 @@ def test_the_drift_that_auto_sees_is_the_consensus_distance():
     class Watched(type(auto)):
         name = "watched"
 
-        def collect(self, state, updates):
+        def server_update(self, state, updates):
             after = super().server_update(state, updates)
             grown.append(after["growth"].tolist())
             return after

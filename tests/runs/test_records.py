@@ -16,7 +16,6 @@ from support.tolerance import FEW, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import partition_table, summary_table
-from unskew.tasks.formatting import format_megabytes, format_percent
 from unskew.comparison.compare import Comparison, folder_name, mean_std
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.spec import ModelSpec
@@ -26,6 +25,7 @@ from unskew.plots.figure import new_figure, set_round_axis
 from unskew.records.recorder import MEASURED, Recorder, first_reaching
 from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
+from unskew.tasks.formatting import format_megabytes, format_percent
 from unskew.tasks.primary_metric import metric_info
 
 

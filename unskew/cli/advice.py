@@ -1,4 +1,4 @@
-"""What ``unskew diagnose`` prints of its advice, and of trying it."""
+"""Output of ``unskew diagnose``: the advice and its validation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
 
 @contextmanager
 def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[Callback]]]:
-    """Within, a live display, and what gives each run its line in it."""
+    """Context manager for a live display with one line per run."""
     with make_progress(console) as progress:
         yield lambda name, config: [
             HalvingRound(progress, f"{name} to round {config.rounds}", transient=True, warnings=False)

@@ -1,4 +1,4 @@
-"""What the commands share: their options, and how these become a configuration."""
+"""Options shared by the commands, and how they become a configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines."
 
 
 def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these flags, after its ``config``, which they override; ``config_values`` reads them from its context."""
+    """Give a command these flags, after its ``config``, which they override.
+
+    ``config_values`` reads them from its context.
+    """
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -101,7 +104,7 @@ def load_config(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_config_file(word: str) -> bool:
-    """Whether a word names a configuration file."""
+    """Return whether a word names a configuration file."""
     return word.lower().endswith((".yaml", ".yml"))
 
 
@@ -211,7 +214,7 @@ def resume_command(folder: Path, config: Experiment) -> str:
 
 
 def shorten_name(config: Experiment) -> str:
-    """What a default folder calls the data: the same, however their path was written."""
+    """Return the name of the data in default folder names, independent of how the path was written."""
     from unskew.config.paths import PREFIXES
 
     prefix, _, path = config.data.partition(":")

@@ -39,7 +39,7 @@ COST = ("MB up", "MB down", "seconds")
 
 
 def split_expression(spelling: str) -> list[str]:
-    """Where a method's spelling may be folded: behind ``+``, ``,`` and ``:``.
+    """Split a method expression where it may be wrapped: after ``+``, ``,`` and ``:``.
 
     >>> split_expression("fedprox:mu=0.1+scaffold")
     ['fedprox:', 'mu=0.1+', 'scaffold']
@@ -95,7 +95,7 @@ class MethodRows(Table):
 
 
 def mean_std_text(row: dict[str, Any]) -> str:
-    """What the figures of a comparison are."""
+    """Describe the values of a comparison table (means and standard deviations)."""
     return f"mean ± std over {row['seeds']} seeds" if row["seeds"] > 1 else "1 seed"
 
 
@@ -178,7 +178,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricInfo | None = None) -> Table:
-    """What a target costs, a line per method; ``>`` marks bounds, where the other one does not reach it."""
+    """Build the table of costs to the target, one row per method.
+
+    ``>`` marks bounds, used if the other method misses the target.
+    """
     judge = objective or metric_info("accuracy")
     title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"
     figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")

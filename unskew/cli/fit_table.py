@@ -48,7 +48,7 @@ def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
 
 
 def as_text(cell: RenderableType, console: Console) -> Text:
-    """What a cell says."""
+    """Return the text of a cell."""
     if isinstance(cell, Text):
         return cell.copy()
     return console.render_str(cell if isinstance(cell, str) else str(getattr(cell, "text", cell)))

@@ -1,4 +1,4 @@
-"""What ``unskew models MODEL`` shows."""
+"""Contents of ``unskew models MODEL``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST = 1 << 24
 
 
 def grouping_note(spec: ModelSpec) -> str:
-    """Whether several clients of a model are trained as one network on a CPU, as a sentence."""
+    """Return a sentence on whether several clients of this model are trained as one network on a CPU."""
     form, why = grouped_form_or_reason(spec)
     return "Several clients are trained as one network." if form else f"Clients are trained one after another: {why}."
 
@@ -60,7 +60,7 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
 
 
 def layer_rows(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
-    """What ``unskew models MODEL`` shows: a row per layer, in order of depth. Embeddings, which are not counted, are layer 0.
+    """Return one row per layer, in order of depth; embeddings are layer 0 because they are not counted.
 
     Args:
         spec: The model's layout.

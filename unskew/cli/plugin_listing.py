@@ -1,4 +1,4 @@
-"""What other packages offer, for the commands that list; one that is broken is told, and the rest is shown."""
+"""Plugins of other packages for the listing commands. A broken plugin is reported, and the others are listed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plugin_models() -> list[dict[str, Any]]:
 
 
 def plugin_data_and_partitions() -> list[str]:
-    """What else there is: models, data and partitions of other packages, a line each kind."""
+    """Return one line per kind of plugin: models, data and partitions."""
     lines = []
     for group, what in ((plugins.MODELS, "models"), (plugins.DATA, "data"), (plugins.PARTITIONS, "partitions")):
         names = [f"{name} [{plugin.package}]" for name, plugin in sorted(plugins.list_plugins(group).items())]

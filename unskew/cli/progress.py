@@ -53,7 +53,10 @@ def make_progress(console: Console, transient: bool = False) -> Iterator[Progres
 
 @contextmanager
 def progress_while_waiting(title: str) -> Iterator[None]:
-    """Within, what takes longer than two seconds is shown with the time left, on standard error; in a pipe nothing is."""
+    """Context manager that shows progress of operations longer than two seconds, with the time left, on standard error.
+
+    Nothing is shown in a pipe.
+    """
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}", markup=False),
@@ -119,7 +122,7 @@ class ProgressLine(Callback):
         self.global_model = True
 
     def loaded(self, federation: Federation) -> None:
-        """What of a table is trained on."""
+        """Print which columns of a table are used."""
         if self.columns and federation.columns:
             self.progress.console.print(columns_table(federation.columns))
 
@@ -136,7 +139,7 @@ class ProgressLine(Callback):
             self.progress.console.print(f"{self.title}: going on after round {rounds_done}", markup=False)
 
     def prepare(self, text: str, done: float, total: float) -> None:
-        """What is made before the first round has a line of its own while it is made."""
+        """Show a progress line for preparations before the first round."""
         self.progress.start()
         if self.making is None:
             self.making = self.progress.add_task(self.title, total=total, accuracy="")

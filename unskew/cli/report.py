@@ -66,7 +66,10 @@ def print_report_path(console: Console, file: Path) -> None:
 
 
 def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
-    """What a command does when its runs are finished; without plotly, a hint. A report that fails spoils no result."""
+    """Write the report after the runs of a command.
+
+    Without plotly, print a hint; a failing report does not affect the results.
+    """
     from unskew.cli.progress import progress_while_waiting
     from unskew.errors import UnskewError
     from unskew.reporting.page import MISSING

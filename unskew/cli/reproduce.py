@@ -178,7 +178,7 @@ def _print(
     tables: list[Line],
     done: bool,
 ) -> None:
-    """What is reproduced, and its tables."""
+    """Print the reproduced preset and its tables."""
     from unskew.cli.fit_table import ReflowTable
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")

@@ -40,7 +40,7 @@ def format_count(count: int, what: str) -> str:
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """What ``unskew run`` prints at the end."""
+    """Build the table that ``unskew run`` prints at the end."""
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -74,7 +74,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ),
         (
             "time",
-            f"{summary['seconds']:.1f} s for {format_count(summary['rounds'], 'round')}, engine {summary['engine']}{together}",
+            f"{summary['seconds']:.1f} s for {format_count(summary['rounds'], 'round')}, "
+            f"engine {summary['engine']}{together}",
         ),
     ]
     if "perplexity" in summary:
@@ -150,7 +151,7 @@ def partition_table(
     sizes: np.ndarray | None = None,
     client_names: Sequence[str] = (),
 ) -> Table:
-    """What each client holds: counts ``[K, C]`` and (without several labels a sample, their sums) samples ``[K]``."""
+    """Build the table of the label distribution from counts ``[K, C]`` and, for multi-label data, sample counts ``[K]``."""
     sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
     table = ReflowTable(title="Training samples per client and class", title_justify="left")
@@ -172,7 +173,7 @@ def partition_table(
 
 
 def columns_table(columns: Mapping[str, str]) -> Table:
-    """What is done to each column of a table."""
+    """Build the table of the roles of a table's columns."""
     table = Table(title="Columns of the table", title_justify="left")
     for name in ("column", "what is done to it"):
         table.add_column(name, overflow="fold")
@@ -182,7 +183,7 @@ def columns_table(columns: Mapping[str, str]) -> Table:
 
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
-    """What ``unskew methods`` prints."""
+    """Build the table of ``unskew methods``."""
     table = ReflowTable()
     for name in ("method", "slot", "server needs", "what it does", "options", "paper"):
         table.add_column(name)
@@ -195,7 +196,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
 
 
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
-    """What ``unskew models`` prints."""
+    """Build the table of ``unskew models``."""
     table = ReflowTable()
     for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
@@ -206,7 +207,7 @@ def models_table(models: Sequence[dict[str, Any]]) -> Table:
 
 
 def layers_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:
-    """What ``unskew models MODEL`` prints."""
+    """Build the table of ``unskew models MODEL``."""
     table = Table(title=f"{model}: layers in order of depth", title_justify="left", show_footer=True)
     total = sum(row["parameters"] for row in layers)
     body = sum(row["parameters"] for row in layers if row["part"] == "body")

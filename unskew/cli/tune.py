@@ -184,7 +184,7 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
 
 
 def tuned_table(result: TuningResult) -> Table:
-    """What was found for each method."""
+    """Build the table of the tuned options of each method."""
     from unskew.cli.comparison_tables import MethodRows
 
     figures = {one.judged_by for one in result.tuned.values()}
@@ -201,7 +201,7 @@ def tuned_table(result: TuningResult) -> Table:
 
 
 def importance_table(result: TuningResult) -> Table | None:
-    """How much each option matters, for the methods where that is known."""
+    """Build the table of option importances, for the methods for which they are known."""
     from unskew.cli.comparison_tables import MethodRows
 
     known = {name: one.importance for name, one in result.tuned.items() if isinstance(one.importance, dict)}

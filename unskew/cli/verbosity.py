@@ -1,4 +1,4 @@
-"""How much the commands say beside their results: ``--quiet`` and ``--verbose``."""
+"""Verbosity of the commands: ``--quiet`` and ``--verbose``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Verbosity:
-    """What was asked for.
+    """Requested verbosity.
 
     Attributes:
         quiet: No progress and no hints: results, warnings and errors only.

@@ -60,7 +60,7 @@ FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task
 
 
 def is_metric(name: str) -> bool:
-    """Whether a name in a summary is that of a figure of the task, or of one that was asked for."""
+    """Return whether a key of a summary is a metric of the task or a requested metric."""
     return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
 
 
@@ -133,7 +133,10 @@ class Comparison:
         return objective_metric(next(iter(self.summaries.values()))[0])
 
     def notes(self) -> list[str]:
-        """What must be known to read the table: where its methods train differently long, or do not count clients alike."""
+        """Return notes needed to read the table.
+
+        Different numbers of rounds, different weighting of clients, diverged runs.
+        """
         rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
         told = list(self.left_out)
         if len(set(rounds.values())) > 1:
@@ -299,7 +302,7 @@ def compare(
     result, unequal = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder), False
 
     def begun() -> bool:
-        """Whether a run began, or something was made for several."""
+        """Return whether a run was started or shared data were generated."""
         return folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
 
     given: Given = (federation, own_model, by_name)

@@ -1,4 +1,4 @@
-"""What a target accuracy costs: rounds, traffic, and how much less of both than without shared data."""
+"""Cost of a target accuracy: rounds and traffic, and the savings compared to training without shared data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unskew.tasks.primary_metric import MetricInfo
 
 @dataclass(frozen=True)
 class TargetCost:
-    """What one method needs for the target.
+    """Cost of the target for one method.
 
     Attributes:
         method: Its spelling.

@@ -23,7 +23,7 @@ OF_CLIENTS = "personal_"
 
 
 def is_reference(spelling: str) -> bool:
-    """Whether a method is a reference row, which is shown and never ranked.
+    """Return whether a method is a reference row, which is shown but not ranked.
 
     >>> is_reference("pooled:participation=0.5"), is_reference("fedavg")
     (True, False)
@@ -32,7 +32,7 @@ def is_reference(spelling: str) -> bool:
 
 
 def is_local(spelling: str) -> bool:
-    """Whether a method trains each client alone, so that it has no global model."""
+    """Return whether a method trains each client alone, so that there is no global model."""
     return spelling.partition(":")[0] == "local"
 
 

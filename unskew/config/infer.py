@@ -45,7 +45,7 @@ correlation on."""
 
 @dataclass
 class InferredConfig:
-    """What is written, and what was seen.
+    """Inferred configuration and the observations behind it.
 
     Attributes:
         values: Fields of the experiment with their values.
@@ -168,7 +168,7 @@ def _is_table_folder(path: Path) -> bool:
 
 
 def _images(made: InferredConfig, images: int = 1000) -> None:
-    """Who holds what, and the model, where nothing is known of owners."""
+    """Set partition and model for images whose owners are unknown."""
     made.set("partition", "dirichlet:0.3,min=2", "label skew; iid, classes:2 or natural:COLUMN are others")
     made.set("clients", max(2, min(10, images // 20)))
     texts = made.values["data"] in ("sentences", "multi_nli") or str(made.values["data"]).startswith("text")

@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class NetworkConfig(Section):
-    """What lies between clients and server."""
+    """Network between clients and server."""
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client of the cohort fails and sends nothing."""
@@ -46,7 +46,7 @@ class NetworkConfig(Section):
 
 
 class TextConfig(Section):
-    """How texts become token ids."""
+    """Tokenization of texts."""
 
     columns: tuple[str, ...] = ()
     """Columns of the text, one or a pair; ``text``, or the source's own, if none is given."""

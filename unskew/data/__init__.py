@@ -1,1 +1,1 @@
-"""Where samples come from, how they are split over clients, and what is done to a batch."""
+"""Data sources, partitions, and transformations of batches."""

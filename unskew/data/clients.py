@@ -1,4 +1,4 @@
-"""What clients hold, and how a federation finds it: in one array, or in the arrays that were given."""
+"""Data of the clients, stored in one array or in the arrays that were passed in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client holds: ``x [n, ...]`` and ``y [n]`` to train on, and its own held-out ``x_test, y_test``.
+    """Data of one client: ``x [n, ...]`` and ``y [n]`` for training, and held-out ``x_test, y_test``.
 
     With several labels a sample, ``y`` is ``[n, L]`` of 0 and 1.
     """
@@ -61,7 +61,7 @@ class ArrayClients(Sequence[ClientData]):
         return (self[k] for k in range(len(self)))
 
     def bounds(self, k: int) -> tuple[int, int, int]:
-        """Where the samples of client ``k`` begin, where those that it holds out do, and where they end."""
+        """Return the first index of client ``k``, of its held-out samples, and the end index."""
         if not 0 <= k < len(self):
             raise IndexError(f"There is no client {k}; this federation has {len(self)}.")
         return int(self.offsets[k]), int(self.splits[k]), int(self.offsets[k + 1])
@@ -128,11 +128,11 @@ class DrawnClients(ArrayClients):
         return int(self.offsets[k + 1] - self.offsets[k]) * self.like.numel() * self.like.element_size()
 
     def inputs(self) -> Iterator[Tensor]:
-        """See ``ArrayClients``: a piece for each client."""
+        """Return the inputs, one array per client."""
         return (self.rows(k, 0, int(self.offsets[k + 1] - self.offsets[k])) for k in range(len(self)))
 
     def to(self, device: torch.device) -> ArrayClients:
-        """See ``ArrayClients``; inputs in files stay there, and batches travel one by one."""
+        """Move to a device. Inputs in files stay there, and their batches are moved one by one."""
         if self.mapped:
             return self
         return ArrayClients(self.gathered(device), self.y.to(device), self.offsets, self.splits)

@@ -1,4 +1,4 @@
-"""What a server learns of its clients' columns from sums: means, deviations, categories, and what these cost to send.
+"""Column statistics computed by the server from client sums: means, deviations, categories, and the bytes they cost.
 
 Two rounds of sums give the mean and then the deviation, as exactly as from all rows at one place; no row leaves a client.
 """
@@ -22,7 +22,7 @@ CONSTANT = 1e-6
 
 
 class ColumnMoments(NamedTuple):
-    """Of each column ``[f]``, over all clients: how many values there are, their mean, and their standard deviation."""
+    """Statistics of each column ``[f]`` over all clients: number of values, mean and standard deviation."""
 
     counts: np.ndarray
     mean: np.ndarray
@@ -30,7 +30,7 @@ class ColumnMoments(NamedTuple):
 
 
 def counts_and_sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a client's rows ``[n_k, f]``: how many values each column has, and their sum; NaN is a missing value."""
+    """Compute number of values and sum of each column of a client's rows ``[n_k, f]``; NaN is a missing value."""
     return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
 
 
@@ -40,7 +40,7 @@ def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
 
 
 def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """How many values all clients have in each column, and their mean; see ``global_moments``."""
+    """Compute number of values and mean of each column over all clients; see ``global_moments``."""
     count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
     for counts, sums in first:
         count += counts
@@ -78,7 +78,7 @@ def global_moments(
 
 
 def category_bytes(values: Sequence[str]) -> int:
-    """What a list of categories takes as JSON.
+    """Compute the size of a list of categories as JSON, in bytes.
 
     >>> category_bytes(["a", "bc"])
     10

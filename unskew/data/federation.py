@@ -109,7 +109,7 @@ class Federation:
         return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in describe_roles(self.columns))])
 
     def __repr__(self) -> str:
-        """What there is in a line, not the arrays; no client is loaded for it."""
+        """Return a one-line description without arrays; no client is loaded for it."""
         about: dict[str, object] = {"name": self.name, "clients": len(self.clients)}
         if isinstance(self.clients, ArrayClients):
             about["samples"] = int(self.sizes.sum())
@@ -121,16 +121,16 @@ class Federation:
 
     @property
     def objective(self) -> Task:
-        """What a model is trained for."""
+        """Return the task for which a model is trained."""
         return TASKS[self.task] if self.trained_for is None else self.trained_for
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the outputs of a model are called: classes, labels or targets, by number where they have no names."""
+        """Return the names of a model's outputs: classes, labels or targets; numbers where they have no names."""
         return self.class_names or tuple(str(c) for c in range(self.classes))
 
     def client_label(self, client: int) -> str:
-        """What messages and figures call a client: its name, or else its number."""
+        """Return the label of a client in messages and plots: its name, or its number."""
         return self.client_names[client] if self.client_names else f"client {client}"
 
     @property
@@ -154,14 +154,17 @@ class Federation:
         return replace(self, clients=clients, test=(x.to(device), y.to(device)))
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
-        """What tables and plots show of each client: samples per class ``[K, C]``, or of texts without labels per kind."""
+        """Return samples per client and class ``[K, C]`` with the class names; for texts without labels, per kind of text."""
         if self.objective.labelled:
             return self.class_counts(), self.names
         what = "texts" if self.task == "language" else "samples"
         return (self.sizes[:, None], (what,)) if self.text_groups is None else self.text_groups
 
     def class_counts(self) -> np.ndarray:
-        """What each client holds to train on: counts ``[K, C]``. A sample counts once for each of its labels."""
+        """Return the number of training samples per client and class, ``[K, C]``.
+
+        A multi-label sample counts once per label.
+        """
         task = self.objective
         return np.stack([task.counts(c.y.cpu(), self.classes).numpy() for c in self.clients])
 

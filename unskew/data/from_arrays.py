@@ -1,4 +1,4 @@
-"""What ``Federation.from_arrays`` is given, checked piece by piece."""
+"""Validation of the arguments of ``Federation.from_arrays``."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class InputLocator:
 def read_clients(
     clients: Iterable[object], task: str, holdout: float, seed: int
 ) -> tuple[InputLocator, list[Tensor], list[int]]:
-    """Where the inputs of all clients are, the labels of each, and with how many samples, the first ones, it trains.
+    """Locate the inputs of all clients, their labels, and their numbers of training samples, which come first.
 
     Raises:
         DataError: They are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
@@ -177,7 +177,7 @@ def read_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def num_training_samples(n: int, holdout: object) -> int:
-    """How many of a client's ``n`` samples it trains on; at least one is held out when there are two or more."""
+    """Return the number of training samples of ``n``; at least one sample is held out if there are two or more."""
     if isinstance(holdout, bool) or not isinstance(holdout, Real) or holdout < 0 or not holdout < 1:
         raise DataError(f"holdout must be a share from 0 to below 1, not {short_repr(holdout)}.")
     if holdout == 0 or n < 2:

@@ -174,7 +174,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
 
 
 def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
-    """See ``federation_of``: the same before anything is known of what all clients hold together."""
+    """Load and partition the data before any global statistics are known; see ``federation_of``."""
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
     at_server, test = server_data(spec, source, source.test, seed)

@@ -22,7 +22,7 @@ _known: dict[int, weakref.ref[np.memmap]] = {}
 
 @dataclass(frozen=True)
 class MmapLocation:
-    """Where a tensor lies in a file.
+    """Location of a tensor in a file.
 
     Attributes:
         path: Of the file.
@@ -53,7 +53,7 @@ def mapped_array(values: object) -> np.memmap | None:
 
 
 def locate_tensor(x: Tensor) -> MmapLocation | None:
-    """Where a tensor lies in a file; None if it lies in memory, or the file is no longer there."""
+    """Return the location of a tensor in a file; None if it is in memory or the file no longer exists."""
     if not _known or x.device.type != "cpu" or not x.numel():
         return None
     extent = x.element_size() * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))

@@ -1,4 +1,4 @@
-"""How inputs are standardised, batch by batch, on the device that trains."""
+"""Normalization of inputs, batch by batch, on the training device."""
 
 from __future__ import annotations
 

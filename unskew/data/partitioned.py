@@ -24,7 +24,7 @@ from unskew.tasks.regression import Regression
 
 
 class GlobalStats(NamedTuple):
-    """What sums over all clients say.
+    """Global statistics computed from client sums.
 
     Attributes:
         columns: Of a table of mixed columns, what becomes of them.
@@ -64,20 +64,20 @@ class PartitionedSource:
     splits: np.ndarray
 
     def client(self, k: int) -> tuple[SampleTable, SampleTable]:
-        """What a client has to train on and what it holds out, as it was read."""
+        """Return a client's training and held-out samples as they were read."""
         start, split, stop = int(self.parts.offsets[k]), int(self.splits[k]), int(self.parts.offsets[k + 1])
         first, held = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
         x, y = self.train.x, self.train.y
         return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held), y[held], {})
 
     def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
-        """What each client has to train on of one value for every row."""
+        """Split one value per row into the clients' training parts."""
         order = self.rows.numpy()
         spans = zip(self.parts.offsets[:-1], self.splits, strict=True)
         return (values[order[start:stop]] for start, stop in spans)
 
     def known(self) -> GlobalStats:
-        """What the clients' sums say."""
+        """Compute the global statistics from the clients' sums."""
         columns, targets, total = None, None, None
         if self.source.encoders:
             before, x = self.source.encoders, self.train.x.numpy()
@@ -145,7 +145,7 @@ def client_rows(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int
 def rows_per_value(
     parts: Partition, train: SampleTable, partition: object
 ) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """How many rows of each value of the partition's column each client holds, ``[K, G]``, and these values; else None."""
+    """Count rows per client and value of the partition's column, ``[K, G]``, with the values; None without such a column."""
     column = (
         parse_partition(partition)[1]
         if isinstance(partition, str) and partition.startswith(("natural:", "sorted:"))

@@ -12,7 +12,7 @@ from unskew.data.federation import Federation
 
 @dataclass(frozen=True)
 class PixelScaling:
-    """How intensities become inputs: ``(intensity - mean) / std``, per channel; by default they are the same.
+    """Scaling of intensities to model inputs: ``(intensity - mean) / std`` per channel; by default the identity.
 
     Attributes:
         mean, std: One number per channel, or one for all.
@@ -23,7 +23,7 @@ class PixelScaling:
 
     @staticmethod
     def of(federation: Federation) -> PixelScaling:
-        """Those of a federation's images. Floats that nothing normalises are taken to be intensities already."""
+        """Return the scaling of a federation's images. Floats without normalization are taken as intensities."""
         normalisation = federation.normalisation
         if normalisation is not None:
             return PixelScaling(normalisation.mean, normalisation.std)

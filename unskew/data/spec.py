@@ -1,4 +1,4 @@
-"""Which samples there are and who holds them, in one object: with a seed it decides a federation."""
+"""Specification of samples and their partition; together with a seed it determines a federation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskew.errors import ConfigError, short_repr, unknown_name
 
 @dataclass(frozen=True)
 class TextSpec:
-    """How texts become token ids.
+    """Tokenization of texts.
 
     Attributes:
         columns: Columns of the text, one or a pair; the source's own if empty.

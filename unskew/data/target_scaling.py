@@ -40,5 +40,5 @@ def task_with_moments(found: ColumnMoments) -> Regression:
 
 
 def target_scaling_bytes(clients: int, targets: int) -> np.ndarray:
-    """What it costs each client that the scale of so many targets is known, ``[K, 2]``."""
+    """Compute the bytes per client for the scaling of ``targets`` regression targets, ``[K, 2]``."""
     return np.full((clients, 2), MOMENTS * targets, np.int64)

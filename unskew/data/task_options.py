@@ -1,4 +1,4 @@
-"""What a run says of its federation's task: the loss of regression, and the weights of classes."""
+"""Task options of a run: regression loss and class weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def apply_task_options(federation: Federation, loss: str, class_weights: str | S
 
 
 def huber_delta(text: str, loss: str) -> float:
-    """Where Huber's loss becomes linear; 1 where nothing is said."""
+    """Return the threshold at which Huber loss becomes linear; 1 by default."""
     try:
         delta = float(text or 1)
     except ValueError:

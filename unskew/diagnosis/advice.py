@@ -1,4 +1,4 @@
-"""What to do about skew: methods in the order in which evidence speaks for them, and those that do not fit."""
+"""Advice on skew: methods ordered by evidence, and those that do not fit."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to try, in this order, beside FedAvg.
+    """Advised methods, best first, to be compared with FedAvg.
 
     Attributes:
         suggestions: Methods that fit, those with the most evidence first.
@@ -92,7 +92,7 @@ class Advice:
 
     @property
     def methods(self) -> list[str]:
-        """What the comparison tests: FedAvg, and the three best."""
+        """Return the methods to compare: FedAvg and the three best suggestions."""
         return ["fedavg", *(s.method for s in self.suggestions[:MOST])]
 
     def with_costs(self) -> Advice:
@@ -180,7 +180,7 @@ class Advice:
 
 
 def advise(report: DiagnosisReport, limits: AdviceLimits) -> Advice:
-    """What the rules say of a diagnosis, under limits.
+    """Derive advice from a diagnosis, under limits.
 
     Raises:
         DataError: The limits do not fit the data.
@@ -209,7 +209,7 @@ def advise(report: DiagnosisReport, limits: AdviceLimits) -> Advice:
 def evaluate_suggestion(
     rule: AdviceRule, situation: SkewFeatures, setting: AdviceContext, limits: AdviceLimits
 ) -> Suggestion | Excluded:
-    """What a rule's method comes to: with what speaks for and against it, or why it does not fit."""
+    """Evaluate the method of a rule: return its pros and cons, or why it does not fit."""
     spelling = rule.method(situation)
     chosen = method(spelling)
     try:
@@ -245,7 +245,7 @@ def evaluate_suggestion(
 
 
 def caution_applies(names: Collection[str], chosen: Method) -> bool:
-    """Whether a caution is about some rule of a method."""
+    """Return whether a caution concerns a rule of a method."""
     return any(rule.name in names for rule in chosen.rules)
 
 

@@ -1,4 +1,4 @@
-"""What speaks against methods that a rule of advice proposes; like the rules, each with its source."""
+"""Cautions on methods that advice rules propose, each with its source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unskew.diagnosis.advice_rules import Condition, Sentence
 
 @dataclass(frozen=True)
 class Caution:
-    """What speaks against methods.
+    """Argument against methods.
 
     Attributes:
         methods: Names of the methods.

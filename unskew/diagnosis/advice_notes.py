@@ -1,4 +1,4 @@
-"""What is said beside the ranked methods: about the budget, about limits, and where nothing is known."""
+"""Notes next to the ranked methods: on the budget, on limits, and on missing knowledge."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def is_skewed(s: SkewFeatures) -> bool:
 
 
 def is_strongly_skewed(s: SkewFeatures) -> bool:
-    """As strong as in the tables of results: Dirichlet 0.1 over ten classes is about 0.6."""
+    """Return whether the skew is as strong as in the result tables: Dirichlet 0.1 over ten classes gives about 0.6."""
     return s.skew >= 0.4
 
 
@@ -93,7 +93,7 @@ def label_skew_evidence(s: SkewFeatures) -> str:
 
 
 def skew_unknown(s: SkewFeatures) -> str:
-    """Where labels are not known to differ."""
+    """Return whether label skew is unknown."""
     if not TASKS[s.task].labelled:
         return f"the task {s.task} has no labels by which clients could be compared"
     return f"{label_skew_evidence(s)}: no label skew to speak of"
@@ -146,7 +146,8 @@ RULES: tuple[AdviceRule, ...] = (
         lambda s: is_skewed(s) and not s.delayed,
         lambda s: (
             f"{label_skew_evidence(s)}; momentum at the server costs no traffic and was above FedAvg on both divisions of "
-            f"CIFAR-10. beta = {momentum_for_rounds(s):g} remembers {1 / (1 - momentum_for_rounds(s)):.0f} of the {s.rounds} rounds."
+            f"CIFAR-10. beta = {momentum_for_rounds(s):g} remembers "
+            f"{1 / (1 - momentum_for_rounds(s)):.0f} of the {s.rounds} rounds."
         ),
         "docs/results/fedcog.md, Table 1 (one seed each); README.md, the demo",
         2,
@@ -205,8 +206,8 @@ RULES: tuple[AdviceRule, ...] = (
         lambda s: is_skewed(s) and s.dissimilarity > 0.1,
         lambda s: (
             f"gradients disagree by {s.dissimilarity:.2g} times the squared mean gradient; mu = {proximal_mu(s):g} makes "
-            f"mu lr tau {proximal_mu(s) * s.rate * s.tau:.1g} for {s.tau:.0f} steps at rate {s.rate:g}. The usual 0.01 changed "
-            "nothing in our tables."
+            f"mu lr tau {proximal_mu(s) * s.rate * s.tau:.1g} for {s.tau:.0f} steps at rate {s.rate:g}. The usual 0.01 "
+            "changed nothing in our tables."
         ),
         "Li et al. 2018, arXiv:1812.06127, Theorem 4; docs/results/fedssyn.md, Table 1",
         1,

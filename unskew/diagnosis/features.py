@@ -1,4 +1,4 @@
-"""What advice goes by: the figures of a diagnosis, the budget, and the limits that the user states."""
+"""Inputs of the advice: metrics of a diagnosis, the budget, and the user's limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**1
 
 @dataclass(frozen=True)
 class AdviceLimits:
-    """What the user allows.
+    """User's limits.
 
     Attributes:
         traffic: Bytes of the whole run, up and down, over all clients.
@@ -79,7 +79,7 @@ class AdviceLimits:
 
 @dataclass(frozen=True)
 class AdviceContext:
-    """What was looked at, so that methods can be checked and tried on it."""
+    """Data, model and configuration of a diagnosis, with which methods can be validated."""
 
     config: Experiment
     federation: Federation
@@ -167,7 +167,7 @@ class SkewFeatures:
     def of(
         cls, setting: AdviceContext, labels: Figures, place: HeterogeneityMeasurement, facts: dict[str, Any]
     ) -> SkewFeatures:
-        """What a diagnosis found at one model."""
+        """Collect the features of a diagnosis at one model."""
         fed, config, figures = setting.federation, setting.config, place.metrics
         sizes = fed.sizes
         x = fed.test[0]

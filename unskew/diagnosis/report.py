@@ -1,4 +1,4 @@
-"""What ``unskew diagnose`` found: as JSON, and as a figure; the tables are in ``unskew.cli.tables``."""
+"""Result of ``unskew diagnose``, as JSON and as a figure; its tables are in ``unskew.cli.tables``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEAK, STRONG = 0.15, 0.4
 
 @dataclass(frozen=True)
 class DiagnosisReport:
-    """What was measured.
+    """Result of a diagnosis.
 
     Attributes:
         facts: Which data, which model, and what was looked at.
@@ -49,7 +49,7 @@ class DiagnosisReport:
         server_data: int | None = None,
         privacy: str | float | None = None,
     ) -> Advice:
-        """What to do about it: methods in the order in which evidence speaks for them, with reasons.
+        """Return advice: methods ordered by evidence, with reasons.
 
         Args:
             traffic: Of the whole run, up and down, over all clients, as ``"100MB"`` or a number of bytes.

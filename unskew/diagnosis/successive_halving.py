@@ -66,7 +66,7 @@ class DeadlineCallback(Callback):
 
 @dataclass(frozen=True)
 class TriedMethod:
-    """What became of one method.
+    """Outcome of one method.
 
     Attributes:
         method: As it is written.
@@ -89,7 +89,7 @@ class TriedMethod:
 
 @dataclass(frozen=True)
 class AdviceTrial:
-    """What trying the advice showed, with one seed.
+    """Outcome of validating the advice, with one seed.
 
     Attributes:
         tried: The advised methods, in the order of the advice.
@@ -119,7 +119,7 @@ class AdviceTrial:
         return "\n".join([*lines, self.verdict()])
 
     def verdict(self) -> str:
-        """How many pieces of advice held, as a sentence."""
+        """Return a sentence on how much of the advice was confirmed."""
         decided = [t for t in self.tried if t.held is not None]
         if not decided:
             return "The time was up before anything could be said; give --try more minutes."
@@ -225,7 +225,7 @@ def holdout_score(summary: dict[str, Any]) -> float:
 def final_outcome(
     name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict[str, Any]], figure: str
 ) -> TriedMethod:
-    """What became of a method, at the last rung that it and FedAvg both came to."""
+    """Return the outcome of a method at the last stage that both the method and FedAvg reached."""
     rounds = max((r for r in runs if r in baseline), default=0)
     if not rounds:
         return TriedMethod(name, 0, None, None, None, None, 0.0)

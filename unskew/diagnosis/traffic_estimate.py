@@ -1,4 +1,4 @@
-"""What a method sends: counted in a few rounds of one step on two small clients, where the real run would count it."""
+"""Traffic estimate of a method, counted in a few one-step rounds on two small clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``auto`` stands for in a run: which engine, how many workers, how many clients as one network."""
+"""Resolution of ``auto``: engine, number of workers, and number of clients per grouped network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MARGIN = 0.95
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """How the clients of a run are trained.
+    """Resolved way to train the clients of a run.
 
     Attributes:
         engine: Its name, not ``auto``.
@@ -56,7 +56,7 @@ class EngineChoice:
 
 
 class EngineCandidate(NamedTuple):
-    """What a trial looks at."""
+    """Candidate in a timing trial."""
 
     engine: str
     workers: int
@@ -74,7 +74,7 @@ class EngineCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What the user asked for: ``engine`` and ``together`` may be ``auto``, ``workers`` None; ``address`` names a cluster."""
+    """Requested engine: ``engine`` and ``together`` may be ``auto``, ``workers`` may be None; ``address`` names a cluster."""
 
     engine: str
     workers: int | None

@@ -1,4 +1,4 @@
-"""What every engine is given and must do: train the clients of a cohort, same numbers whichever engine does it."""
+"""Interface of engines: train the clients of a cohort, with the same numbers on every engine."""
 
 from __future__ import annotations
 

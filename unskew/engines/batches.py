@@ -1,4 +1,4 @@
-"""Which samples a client sees in which step, and how they become a batch on the device."""
+"""Batch plans: the samples of a client in each step, and their conversion to a batch on the device."""
 
 from __future__ import annotations
 

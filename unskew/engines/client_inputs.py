@@ -1,4 +1,4 @@
-"""What a client trains with, the same for every engine: where it starts, and what its rules are given."""
+"""Training inputs of a client, shared by all engines: initial parameters and the context of its rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMEMBERED = 128
 
 
 def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
-    """Whether some rule lets only a part of the parameters move in some steps."""
+    """Return whether some rule freezes parameters in some steps."""
     return any(type(rule).trainable_mask is not ClientRule.trainable_mask for rule in rules)
 
 
@@ -63,13 +63,13 @@ class ClientInputs:
         self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
 
     def _client_info(self, client: int) -> dict[str, Tensors]:
-        """What each rule wants to know of a client's data."""
+        """Return what each rule knows of a client's data."""
         like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
         data = ClientDataView.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
         return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
     def initial_params(self, cast: Broadcast) -> Tensor:
-        """Where local training starts: the broadcast, but for slices that stayed at the client."""
+        """Return the initial parameters of local training: the broadcast, except for slices that stayed at the client."""
         own = cast.state.model
         if cast.down is None or own is None:
             return cast.v.to(self.setup.device)
@@ -93,7 +93,7 @@ class ClientInputs:
         return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or cast.keeps)
 
     def of(self, cast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
-        """What differs between clients: the tensors of their contexts; ``state``, ``download`` and ``facts`` are by rule."""
+        """Return the tensors that differ between clients; ``state``, ``download`` and ``client_info`` are by rule."""
         device = self.setup.device
         v = self.initial_params(cast)
         epoch = len(self.setup.training.cuts(self.setup.federation.clients[cast.client].examples))
@@ -145,7 +145,9 @@ class ClientInputs:
 def apply_end_hooks(
     rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], v: Tensor, delta: Tensor
 ) -> tuple[list[tuple[Tensors, Tensors]], Tensor]:
-    """What each rule keeps and uploads, and what is sent in the place of the update ``delta``.
+    """Run the rules' hooks after the last step.
+
+    Return their state and uploads, and the update to send instead of ``delta``.
 
     Raises:
         ConfigError: What a rule sends has another shape or precision.

@@ -1,4 +1,4 @@
-"""How processes share the machine: their memory and their threads."""
+"""Memory and threads of processes that share the machine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def num_cores() -> int:
 
 @contextlib.contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """Within, this process computes with ``number`` threads."""
+    """Context manager that computes with ``number`` threads."""
     before = torch.get_num_threads()
     if before != number:
         torch.set_num_threads(number)

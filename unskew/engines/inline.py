@@ -27,7 +27,7 @@ class InlineEngine:
         self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if together > 1 else None
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``."""
+        """Train a cohort; see ``unskew.engines.base.Engine``."""
         if self.group is None:
             for cast in casts:
                 yield self.trainer.train(cast)

@@ -35,7 +35,7 @@ def base_loss(model: Model, task: Task) -> LossFn:
 
 
 def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
-    """What a rule made of the loss or of the gradient.
+    """Return the loss or gradient function of a rule after validation.
 
     Raises:
         ConfigError: It is no function.
@@ -46,7 +46,7 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
 
 
 def single_sample_error(client: int) -> DataError:
-    """What a batch of one sample means to BatchNorm, as a sentence."""
+    """Return the error message for a batch of one sample in front of BatchNorm."""
     return DataError(
         f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
         "set drop_last if it is the rest of an epoch, or take a model with GroupNorm."

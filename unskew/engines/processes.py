@@ -38,7 +38,7 @@ AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
 
 
 def fork_available() -> bool:
-    """Whether this platform can fork workers safely."""
+    """Return whether this platform can fork workers safely."""
     return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
 
 
@@ -84,7 +84,7 @@ def _work(
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, as by SIGSTOP."""
+    """Return whether a process was stopped, for example by SIGSTOP."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
@@ -150,7 +150,7 @@ class ProcessesEngine:
             self.processes.append(process)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``."""
+        """Train a cohort; see ``unskew.engines.base.Engine``."""
         self.inbox.clear()
         waiting = deque(schedule_groups(casts, steps_per_client(self.setup, casts), self.together))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}

@@ -15,7 +15,7 @@ from unskew.errors import ConfigError
 
 
 def available_devices() -> list[str]:
-    """What ``device`` may be on this machine."""
+    """Return the values of ``device`` that are available on this machine."""
     several = {"cuda": torch.cuda, "xpu": torch.xpu}
     found = [f"{kind}:{i}" for kind, module in several.items() for i in range(module.device_count())]
     return ["auto", "cpu", *found, *(["mps"] if torch.backends.mps.is_available() else [])]

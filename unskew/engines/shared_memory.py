@@ -15,7 +15,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class TensorRef(tuple[int, torch.dtype, tuple[int, ...]]):
-    """Where a tensor lies in an arena: offset in bytes, type, shape. Small enough to send through a pipe."""
+    """Location of a tensor in shared memory: offset in bytes, dtype, shape. Small enough to send through a pipe."""
 
     __slots__ = ()
 

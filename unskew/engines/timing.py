@@ -72,7 +72,7 @@ def _worker(
     barrier: Barrier,
     pipe: Connection,
 ) -> None:
-    """What each of the processes measures, all at the same time."""
+    """Measure the workload in one of several simultaneous processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -24,7 +24,7 @@ class VectorizedEngine:
         self.trainer = GroupTrainer(setup, LocalTrainer(setup))
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``."""
+        """Train a cohort; see ``unskew.engines.base.Engine``."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for place, cast in enumerate(casts):
             groups[client_kind(cast)].append(place)

@@ -1,4 +1,4 @@
-"""Several clients at once under ``torch.func.vmap``: the functions of ``unskew.engines.local_trainer``, mapped over a client axis.
+"""Local training of several clients at once: ``unskew.engines.local_trainer`` mapped over a client axis by ``torch.func.vmap``.
 
 Clients whose next batch differs in size are mapped in separate groups, so nothing is padded: padding would change
 BatchNorm's statistics and with them the numbers.
@@ -82,7 +82,7 @@ def steps_per_client(setup: EngineConfig, casts: Sequence[Broadcast]) -> list[in
 
 
 def schedule_groups(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
-    """Which clients are trained together, by their places; parts with clients of many steps come first.
+    """Group clients that are trained together, by index; groups of clients with many steps come first.
 
     A part holds clients of one kind and of like numbers of steps, at most ``most`` of them. Where clients differ, those with
     more steps than the mean are fewer in a part, so that a part is no more work than ``most`` clients are on average.

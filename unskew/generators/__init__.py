@@ -1,1 +1,1 @@
-"""What makes synthetic data."""
+"""Generators of synthetic data."""

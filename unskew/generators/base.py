@@ -1,4 +1,4 @@
-"""What a generator is, and what it is told when a client has it trained.
+"""Interface of image generators, and the job of training one at a client.
 
 A generator learns from one client's labelled images and then makes images for labels that are asked for::
 
@@ -90,7 +90,7 @@ def padded_size(side: int, halvings: int) -> int:
 
 
 def num_halvings(sides: tuple[int, int], most: int) -> int:
-    """How often an image can be halved before its smaller side, padded if need be, falls below 4; at most ``most`` times.
+    """Return how often an image can be halved until its smaller (padded) side is below 4, up to ``most`` times.
 
     >>> num_halvings((32, 32), 3), num_halvings((8, 8), 3), num_halvings((28, 28), 3), num_halvings((3, 9), 3)
     (3, 1, 3, 0)

@@ -39,7 +39,7 @@ Tell = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class GenerationRecipe:
-    """How clients make their images.
+    """Options for generating the images of all clients.
 
     Attributes:
         rho: Share of a client's samples that its generator is trained on.
@@ -115,7 +115,7 @@ def generate_images(
 
 @dataclass(frozen=True)
 class _Work:
-    """What ``generate_images`` is given."""
+    """Arguments of ``generate_images``."""
 
     federation: Federation
     recipe: GenerationRecipe

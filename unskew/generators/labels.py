@@ -53,7 +53,7 @@ def repeat_labels(labels: tuple[int, ...], total: int) -> Tensor:
 
 
 def draw_cooccurring(key: Tensor, primary: Tensor, pairs: Tensor, counts: Tensor) -> Tensor:
-    """Whether a made sample has each label beside its first one: drawn with the shares found in real samples.
+    """Draw additional labels of generated samples with the rates of real samples that have the primary label.
 
     Args:
         key: Decides the draws.

@@ -41,7 +41,7 @@ GENERATORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def generator_factory(spec: str, epochs: int | None = None) -> Factory:
-    """What makes a client's generator.
+    """Return the factory of a client's generator.
 
     Args:
         spec: A name or an import path, then options after semicolons; a list such as ``attention=16/8`` has slashes.

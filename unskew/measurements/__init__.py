@@ -1,1 +1,1 @@
-"""What theory talks about, measured in a run."""
+"""Diagnostics: quantities of the theory, measured during a run."""

@@ -1,4 +1,4 @@
-"""What every diagnosis does: it watches the updates of a round and makes figures of the clients' models."""
+"""Interface of diagnostics: watch the updates of a round and compute metrics of the clients' models."""
 
 from __future__ import annotations
 

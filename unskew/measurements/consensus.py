@@ -1,4 +1,4 @@
-"""How far apart clients are, layer by layer (Gholami and Seferoglu 2024, arXiv:2404.11754, Figure 1)."""
+"""Consensus distance of each layer (Gholami and Seferoglu 2024, arXiv:2404.11754, Figure 1)."""
 
 from __future__ import annotations
 

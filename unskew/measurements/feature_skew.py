@@ -1,4 +1,4 @@
-"""How far clients' inputs differ where their labels do not: feature skew."""
+"""Feature skew: differences of clients' inputs within a class."""
 
 from __future__ import annotations
 

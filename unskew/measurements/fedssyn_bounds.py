@@ -1,4 +1,4 @@
-"""What theory says of training on real and shuffled synthetic data together: Fedssyn's Lemma 1 and Corollary I.
+"""Theory of training on real and shuffled synthetic data: Fedssyn's Lemma 1 and Corollary I.
 
 Li, Esfandiari, Schmidt, Alstrøm, Stich, "Synthetic data shuffling accelerates the convergence of federated learning under
 data heterogeneity", 2023, arXiv:2306.13263. A client's data are a share ``1 - p`` of its own and a share ``p`` of synthetic

@@ -1,4 +1,4 @@
-"""How far the clients' gradients disagree as training goes on: what Fedssyn's theory is about, round by round."""
+"""Gradient dissimilarity of clients over the rounds, the central quantity of Fedssyn's theory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How far clients disagree at one model, and what shuffled synthetic data would change: section 4 of Fedssyn, measured.
+"""Heterogeneity of clients at one model, and the effect of shuffled synthetic data: section 4 of Fedssyn, measured.
 
-Li et al. 2023, arXiv:2306.13263; the formulas are in ``unskew.measurements.fedssyn_bounds``. At a model ``x``, with full gradients,
-clients weighted equally, and ``N`` of them::
+Li et al. 2023, arXiv:2306.13263; the formulas are in ``unskew.measurements.fedssyn_bounds``. At a model ``x``, with
+full gradients, clients weighted equally, and ``N`` of them::
 
     zeta^2    = mean_i || grad f(x, D_i) - grad f(x, D) ||^2,       grad f(x, D) = mean_i grad f(x, D_i)
     sigma_i^2 = mean_{xi in D_i} || grad F(x, xi) - grad f(x, D_i) ||^2
@@ -40,7 +40,7 @@ Follow = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class MeasurementScope:
-    """What is looked at, and what a prediction is for.
+    """Scope of a measurement and settings of its prediction.
 
     Attributes:
         clients: At most so many, drawn by the seed; None for all.
@@ -69,7 +69,7 @@ class MeasurementScope:
 
 @dataclass
 class HeterogeneityMeasurement:
-    """What was measured at one model.
+    """Measurement at one model.
 
     Attributes:
         place: Which model.

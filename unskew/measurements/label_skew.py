@@ -1,4 +1,4 @@
-"""How clients' labels and sizes differ, and how much of that chance alone makes."""
+"""Label skew and size skew of clients, compared with chance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Figures = dict[str, float | None]
 
 
 def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
-    """How clients' labels and sizes differ.
+    """Compute metrics of label skew and size skew.
 
     ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
     frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the

@@ -1,4 +1,4 @@
-"""How far local models drift, and what they know of their own data and of everybody's (Ye et al. 2023, Figure 2)."""
+"""Drift of local models, and their accuracy on their own and on all data (Ye et al. 2023, Figure 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method costs the server: arithmetic of a round, and bytes that it holds from round to round."""
+"""Server cost of a method: floating-point operations per round, and bytes stored between rounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _elementwise(*_: Any, out_shape: Any = None, **__: Any) -> int:
 
 
 def _product(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    """Of a matrix and a vector."""
+    """Return the operations of a matrix-vector product."""
     return 2 * int(prod(next(shape for shape in shapes if len(shape) == 2)))
 
 

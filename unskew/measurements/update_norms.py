@@ -1,4 +1,4 @@
-"""How long the updates of a round are, and how far they point the same way (Zhu et al. 2025, arXiv:2503.20138, Figure 2)."""
+"""Norms of a round's updates and cosines between them (Zhu et al. 2025, arXiv:2503.20138, Figure 2)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Center(TrainsAtServer):
     steps_without = "clients"
 
     def conflict_with(self, method: Method) -> str | None:
-        """What could only act at clients."""
+        """Reject rules that act only at clients."""
         others = [part.name for part in (*method.data, *method.client, method.sync) if part is not None]
         if not others:
             return None

@@ -178,7 +178,7 @@ class Dense(ServerRule):
     def generator_loss(
         self, spec: ModelSpec, models: Models, student: tuple[Tensor, Tensor], x: Tensor, y: Tensor
     ) -> Tensor:
-        """What the generator minimises, for images ``x`` and labels ``y``."""
+        """Compute the generator's objective for images ``x`` and labels ``y``."""
         outputs, distances = zip(*(statistics_distance(spec, v, b, x) for v, b in models), strict=True)
         together = torch.stack([output.logits for output in outputs]).mean(0)
         loss = F.cross_entropy(together, y) + self.lambda_bn * torch.stack(distances).mean()

@@ -78,13 +78,13 @@ class FedDM(ClientRule, ServerRule):
     server_batch: Whole = 256
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """Which classes the client holds, ``[C]``, and real inputs of each to begin from, ``[C, n, ...]``."""
+        """Return the client's classes ``[C]`` and real inputs of each as initial images ``[C, n, ...]``."""
         count = {"real": self.images, "average": self.images * AVERAGED, "noise": 0}[self.start]
         present = (data.class_counts() > 0).to(data.like.dtype)
         return {"present": present, "exemplars": data.exemplars(count)} if count else {"present": present}
 
     def conflict_with(self, method: Method) -> str | None:
-        """What acts on local models has nothing to act on."""
+        """Reject rules that act on local models, which do not exist here."""
         other = next((rule.name for rule in method.client if rule.name != self.name), None)
         other = other or (method.sync.name if method.sync is not None else None)
         return f"feddm's clients send images and train no model, so {other} cannot act on it." if other else None
@@ -130,7 +130,7 @@ class FedDM(ClientRule, ServerRule):
         return matched
 
     def distance(self, ctx: Context, v: Tensor, x: Tensor, y: Tensor, made: Tensor, present: Tensor) -> Tensor:
-        """How far the images' class means are from those of a batch.
+        """Compute the distance of the images' class means from those of a batch.
 
         Args:
             ctx: Model and statistics.

@@ -46,7 +46,7 @@ class FedExP(ClientRule, ServerRule):
     evaluate: Literal["mean", "last"] = "mean"
 
     def begin(self, ctx: Context) -> Tensors:
-        """What the update is measured from: what the server sent, also in earlier rounds."""
+        """Store the reference of the update: the broadcast, also of earlier rounds."""
         return {"start": ctx.last_received()}
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:

@@ -109,7 +109,7 @@ class FedGen(ClientRule):
         return ()
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """How many samples of each class the client holds, ``[C]``."""
+        """Return the client's samples per class, ``[C]``."""
         return {"counts": data.class_counts()}
 
     def begin(self, ctx: Context) -> Tensors:
@@ -175,7 +175,7 @@ class FedGen(ClientRule):
     def server_objective(
         self, spec: ModelSpec, z: Tensor, y: Tensor, eps: Tensor, heads: Tensor, student: Tensor, alpha: Tensor
     ) -> Tensor:
-        """What the generator minimises.
+        """Compute the generator's objective at the server.
 
         Args:
             spec: The model's layout.

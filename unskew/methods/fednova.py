@@ -39,7 +39,7 @@ class FedNova(ClientRule, ServerRule):
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
 
     def conflict_with(self, method: Method) -> str | None:
-        """What takes an update for the difference of two models, or sends a part of it."""
+        """Reject rules that take an update for the difference of two models, or send only a part of it."""
         if method.sync is not None:
             return f"fednova takes an update for a round of the whole model; with {method.sync.name} parts of it stay."
         reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)

@@ -31,7 +31,7 @@ _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 
 
 class _FedOpt(ServerRule):
-    """What the three have in common: only the second moment differs."""
+    """Common part of the three methods, which differ in the second moment only."""
 
     # The paper's grids.
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(1e-3, 10.0), "tau": log_range(1e-5, 0.1)}

@@ -77,7 +77,7 @@ class FedRep(ClientRule, SyncRule):
         return tuple(spec.parts["head"])
 
     def begin(self, ctx: Context) -> Tensors:
-        """Where the head lies in the vector, and how many steps train it."""
+        """Store the position of the head in the vector, and the number of steps that train it."""
         head = slices_mask(ctx.spec.parts["head"], ctx.spec.size).to(ctx.v_global.device)
         return {"head": head, "steps": torch.floor(self.head_share * ctx.steps + 0.5)}
 

@@ -212,7 +212,7 @@ def method(spec: MethodLike, **options: object) -> Method:
 
 
 def join_expression(rule: Rule) -> str:
-    """How a rule given in Python is written: its name, and the options that are not its class's defaults.
+    """Return the expression of a rule that was created in Python: its name, and the options that are not defaults.
 
     >>> from unskew.methods.fedprox import FedProx
     >>> join_expression(FedProx(mu=0.5))

@@ -116,7 +116,7 @@ class Scaffold(ClientRule):
         return corrected
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """Where parameters are sent, the new variate stays and its change is sent with them."""
+        """Keep the new variate, and upload its change for the parameters that are sent."""
         steps = carry["steps"] + ctx.steps
         if self.option == "I":
             assert ctx.full_gradient is not None

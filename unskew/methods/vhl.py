@@ -109,12 +109,12 @@ class VHL(DataRule, ClientRule):
         )
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """What standardises inputs."""
+        """Return the normalization of inputs."""
         factor, offset = virtual_normalizer(data.normalisation, data.client.x.dim() - 1)
         return {"factor": factor.to(data.like.device), "offset": offset.to(data.like.device)}
 
     def begin(self, ctx: Context) -> Tensors:
-        """Where in the virtual set the client begins."""
+        """Store the client's first position in the virtual set."""
         chance = uniform(fold(ctx.key, PURPOSE), ()).to(torch.float64)
         return {"start": (chance * len(ctx.common["y"])).to(torch.int64)}
 

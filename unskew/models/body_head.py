@@ -32,7 +32,7 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
 
 
 def last_layer(layers: Sequence[str], blocks: str | None) -> tuple[str, ...]:
-    """What the names of the last layer's parameters begin with; of the last block and what follows it, with blocks.
+    """Return the name prefix of the last layer's parameters; with blocks, of the last block and everything after it.
 
     >>> last_layer(["embed", "h.0.fc", "h.1.fc", "h.1.out", "norm"], "h")
     ('h.1.fc.', 'h.1.out.', 'norm.')

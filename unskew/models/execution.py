@@ -159,7 +159,7 @@ class BoundModel:
         return run
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
-        """See ``Model``."""
+        """Return the gradient function; see ``Model``."""
 
         def grad_fn(v: Tensor, batch: Batch) -> Tensor:
             self._once.clear()
@@ -210,7 +210,7 @@ class FunctionalModel:
         return self._once.put(v, x, track, output)
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
-        """See ``Model``."""
+        """Return the gradient function; see ``Model``."""
 
         def grad_fn(v: Tensor, batch: Batch) -> Tensor:
             self._once.clear()

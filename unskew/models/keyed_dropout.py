@@ -77,7 +77,7 @@ def restore_dropout(module: nn.Module) -> None:
 
 
 class FunctionalDropout(TorchFunctionMode):
-    """Within, functional dropout takes its masks from a key, and a float64 softmax stays float64.
+    """Context manager in which functional dropout draws its masks from a key, and a float64 softmax stays in float64.
 
     Args:
         dropout: Holds the stream of keys; None leaves dropout alone.

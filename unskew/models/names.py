@@ -1,4 +1,4 @@
-"""How a model is written; known without PyTorch, which takes long to load."""
+"""Parser for model names, available without loading PyTorch."""
 
 from __future__ import annotations
 

@@ -236,7 +236,10 @@ def resolve_model(
 
 
 def may_be_model(target: object) -> bool:
-    """Whether what an import path leads to makes modules; nothing else is called, such as a command of the system."""
+    """Return whether the target of an import path can build a model.
+
+    Nothing else is called, for example no system command.
+    """
     if isinstance(target, functools.partial):
         return may_be_model(target.func)
     if inspect.isclass(target):

@@ -170,7 +170,7 @@ class ModelSpec:
 
     @property
     def _prefix(self) -> str:
-        """What the names of the head's parameters begin with."""
+        """Return the name prefix of the head's parameters."""
         return self.head_name + "." if self.head_name else ""
 
     @cached_property

@@ -103,7 +103,7 @@ def plot_clients_by_class(
     most: int = 60,
     client_names: Sequence[str] = (),
 ) -> Path:
-    """What each client holds: a dot per client and class, its area the number of samples.
+    """Plot the label distribution: one dot per client and class, its area proportional to the number of samples.
 
     Args:
         counts: Samples ``[K, C]``.

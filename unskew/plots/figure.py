@@ -1,4 +1,4 @@
-"""What every figure has in common."""
+"""Common functions of all figures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What methods and engines agree on: slots, messages, contexts."""
+"""Interfaces between methods and engines: slots, messages, contexts."""

@@ -1,4 +1,4 @@
-"""What a client keeps, as a file: written whole or not at all, by whoever trained the client."""
+"""State of a client as a file, written atomically by the process that trained the client."""
 
 from __future__ import annotations
 

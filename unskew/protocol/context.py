@@ -1,4 +1,4 @@
-"""What a client rule has to work with."""
+"""Context of client rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from unskew.tasks.base import Task
 
 
 class ReadOnlyDict(dict[str, Tensor]):
-    """What a rule may read now, but write in ``end`` and ``sends`` only: before, engines could not keep it alike."""
+    """Dictionary that a rule may read at any time, but write only in ``end`` and ``transform_update``.
+
+    So that all engines agree.
+    """
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
@@ -31,7 +34,7 @@ class ReadOnlyDict(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Context:
-    """What a client rule may read, and the two places it may write: ``state`` and ``upload``.
+    """Inputs of a client rule, and the two places it may write: ``state`` and ``upload``.
 
     Attributes:
         round: Number of the round, from 0.
@@ -92,7 +95,10 @@ class Context:
         return torch.where(self.received, self.v_global, self.state.get("start", self.v_global))
 
     def sent_since(self, start: Tensor, v: Tensor) -> Tensor:
-        """What is sent of ``v - start``, ``[d]``, 0 elsewhere; ``start`` is kept for the parts that are sent later."""
+        """Return the part of ``v - start`` that is sent, ``[d]``, 0 elsewhere.
+
+        ``start`` is kept for parts that are sent later.
+        """
         if self.sent is None:
             return v - start
         self.state["start"] = start

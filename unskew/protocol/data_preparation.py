@@ -23,7 +23,7 @@ def _quiet(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a preparation may use beside the data.
+    """Resources of a data preparation in addition to the data.
 
     Attributes:
         folder: Where it keeps its work and what it made, or None to keep nothing.
@@ -56,7 +56,7 @@ def smallest_integer_dtype(y: Tensor, classes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ClientPayloads:
-    """What clients send before the first round.
+    """Payloads that clients send before the first round.
 
     Attributes:
         sent: By client; counted as it lies in memory.
@@ -71,7 +71,7 @@ class ClientPayloads:
 
 @dataclass(frozen=True)
 class ServerPayload:
-    """What the server sends before the first round.
+    """Payload that the server sends before the first round.
 
     Attributes:
         shares: By client, what it alone is sent.
@@ -84,7 +84,7 @@ class ServerPayload:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training begins with: the data as the clients then hold them, and the budget.
+    """Data and budget of the clients when training begins.
 
     Attributes:
         federation: The data.
@@ -106,7 +106,7 @@ class PreparedData:
 
     @property
     def federation_info(self) -> FederationInfo:
-        """What the server is told."""
+        """Return the information that the server has of the clients."""
         return FederationInfo.of(self.federation, self.counted)
 
     def received(

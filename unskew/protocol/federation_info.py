@@ -1,4 +1,4 @@
-"""What a server knows of its clients, and what a client knows of its own data."""
+"""Information that the server has of its clients, and that a client rule has of the client's data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskew.tasks.base import Task
 
 @dataclass(frozen=True)
 class FederationInfo:
-    """What a server is told of a federation; it never looks at a client's samples.
+    """Information that a server has of a federation; it never sees a client's samples.
 
     Attributes:
         clients: Number of clients ``K``.
@@ -54,7 +54,10 @@ class FederationInfo:
 
     @staticmethod
     def of(federation: Federation, counted: np.ndarray | None = None) -> FederationInfo:
-        """Those of a federation; ``counted [K]`` is given where clients train on more than what counts."""
+        """Collect the information of a federation.
+
+        ``counted [K]`` is given if clients train on more samples than those that count.
+        """
 
         def size(client: int) -> int:
             return federation.clients[client].examples if counted is None else int(counted[client])
@@ -98,7 +101,7 @@ class ClientDataView:
     def of(
         federation: Federation, client: int, inputs: Callable[[Tensor], Tensor], like: Tensor, seed: int
     ) -> ClientDataView:
-        """Those of one client."""
+        """Return the view of one client."""
         task, classes = federation.objective, federation.classes
         return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
 

@@ -1,4 +1,4 @@
-"""How the clients' learning rate changes over a run.
+"""Learning rate schedules of clients over a run.
 
 A schedule is written ``kind`` or ``kind:numbers``; ``t`` counts rounds (or local steps) from 0, of which there are ``T``::
 
@@ -46,11 +46,11 @@ class LRSchedule:
 
     @property
     def ends(self) -> bool:
-        """Whether the factors depend on how long the run is."""
+        """Return whether the factors depend on the length of the run."""
         return self.kind == "cosine"
 
     def factor(self, t: int, total: int) -> float:
-        """What ``lr`` is multiplied by.
+        """Return the factor of ``lr`` at time ``t``.
 
         Args:
             t: Rounds (or steps) before this one.
@@ -118,7 +118,7 @@ def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
 
 
 def _wrong(kind: str, numbers: tuple[float, ...]) -> str | None:
-    """What is wrong with the numbers of a kind; None if nothing is."""
+    """Return what is wrong with the numbers of a schedule; None if nothing is."""
     wanted = {"constant": 0, "step": 2, "cosine": 1, "inverse": 2, "warmup": 1}[kind]
     if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
         return f"{kind} takes {wanted or 'no'} number{'' if wanted == 1 else 's'}"

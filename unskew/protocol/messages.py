@@ -1,4 +1,4 @@
-"""What passes between server and client in a round, and what stays at the client."""
+"""Messages between server and client in a round, and the state that stays at the client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Record = TypeVar("Record")
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. A sum shows any NaN or infinity, many times faster than a look at each."""
+    """Return whether every element is finite.
+
+    The sum propagates NaN and infinity, and is much faster than checking each element.
+    """
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
@@ -29,7 +32,7 @@ def replace_fields(record: Record, **fields: Any) -> Record:
 
 @dataclass(frozen=True)
 class ClientState:
-    """What stays at a client from round to round; it is never sent and never counts as traffic.
+    """State that stays at a client between rounds; it is never sent and never counts as traffic.
 
     Attributes:
         rules: What each client rule keeps, by the rule's name.
@@ -92,7 +95,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What one client receives.
+    """Message from the server to one client.
 
     Attributes:
         round, client: When, and who.
@@ -135,7 +138,7 @@ FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version
 
 @dataclass(frozen=True)
 class Update:
-    """What one client sends back.
+    """Message from one client to the server.
 
     Attributes:
         client, born, arrived: Who, the round of its broadcast, the round of its arrival.
@@ -172,12 +175,12 @@ class Update:
     version: int = 0
 
     def is_finite(self) -> bool:
-        """Whether every number is finite, of what is sent and of what would stay at the client."""
+        """Return whether all numbers are finite, both those that are sent and those that stay at the client."""
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
         return all(map(is_finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
     def fields(self) -> dict[str, Any]:
-        """What it has beside tensors; JSON."""
+        """Return the fields that are not tensors, as JSON values."""
         return {name: getattr(self, name) for name in FIELDS}
 
     def tensors(self) -> Tensors:

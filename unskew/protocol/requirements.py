@@ -1,4 +1,4 @@
-"""What a rule can ask of the core, by name."""
+"""Requirements that a rule can have, by name."""
 
 NEEDS = {
     "individual": "its server half reads single updates; without it sums suffice, as under secure aggregation",

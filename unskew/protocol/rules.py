@@ -49,7 +49,7 @@ class MetricSpec:
 
 
 class Rule:
-    """What everything that fills a slot has in common. Subclasses are frozen dataclasses: their fields are options."""
+    """Base class of everything that fills a slot. Subclasses are frozen dataclasses: their fields are options."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -147,7 +147,7 @@ class WithServerHalf(Rule):
         return {}
 
     def download(self, state: Tensors, client: int) -> Tensors:
-        """What a client downloads beside the model."""
+        """Return what a client downloads in addition to the model."""
         return {}
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:
@@ -166,11 +166,11 @@ class ClientRule(WithServerHalf):
         return module, head
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """What the rule needs to know of a client's data; read as ``ctx.facts``."""
+        """Return what the rule needs to know of a client's data; available as ``ctx.client_info``."""
         return {}
 
     def begin(self, ctx: Context) -> Tensors:
-        """What the rule carries through local training, computed before the first step."""
+        """Return the carry of local training, computed before the first step."""
         return {}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
@@ -182,14 +182,17 @@ class ClientRule(WithServerHalf):
         return grad_fn
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
-        """Which parameters may move in this step, boolean ``[d]`` (None: all); the others keep also their momentum."""
+        """Return a mask of the parameters to update in this step, boolean ``[d]``, or None for all.
+
+        Other parameters keep their values and momentum.
+        """
         return None
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
-        """What goes to the server in the place of the update ``delta [d]``, the local result minus the broadcast."""
+        """Transform the update ``delta [d]`` (local model minus broadcast) before upload."""
         return delta
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
@@ -197,7 +200,7 @@ class ClientRule(WithServerHalf):
         return None
 
     def encode_upload(self, upload: Tensors) -> Tensors:
-        """What is really sent of what ``end`` wrote into ``ctx.upload``; its shapes may depend on the values.
+        """Encode ``ctx.upload``, written in ``end``, for sending; shapes may depend on the values.
 
         Only rules that need single updates may send tensors of different shapes: others are added up.
         """
@@ -276,7 +279,7 @@ class ServerRule(Rule):
 
 
 def changes_updates(rules: Sequence[ClientRule]) -> bool:
-    """Whether some rule sends something else than the local result minus the broadcast."""
+    """Return whether some rule sends something other than the local update."""
     return any(type(rule).transform_update is not ClientRule.transform_update for rule in rules)
 
 
@@ -299,5 +302,5 @@ class Method:
         return tuple(rule for place, rule in enumerate(filled) if not any(rule is other for other in filled[:place]))
 
     def needs(self, what: str) -> bool:
-        """Whether some rule needs ``what``."""
+        """Return whether some rule needs ``what``."""
         return any(what in rule.needs for rule in self.rules)

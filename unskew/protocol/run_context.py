@@ -16,7 +16,9 @@ from unskew.protocol.training_config import Training
 
 @dataclass(frozen=True)
 class PreRunContext:
-    """What is about to be run; its methods raise a ``ConfigError`` for what a rule cannot do without.
+    """Configuration of a run before it starts.
+
+    Its methods raise ``ConfigError`` for requirements of a rule that are not met.
 
     Attributes:
         federation: The data.
@@ -57,7 +59,7 @@ class PreRunContext:
             )
 
     def told_without_body(self, name: str, option: str) -> tuple[str, ...]:
-        """What to tell where a rule's term is one of the features, and no trained layer lies before the head."""
+        """Return a warning for a rule that acts on features if no trained layer precedes the head."""
         if self.spec.parts["body"]:
             return ()
         return (f"{name} changes how features are learned, but this model trains none: {option} has no effect.",)

@@ -1,4 +1,4 @@
-"""Where the values of an option are looked for when it is tuned: a range, or a choice among some."""
+"""Search space of an option: a range, or a choice among values."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
 
 
 def _wholes_only(space: RangeSpace, check: Callable[[Any], None]) -> bool:
-    """Whether the option takes whole numbers only: it then refuses what lies between two of them."""
+    """Return whether the option takes integers only, so that values between two integers are rejected."""
     if not (float(space.low).is_integer() and float(space.high).is_integer()):
         return False
     try:

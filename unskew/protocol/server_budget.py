@@ -1,4 +1,4 @@
-"""What methods share that train a model on data at the server: how much and how, by default as clients do."""
+"""Options shared by methods that train a model on data at the server; by default the clients' budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainsAtServer(ServerRule):
 
     @property
     def budget(self) -> dict[str, Any]:
-        """What differs from the clients' budget, as ``ServerTraining.train`` takes it."""
+        """Return the fields that differ from the clients' budget, as ``ServerTraining.train`` takes them."""
         none = self.epochs == 0  # for a client no budget means one epoch
         asked = {
             "local_epochs": None if none else self.epochs,

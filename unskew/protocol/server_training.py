@@ -1,4 +1,4 @@
-"""What a server rule has to learn with at the server: samples, a model in memory, and the clients' budget.
+"""Training at the server: samples, a model in memory, and the clients' budget.
 
 A rule finds it in ``updates.at_server``; in ``check`` it says what data it needs::
 
@@ -80,7 +80,7 @@ class ServerTraining(Protocol):
         """Stored samples as inputs of the model: normalised as clients' are, on the device."""
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
-        """Which samples are seen in which step: indices ``[B]`` per step.
+        """Return the indices ``[B]`` of the samples in each step.
 
         Args:
             key: Decides the order.

@@ -51,17 +51,17 @@ class Training:
 
     @property
     def plain_sgd(self) -> bool:
-        """Whether a step is exactly ``v - lr * g``."""
+        """Return whether a step is exactly ``v - lr * g``."""
         return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip is None
 
     @property
     def schedule(self) -> LRSchedule:
-        """How the learning rate changes."""
+        """Return the learning rate schedule."""
         return _parsed(self.lr_schedule)
 
     @property
     def scheduled(self) -> bool:
-        """Whether the learning rate changes at all."""
+        """Return whether the learning rate changes."""
         return self.schedule != LRSchedule()
 
     def rate(self, round: int, step: int | None = None) -> float:

@@ -1,4 +1,4 @@
-"""What a rule's half at the server gets of a round's updates: their sums, and single ones where it needs them."""
+"""Updates of a round as a rule at the server sees them: their sums, and single updates if the rule needs them."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Updates:
 
     @property
     def at_server(self) -> ServerTraining:
-        """What the server has to learn with."""
+        """Return the resources for training at the server."""
         assert self._at_server is not None, "these updates were made by hand"
         return self._at_server
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, tables, plots."""
+"""Records of a run: metrics, tables, plots."""

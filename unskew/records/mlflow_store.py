@@ -1,4 +1,4 @@
-"""Where MLflow's runs are kept: one SQLite database for several runs, made by one of them and whole from the start."""
+"""Storage of MLflow runs: one SQLite database for several runs, created completely by one of them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def open_client(folder: Path) -> Any:
 
 
 def database_uri(path: Path) -> str:
-    """How MLflow names a database."""
+    """Return the database URI for MLflow."""
     return f"sqlite:///{path}"
 
 
 def is_complete_database(path: Path) -> bool:
-    """Whether ``path`` is a database of MLflow whose making came to its end, which is when it has its first experiment."""
+    """Return whether ``path`` is a complete MLflow database, which has its first experiment."""
     if not path.is_file():
         return False
     try:
@@ -86,7 +86,10 @@ def create_database(path: Path) -> None:
 
 @contextmanager
 def without_connection_pool() -> Iterator[None]:
-    """Within, MLflow opens databases and keeps no connections: one to a file that was replaced would write into nowhere."""
+    """Context manager without connection pooling.
+
+    A pooled connection to a replaced database file would write to a deleted file.
+    """
     name = "MLFLOW_SQLALCHEMYSTORE_POOLCLASS"
     before = os.environ.get(name)
     os.environ[name] = "NullPool"

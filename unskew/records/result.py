@@ -1,4 +1,4 @@
-"""What a run gives back, and the same read from a run folder."""
+"""Result of a run, and reading it from a run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where figures can be sent beside the run folder. Each tracker is an extra and a callback."""
+"""Trackers that receive metrics in addition to the run folder. Each tracker is an extra and a callback."""
 
 from __future__ import annotations
 

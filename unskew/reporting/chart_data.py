@@ -1,4 +1,4 @@
-"""What the page's figures show, as plain numbers; the page's script draws them."""
+"""Data of the report's charts, as plain numbers; a script on the page draws them."""
 
 from __future__ import annotations
 
@@ -132,12 +132,15 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
 
 
 def method_metric_titles() -> dict[str, str]:
-    """What methods of the catalogue call their own figures."""
+    """Return the titles of the metrics of registered methods."""
     return {one.name: one.title for kind in map(rule_class, METHODS) for one in getattr(kind, "figures", ())}
 
 
 def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
-    """What methods, and diagnoses, say of every round: numbers as lines, lists of numbers as dots of the first seed."""
+    """Return charts of the metrics of methods and diagnostics.
+
+    Numbers as lines, lists of numbers as dots of the first seed.
+    """
     declared, known = method_metric_titles(), {*ALWAYS, *evaluated_metrics(part)}
     lines: dict[str, dict[str, Any]] = {}
     dots: dict[str, dict[str, Any]] = {}
@@ -245,7 +248,7 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
 
 
 def client_label(row: dict[str, Any]) -> str:
-    """What the page calls a client: its name, or else its number."""
+    """Return the label of a client on the page: its name, or its number."""
     name = row.get("name")
     return name if isinstance(name, str) else f"client {row['client']}"
 

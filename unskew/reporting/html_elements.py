@@ -129,5 +129,5 @@ def bullet_list(lines: Sequence[str], kind: str = "") -> str:
 
 
 def collapsible(title: str, inside: str) -> str:
-    """What a reader opens."""
+    """Return a collapsible element."""
     return f"<details><summary>{text(title)}</summary>{inside}</details>"

@@ -1,4 +1,4 @@
-"""Who holds what: a heat map of clients and classes, sizes, and how skewed that is in numbers."""
+"""Label distribution: a heat map of clients and classes, sizes, and metrics of the skew."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[s
 
 
 def size_statistics(sizes: np.ndarray) -> dict[str, float]:
-    """How much clients hold, in numbers."""
+    """Return statistics of the clients' sizes."""
     total = float(sizes.sum())
     return {
         "clients": len(sizes),
@@ -110,7 +110,7 @@ def size_statistics(sizes: np.ndarray) -> dict[str, float]:
 
 
 def skew_statistics(counts: np.ndarray) -> dict[str, float]:
-    """How skewed the classes are, in the numbers of ``unskew diagnose``, of clients that hold something."""
+    """Return the label skew metrics of ``unskew diagnose``, over clients with samples."""
     counts = counts[counts.sum(1) > 0]
     if not len(counts):
         return {}

@@ -62,7 +62,7 @@ def _rounded(value: Any) -> Any:
 
 
 def csp_hash(text: str) -> str:
-    """How a content-security policy names one text that may stand in the page."""
+    """Return the content-security-policy hash of a text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -90,7 +90,7 @@ def check_report_file(file: Path) -> None:
 
 
 def shows_real_images(file: Path) -> bool:
-    """Whether a report holds real images of clients' data."""
+    """Return whether a report has real images of clients' data."""
     return REAL in file.read_text(encoding="utf-8", errors="replace")
 
 

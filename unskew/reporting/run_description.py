@@ -1,4 +1,4 @@
-"""What the methods of a report are, how it was run, and how to run it again."""
+"""Methods of a report, environment of its runs, and commands to repeat them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
 
 
 def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
-    """What users were told while the runs went on, once each: the runs, and the sentence."""
+    """Collect the warnings of all runs, each once, with the runs it occurred in."""
     told: dict[str, list[str]] = {}
     for one in part.series:
         for run in one.runs:
@@ -114,14 +114,14 @@ def repeat_commands(part: RunGroup) -> list[str]:
 
 
 def same_comparison(configs: Iterable[dict[str, Any]]) -> bool:
-    """Whether these configurations differ only in what a comparison decides itself."""
+    """Return whether configurations differ only in what a comparison itself varies."""
     own = ("method", "seed", "synthetic")
     first, *others = ({name: value for name, value in config.items() if name not in own} for config in configs)
     return all(other == first for other in others)
 
 
 def averaging_periods(one: MethodRuns) -> Table | None:
-    """How often a method averaged each layer in the last round of its first run; None if it says nothing of it."""
+    """Return how often a method averaged each layer in the last round of its first run; None if it does not report it."""
     run = one.runs[0]
     found = run.history[-1].get("fedals_periods")
     if not isinstance(found, list) or not found or not all(map(is_usable_number, found)):
@@ -159,7 +159,7 @@ def sample_pictures(one: MethodRuns) -> list[tuple[str, str]]:
 
 
 def generates_data(one: MethodRuns) -> bool:
-    """Whether clients make something before training; a folder of such may be that of another run beside it."""
+    """Return whether clients generate data before training; a folder of generated data may belong to another run."""
     return "data" in {slot for fact in method_facts(one.method) for slot in fact.slots.split(", ")}
 
 

@@ -66,7 +66,7 @@ class RunGroup:
 
     @property
     def language(self) -> bool:
-        """Whether losses count, not accuracies."""
+        """Return whether losses are shown instead of accuracies."""
         usual = self.objective.name in (*SCORES, "loss", "perplexity")
         return usual and all("perplexity" in run.summary for one in self.series for run in one.runs)
 
@@ -88,7 +88,7 @@ class RunGroup:
 
     @property
     def counts(self) -> bool:
-        """Whether rounds to a target are shown."""
+        """Return whether rounds to a target are shown."""
         return not (self.language and self.objective.name in SCORES)
 
     def comparison(self) -> Comparison:
@@ -150,7 +150,7 @@ def plain_value(value: object) -> str:
 
 
 def order_methods(series: list[MethodRuns]) -> list[MethodRuns]:
-    """As a comparison's table has them, where there is one; FedAvg is first else."""
+    """Return the methods in the order of the comparison's table, otherwise with FedAvg first."""
     table = _table(series)
     listed = [row.get("method") for row in table]
     if all(one.method in listed for one in series):

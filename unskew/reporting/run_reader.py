@@ -33,7 +33,7 @@ NUMBERS = ("bytes_up", "bytes_down", "seconds")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a finished run left in its folder.
+    """Contents of a finished run's folder.
 
     Attributes:
         folder: Where it is.
@@ -57,7 +57,7 @@ class RunFiles:
 
 
 def is_usable_number(value: object) -> bool:
-    """Whether a value of a file is a number that can be worked with."""
+    """Return whether a value from a file is a usable number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -105,7 +105,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """What is in one run folder.
+    """Read one run folder.
 
     Raises:
         ConfigError: Its configuration cannot be read.

@@ -34,7 +34,7 @@ UNITS = (
 
 
 def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
-    """What the figures of a part show."""
+    """Return the data of a group's charts."""
     curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {
@@ -81,7 +81,8 @@ def _verdict(part: RunGroup) -> str:
 def _comparison(part: RunGroup, methods: Sequence[Mapping[str, str]]) -> str:
     both = (tables.comparison_table(part), tables.comparison_table(part, references=True))
     units = f'<p class="soft">{UNITS}</p>'
-    return f"{html_elements.legend(methods)}<h3>Comparison</h3>{''.join(html_elements.table(one) for one in both if one)}{units}"
+    found = "".join(html_elements.table(one) for one in both if one)
+    return f"{html_elements.legend(methods)}<h3>Comparison</h3>{found}{units}"
 
 
 def _costs(part: RunGroup) -> str:
@@ -185,7 +186,8 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
         return ""
     best = chart_data.best_classifiers(part)
     pieces = [
-        f'<h3>Classifier on the test set</h3><div class="controls">{html_elements.radio_buttons("kind", "curve", kinds, group)}</div>'
+        "<h3>Classifier on the test set</h3>"
+        f'<div class="controls">{html_elements.radio_buttons("kind", "curve", kinds, group)}</div>'
     ]
     pieces.append(html_elements.plot("classifier"))
     pieces.append(
@@ -210,7 +212,8 @@ def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
         own = {name: sum(name.startswith(late) for late in LATER) for name in names}
         options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
         pieces.append(
-            f'<div class="controls">{html_elements.dropdown("measure", "figure", options)}</div>{html_elements.plot("measured")}'
+            f'<div class="controls">{html_elements.dropdown("measure", "figure", options)}</div>'
+            f"{html_elements.plot('measured')}"
         )
     seen: set[str] = set()
     for one in part.series:
@@ -244,7 +247,8 @@ def _pictures(one: MethodRuns) -> str:
     if not found:
         return ""
     images = "".join(
-        f'<figure><img src="{address}" alt="{html_elements.text(title)}"><figcaption>{html_elements.text(title)}</figcaption></figure>'
+        f'<figure><img src="{address}" alt="{html_elements.text(title)}">'
+        f"<figcaption>{html_elements.text(title)}</figcaption></figure>"
         for title, address in found
     )
     return f'<h4>What clients made with {html_elements.text(one.label)}</h4><div class="pictures">{images}</div>'
@@ -306,7 +310,7 @@ def _again(part: RunGroup) -> str:
 
 
 def summary_line(part: RunGroup) -> str:
-    """What a part is, in one line."""
+    """Return a one-line description of a group."""
     seeds = sorted({run.summary["seed"] for one in part.series for run in one.runs})
     rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})
     methods = part.ranked or part.series

@@ -1,4 +1,4 @@
-"""What clients made before training beside real images of theirs, where the data of the run are at hand."""
+"""Generated data next to real images of the same clients, if the data of the run are available."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 @dataclass(frozen=True)
 class Cell:
-    """What a reader sees, what a column is sorted by, and its standard deviation; None where there is nothing."""
+    """Displayed text, sort key and standard deviation of a cell; None if there is none."""
 
     text: str
     value: float | None = None
@@ -81,7 +81,7 @@ def loss_cell(value: float | None, spread: float | None = None) -> Cell:
 
 
 def std_note(part: RunGroup) -> str:
-    """What figures with a spread are."""
+    """Return the note that explains standard deviations."""
     most = max(len(one.runs) for one in part.series)
     return f"mean ± standard deviation over {most} seeds" if most > 1 else "1 seed"
 
@@ -164,7 +164,7 @@ def difference_table(part: RunGroup) -> Table | None:
 
 
 def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
-    """Whether two runs share seed and partition, so that they can be paired."""
+    """Return whether two runs have the same seed and partition, so that they can be paired."""
     return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
 
 
@@ -184,7 +184,7 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
 
 
 def target_table(part: RunGroup) -> Table | None:
-    """What the target takes of each method; None for language models, which have no target."""
+    """Build the table of costs to the target; None for language models, which have no target."""
     if not part.counts:
         return None
     rows, judge = [], part.objective
@@ -202,7 +202,7 @@ def target_table(part: RunGroup) -> Table | None:
 
 
 def fairness_table(part: RunGroup) -> Table | None:
-    """How accuracy is spread over clients, for the global model and for the clients' own."""
+    """Build the table of the accuracy's distribution over clients, for the global and the personal models."""
     rows, judge = [], part.at_clients
     for one in part.series:
         for label, whose, name in (
@@ -239,7 +239,7 @@ def fairness_table(part: RunGroup) -> Table | None:
 
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
-    """Of those that are there; None if there are none."""
+    """Return the mean of the known values; None if there are none."""
     there = [value for value in values if value is not None]
     return mean_std(there)[0] if there else None
 
@@ -288,7 +288,7 @@ COSTS: dict[str, tuple[str, Any]] = {
 
 
 def cost_table(part: RunGroup) -> Table:
-    """What each method takes, mean over seeds; columns are there where some run has the figure, and it is not zero."""
+    """Build the table of costs per method, means over seeds; a column is shown if some run has a value other than zero."""
     found = {
         name: [mean_or_none([_cost(run, name) for run in one.runs]) for one in part.series]
         for name in COSTS

@@ -41,7 +41,7 @@ def _values(one: MethodRuns, name: str) -> list[float]:
 
 
 def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
-    """How far the best is ahead of the second, and whether that is conclusive."""
+    """Return the lead of the best method over the second, and whether it is conclusive."""
     name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
     pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a, b)]
     leads = [

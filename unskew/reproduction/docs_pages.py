@@ -28,7 +28,7 @@ Rows = dict[tuple[str, str], dict[int, Path]]
 
 
 class Pages:
-    """What is written from the outcomes of a repository.
+    """Pages generated from the outcomes in a repository.
 
     Args:
         root: The repository's folder.
@@ -69,7 +69,7 @@ class Pages:
         return Sweep(load_preset(name), scale, Path("runs"), self.runs, {})
 
     def generation(self) -> str:
-        """What generation costs beside training."""
+        """Return the table of generation costs relative to training."""
         measured = json.loads((self.results / "generation-cpu.json").read_text(encoding="utf-8"))
         machine, training, paper = (measured[name] for name in ("machine", "training", "paper_training"))
         header = ["N", "one client, s", "of its training", "four at once (`vectorized`), s each", "paper, s"]

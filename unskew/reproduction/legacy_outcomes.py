@@ -1,4 +1,4 @@
-"""What was measured before a default changed: tables show it with a mark until the runs are made again.
+"""Results from before a default changed: tables mark them until the runs are repeated.
 
 Such an outcome says the option that it was made with. So it is never found as the run that a preset now names, only where
 that run is missing, and as a row of its own.
@@ -55,7 +55,7 @@ def without_mark(row: str) -> str:
 
 
 def notes(cells: Iterable[PresetCell]) -> list[str]:
-    """What the marks of a table mean."""
+    """Return the explanations of a table's marks."""
     methods = {cell.config.method for cell in cells if cell.row.endswith(MARK)}
     return [
         f"{MARK.strip()} Measured before: {meaning} (`{rule}:{option}`)."

@@ -1,4 +1,4 @@
-"""What is kept of a finished run: a small JSON file, found again by what the run was and not by where or when it ran."""
+"""Stored outcomes of finished runs: small JSON files, found by the identity of the run, independent of folder and time."""
 
 from __future__ import annotations
 
@@ -35,14 +35,20 @@ Files = dict[str, list[Path]]
 
 
 def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
-    """What a run is: its configuration without what does not change the numbers, and the run it begins from."""
+    """Return the identity of a run: its configuration without fields that do not change the numbers.
+
+    And the run it starts from.
+    """
     fields = {name: value for name, value in config.model_dump(mode="json").items() if name not in ELSEWHERE}
     run = _differing(fields, _defaults(type(config)))
     return run if parent is None else {**run, "begins_with": run_identity(parent)}
 
 
 def _differing(values: dict[str, Any], defaults: Any, section: str = "") -> dict[str, Any]:
-    """What is not the default, field by field also within sections: a field added later makes no older run another one."""
+    """Return the values that are not defaults, also within sections.
+
+    So that a field added later does not change the identity of older runs.
+    """
     run = {}
     for name, value in values.items():
         if name not in defaults or value != defaults[name] or name in ALWAYS.get(section, ()):
@@ -79,7 +85,7 @@ def store_outcome(
 
 
 def outcome_path(run: dict[str, Any]) -> Path:
-    """Where a reader finds an outcome in the folder of all: data, method, partition, seed. Only the hash at the end decides.
+    """Return the path of an outcome: data, method, partition, seed. Only the hash at its end decides.
 
     >>> outcome_path({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
     'digits/fedprox-mu=0.1/classes-2-seed3-b42ddabb.json'
@@ -109,7 +115,7 @@ def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], ind
 
 
 def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """What figures show over rounds; rounds before a branch may lack what only the branch measured."""
+    """Return the curves for figures; rounds before a branch may lack metrics that only the branch has."""
     names = [n for n in dict.fromkeys(n for row in scored for n in row) if n.startswith(CURVES)]
     return {n: [None if row.get(n) is None else round(row[n], 5) for row in scored] for n in names}
 

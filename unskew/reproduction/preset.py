@@ -28,7 +28,7 @@ Options = dict[str, Any]
 
 
 class PresetScale(BaseModel):
-    """What differs from the paper's settings."""
+    """Differences from the paper's settings."""
 
     model_config = ConfigDict(extra="forbid")
     settings: Options = Field(default_factory=dict)
@@ -194,5 +194,5 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
 
 
 def num_seeds(preset: Preset, scale: str) -> int:
-    """How many seeds a scale asks for."""
+    """Return the number of seeds of a scale."""
     return preset.scales.get(scale, PresetScale()).seeds or preset.seeds

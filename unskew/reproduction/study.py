@@ -57,7 +57,7 @@ class Study(Protocol):
 
 
 class StudyScale(BaseModel):
-    """What differs from the paper's settings."""
+    """Differences from the paper's settings."""
 
     model_config = ConfigDict(extra="forbid")
     settings: Options = Field(default_factory=dict)
@@ -205,7 +205,7 @@ class StudyRuns:
             yield part, seed, self.outcome(part, seed)
 
     def outcome(self, part: str, seed: int) -> Outcome:
-        """What is kept of a part; it is carried out if nothing is."""
+        """Return the stored outcome of a part, or run the part."""
         run = self.identity(part, seed)
         outcome = read_outcome(self.results, run)
         if outcome is None:
@@ -215,7 +215,7 @@ class StudyRuns:
         return outcome
 
     def found(self, seeds: Sequence[int]) -> ByPart:
-        """What is there, nothing is run; of the scale's other settings if there is nothing of the first."""
+        """Return existing outcomes without running anything; of the scale's other settings if the first have none."""
         files = outcome_files(self.results)
         for _ in range(2):
             by_part = {

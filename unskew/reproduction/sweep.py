@@ -77,7 +77,7 @@ class Sweep:
         return None
 
     def known(self, seeds: Sequence[int]) -> list[tuple[PresetCell, Outcome]]:
-        """What is there of the table, also of the scale's other settings if there is nothing of the first; needs no data."""
+        """Return existing outcomes of the table, of the scale's other settings if the first have none; needs no data."""
         outcomes = list(self.found(seeds))
         at_scale = self.preset.scales.get(self.scale)
         if not outcomes and at_scale is not None and at_scale.otherwise:

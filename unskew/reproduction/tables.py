@@ -71,7 +71,7 @@ COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled
 
 
 def value_format(name: str) -> tuple[str, float, int]:
-    """How a value is called, its factor and its decimals.
+    """Return the title, factor and decimals of a value.
 
     Raises:
         ConfigError: No table knows it.

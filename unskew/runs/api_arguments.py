@@ -1,4 +1,4 @@
-"""What a caller gives in Python: data, a model, a method. The configuration then holds what they are called."""
+"""Arguments of the Python API: data, model and method as objects. The configuration stores their names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def check_callbacks(callbacks: object) -> None:
         missing = [name for name in ("start", "round", "end") if not callable(getattr(one, name, None))]
         if missing or isinstance(one, type):
             raise ConfigError(
-                f"{short_repr(one)} cannot follow a run: callbacks are objects with the functions start(config, rounds_done), "
+                f"{short_repr(one)} cannot follow a run: callbacks are objects with the functions "
+                "start(config, rounds_done), "
                 "round(row) and end(summary)."
             )
 
@@ -80,7 +81,7 @@ def model_object(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | Non
 
 
 def method_expression(method: MethodLike) -> str:
-    """How configurations, tables and folders call a method: as it was written, or by its name."""
+    """Return the expression of a method in configurations, tables and folders: as it was written, or its name."""
     if isinstance(method, str):
         return method
     built = method_of(method)

@@ -1,4 +1,4 @@
-"""What a finished run leaves in its folder."""
+"""Files that a finished run writes into its folder."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether so many evaluations came after the best one."""
+        """Return whether the best evaluation is longer ago than the patience allows."""
         if self.config.early_stopping is None:
             return False
         rows, best = self._rows, self.best

@@ -57,7 +57,7 @@ class InputColumn(BaseModel):
 
 
 class InputSpec(BaseModel):
-    """What goes into a trained model and what its outputs are called.
+    """Inputs of a trained model, and the names of its outputs.
 
     Attributes:
         task: As of a federation.
@@ -104,20 +104,20 @@ class InputSpec(BaseModel):
 
     @property
     def objective(self) -> Task:
-        """What the model was trained for."""
+        """Return the task for which the model was trained."""
         if self.task == "regression" and self.targets is not None:
             return Regression(mean=self.targets.mean, std=self.targets.std)
         return TASKS[self.task]
 
     @property
     def known(self) -> Normalization | None:
-        """What is done to inputs first, as the rest of the package has it."""
+        """Return the preprocessing of inputs as the objects used in training."""
         one = self.normalisation
         return None if one is None else Normalization(one.mean, one.std, one.scale)
 
 
 def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
-    """What a model that is trained on these data expects."""
+    """Return the input specification of a model trained on these data."""
     x, known, spec = federation.test[0], federation.normalisation, config.data_spec
     kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
@@ -150,7 +150,7 @@ def write_inputs(folder: Path, federation: Federation, config: Experiment) -> No
 
 
 def read_inputs(folder: Path) -> InputSpec:
-    """What the model of a run folder expects.
+    """Read the input specification of a run folder.
 
     Raises:
         CheckpointError: The file is missing or damaged.

@@ -74,7 +74,7 @@ def read_parallel(text: str) -> int | str:
 
 
 def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: int) -> int:
-    """How many runs are made at a time.
+    """Return the number of runs at a time.
 
     Args:
         parallel: What was asked for: a number, or ``auto``; with ``@`` and its address, on a cluster.
@@ -119,7 +119,7 @@ def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | Non
 
 
 def run_in_pool(at_once: int) -> bool:
-    """Whether runs are made by others than this process."""
+    """Return whether runs are executed by other processes than this one."""
     return at_once > 1 or (isinstance(at_once, ParallelOn) and at_once > 0)
 
 

@@ -55,7 +55,7 @@ def _kept(
 
 
 def load_personal_model(folder: Path, client: int) -> tuple[Tensor, Tensor] | None:
-    """What a client trained for itself, ``v [d]`` and ``b [m]``; None if that is not kept.
+    """Load the personal model of a client, ``v [d]`` and ``b [m]``; None if it was not stored.
 
     Args:
         folder: The run folder.

@@ -1,4 +1,4 @@
-"""What a process does that runs beside others: it carries out works and tells the process that began it what happens."""
+"""Worker of the process pool: runs jobs and reports events to the parent process."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Predictor:
 
     @property
     def numbers(self) -> bool:
-        """Whether numbers are predicted, not classes."""
+        """Return whether numbers are predicted instead of classes."""
         return self.inputs.task == "regression"
 
     def outputs(self, x: object) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What happens before the first round: the method's data rules change what the clients hold."""
+"""Preparation before the first round: the method's data rules change the clients' data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_given_set(config: Experiment, method: Method) -> None:
 
 
 def find_synthetic_folder(folder: Path) -> Path | None:
-    """Where a run of a comparison or a table finds what it and the others made, if it keeps nothing itself."""
+    """Return the folder of generated data shared by the runs of a comparison or table, if the run itself keeps none."""
     if (folder / SYNTHETIC).exists():
         return None
     above = folder.resolve().parents

@@ -48,7 +48,7 @@ class Job:
 
 @contextlib.contextmanager
 def raise_if_unpicklable() -> Iterator[None]:
-    """Within, what cannot be pickled becomes a sentence."""
+    """Context manager that converts pickling errors to a readable error."""
     try:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -132,7 +132,7 @@ class ProcessPool:
             self.processes[ours] = process
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """See ``side_by_side``; it ends early when there is something in ``stopped``."""
+        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``."""
         waiting = list(works)
         while (waiting or self.busy) and not stopped:
             self._hand_out(waiting)

@@ -1,8 +1,8 @@
 """Independent runs as tasks of a Ray cluster: each in a process of its own on some node, with its share of the cores there.
 
-A task is a relay: it starts the process that one machine would start for a run beside others (``unskew.runs.pool_worker``), and
-passes on what that says. So a run trains with the best engine of its node. What a node that died was doing is begun again
-elsewhere; a run with a folder goes on from its last checkpoint.
+A task starts the same worker process as the pool on one machine (``unskew.runs.pool_worker``) and relays its messages, so
+a run uses the best engine of its node. Runs of a node that died are restarted elsewhere; a run with a folder resumes from
+its last checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENDING = 600.0
 
 
 def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: Sequence[str]) -> Iterator[Any]:
-    """What a node does: a work in a process of its own; gives all that this says, its answer last.
+    """Run a job in its own process on a node; yields its messages, the result last.
 
     Args:
         given: Reference to what all works are given, laid out.
@@ -175,7 +175,7 @@ class RayJobPool:
         self.flying: list[_RemoteJob] = []
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """See ``unskew.runs.parallel``; it ends early when there is something in ``stopped``."""
+        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``."""
         waiting, done, heard = list(works), set[Hashable](), time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
             while (waiting or self.flying) and not stopped:
@@ -255,7 +255,10 @@ def _folders(works: Sequence[Job]) -> list[Path]:
 
 @contextlib.contextmanager
 def _marked(folders: Sequence[Path]) -> Iterator[list[str]]:
-    """Within, a file lies in each folder, or in what of it is there, by which a node knows whether it sees the same."""
+    """Context manager that puts a marker file into each existing folder.
+
+    By which nodes check that they see the same files.
+    """
     there = {next(one for one in (place, *place.parents) if one.is_dir()) for place in map(Path.absolute, folders)}
     marks = [folder / f".{uuid4().hex}.new" for folder in there]
     try:

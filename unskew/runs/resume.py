@@ -109,7 +109,7 @@ def check_never_saved(folder: Path) -> None:
 
 
 def data_identity(prepared: PreparedData) -> str:
-    """What must be the same when a run is resumed: who holds what to train on, and what is evaluated on."""
+    """Return the fingerprint that must match when a run is resumed: partition, training data and evaluation data."""
     federation, sizes = prepared.federation, ""
     if isinstance(federation.clients, ArrayClients):
         sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]

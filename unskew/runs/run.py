@@ -111,7 +111,7 @@ def run_experiment(
 
 @contextmanager
 def resumed_folder(folder: Path | None) -> Iterator[None]:
-    """Within, a folder with a run is ours alone.
+    """Context manager that locks the folder of an existing run.
 
     Raises:
         CheckpointError: There is no run in it.
@@ -125,7 +125,7 @@ def resumed_folder(folder: Path | None) -> Iterator[None]:
 
 
 def keep_on_error(folder: Path | None) -> bool:
-    """Whether a run that failed leaves a finished round behind, or what was made for it."""
+    """Return whether a failed run leaves a finished round or generated data that should be kept."""
     if folder is None:
         return False
     metrics = folder / "metrics.jsonl"
@@ -143,7 +143,7 @@ def _execute(
     callbacks: Sequence[Callback],
     shared: Path | None,
 ) -> Result:
-    """See ``run_experiment``; the folder is ours."""
+    """Run an experiment in a folder that is locked by the caller; see ``run_experiment``."""
     check_callbacks(callbacks)
     config = with_absolute_paths(config)
     method = method_of(config.method) if method is None else method

@@ -187,7 +187,7 @@ class Session:
         return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
 
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
-        """What trains the clients, and how it was chosen."""
+        """Create the engine and return it with the reason for its choice."""
         config = self.config
         if self.folder is not None and not resume:  # before engine.json, so that a run killed in between can be resumed
             write_atomic(self.folder / "config.yaml", config.to_yaml().encode())
@@ -211,7 +211,7 @@ class Session:
         self.recorder.start_clock()
 
     def _evaluates(self, t: int) -> bool:
-        """Whether the model is evaluated after round ``t``."""
+        """Return whether the model is evaluated after round ``t``."""
         return t + 1 == self.config.rounds or (t + 1) % self.config.eval_every == 0
 
     def _finished(self, t: int, figures: dict[str, Any]) -> bool:
@@ -304,7 +304,7 @@ class Session:
         return classifier_curves(y, p, self.evaluator.federation.names)
 
     def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What the final model, and the clients' own where there are any, are worth to clients: in all, and to each."""
+        """Evaluate the final model and the personal models on clients: overall, and per client."""
         config, server = self.config, self.server
 
         def score(own: Models | None) -> ClientScores:

@@ -1,4 +1,4 @@
-"""Where what clients keep between rounds lies."""
+"""Storage location of client state between rounds."""
 
 from __future__ import annotations
 

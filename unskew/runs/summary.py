@@ -42,7 +42,7 @@ def summarize(
     choice: EngineChoice,
     metrics: RunMetrics,
 ) -> dict[str, Any]:
-    """What ``summary.json`` holds: the run, its last and best figures, its traffic and its time.
+    """Build ``summary.json``: the run, its final and best metrics, traffic and time.
 
     Args:
         config: The run.
@@ -164,7 +164,7 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
 def client_rows(
     federation: Federation, scores: ClientScores, personal: ClientScores | None, took_part: Iterable[int] = ()
 ) -> list[dict[str, Any]]:
-    """What ``clients.jsonl`` holds: a line for each client; of clients that are loaded one by one, for those evaluated.
+    """Build ``clients.jsonl``: one line per client; for clients that are loaded one by one, only those evaluated.
 
     Of more than ``MOST_CLIENTS`` clients, those are listed that took part or were evaluated.
 

@@ -1,4 +1,4 @@
-"""Whether a method fits the data, the model, the optimizer and the network of a run, before anything is trained."""
+"""Validation of a method against data, model, optimizer and network of a run, before anything is trained."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_method(
 
 
 def resolve_weighting(config: Experiment, method: Method) -> Weights:
-    """How clients count: as the run says, or else as its method does."""
+    """Return the client weighting: as configured, otherwise as the method defines it."""
     if config.weights != "auto":
         return config.weights
     return method.weights or (method.server or FedAvg()).weights or "samples"

@@ -80,7 +80,7 @@ def model_of_client(
 
 
 def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
-    """What a client trained for itself at the end of the run."""
+    """Load what a client fine-tuned at the end of the run."""
     with checkpoint_errors(
         folder / "summary.json"
     ):  # it is gone while a run goes on, whose earlier models are still there
@@ -105,7 +105,7 @@ def _is_last(folder: Path, round: int) -> bool:
 
 
 def _kept(path: Path, files: list[str], client: int) -> Tensors:
-    """What a client keeps, from the files of a checkpoint."""
+    """Load a client's state from the files of a checkpoint."""
     single = f"{CLIENTS}-{client}.safetensors"
     if single in files:
         return load((path / single).read_bytes())

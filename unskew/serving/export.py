@@ -20,7 +20,7 @@ FILES = {"torch": "model.pt2", "onnx": "model.onnx", "torchscript": "model.pt", 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What was written.
+    """Written files of an export.
 
     Attributes:
         folder: Where.

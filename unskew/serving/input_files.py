@@ -141,7 +141,7 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
 
 
 def unknown_categories(table: Any, inputs: InputSpec) -> tuple[UnknownCategories, ...]:
-    """What columns of categories hold that is neither missing nor was there in training."""
+    """Return values of categorical columns that are neither missing nor known from training."""
     found = []
     for one in inputs.columns:
         if one.kind == "category":

@@ -31,7 +31,7 @@ class ServedModel(Predictor):
     """A model that also takes files."""
 
     def predict_file(self, path: str | Path) -> list[Any]:
-        """What ``predict`` gives, for the rows of a table, an image, or a folder of images.
+        """Predict for the rows of a table, an image, or a folder of images.
 
         Categories that were not there in training count as missing, and a warning says so.
 

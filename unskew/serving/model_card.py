@@ -114,7 +114,7 @@ def card_metrics(task: str, config: Experiment) -> dict[str, str]:
 
 
 def hub_task(found: OpenedRun) -> str:
-    """What the hub calls the task."""
+    """Return the task name of the Hugging Face hub."""
     other = {"language": "text-generation", "regression": "tabular-regression"}
     return other.get(found.inputs.task, PIPELINES[found.inputs.kind])
 
@@ -164,7 +164,7 @@ def escape_markdown(text: object) -> str:
 
 
 def unskew_version(folder: Path) -> str:
-    """Of unskew, by which the run was made; empty if the folder does not say."""
+    """Return the version of unskew that made the run; empty if the folder does not have it."""
     try:
         return str(read_json(folder / "about.json")["versions"]["unskew"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -172,18 +172,20 @@ def unskew_version(folder: Path) -> str:
 
 
 def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
-    """What it was trained on, and who held it."""
+    """Describe the training data and their owners."""
     inputs = found.inputs
     kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
     lines = [
-        f"- Data: {escape_markdown(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. The hash of who "
+        f"- Data: {escape_markdown(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. "
+        "The hash of who "
         f"holds what is `{own.get('partition_hash')}`.",
         f"- Inputs: {kinds[inputs.kind]}, {shape_text(input_shape(inputs))}.",
     ]
     if inputs.features:
         lines.append(f"- Columns, in this order: {', '.join(map(escape_markdown, inputs.features))}.")
     if inputs.text:
-        lines.append(f"- Texts from {', '.join(map(escape_markdown, inputs.text))}, by the tokeniser `{inputs.tokenizer}`, at most "
+        lines.append(f"- Texts from {', '.join(map(escape_markdown, inputs.text))}, by the tokenizer "
+                     f"`{inputs.tokenizer}`, at most "
                      f"{inputs.block} tokens.")  # fmt: skip
     if inputs.task != "language":
         names = ", ".join(map(escape_markdown, inputs.names[:MOST_CLASSES]))
@@ -195,7 +197,7 @@ def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
 
 
 def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
-    """How it was trained."""
+    """Describe the training."""
     config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
     papers = dict.fromkeys(rule_class(name).paper for name in names if name in METHODS)
     amount, unit = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
@@ -211,7 +213,7 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
 
 
 def use_text(found: OpenedRun, kind: str) -> str:
-    """How to ask the model."""
+    """Describe how to use the model."""
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
         bytes_ = found.inputs.tokenizer == "bytes"
@@ -219,7 +221,8 @@ def use_text(found: OpenedRun, kind: str) -> str:
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
-        f"{escape_markdown(one.name)}: {', '.join(f'{place} {escape_markdown(value)}' for place, value in enumerate(one.values, 1))}"
+        f"{escape_markdown(one.name)}: "
+        + ", ".join(f"{place} {escape_markdown(value)}" for place, value in enumerate(one.values, 1))
         for one in found.inputs.columns
         if one.kind == "category"
     ]
@@ -229,14 +232,14 @@ def use_text(found: OpenedRun, kind: str) -> str:
     coded += " A number that is missing is NaN." if any(one.fills for one in found.inputs.columns) else ""
     padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
     return (
-        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(input_shape(found.inputs))}, as they are: what was "
-        f"done to the training data is part of the file.{padding}{coded}\n\n```python\n"
+        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(input_shape(found.inputs))}, as they are: what "
+        f"was done to the training data is part of the file.{padding}{coded}\n\n```python\n"
         f"{USES[kind].replace('probabilities', output_kind(found.inputs))}\n```"
     )
 
 
 def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
-    """What a reader should know before using it."""
+    """Describe the limitations to know before using the model."""
     texts = [
         "It was trained in a simulation: the clients were parts of one data set on one machine.",
         f"It knows no inputs but of the kind above, and gives {output_kind(found.inputs)} to others, too."

@@ -37,8 +37,8 @@ SIZES = (1, 2, 5)
 class PortableModel(nn.Module):
     """From inputs as they are (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
 
-    Of a table of mixed columns a category goes in as the place of its value among those that ``file_metadata`` names, from 1 on and 0
-    of all others, and a number that is missing as NaN. Of regression, numbers ``[B, T]`` in their own units come out.
+    For tables of mixed columns, a category is the index of its value in ``file_metadata``, from 1, and 0 for unknown
+    values; a missing number is NaN. Regression models return numbers ``[B, T]`` in their original units.
 
     Args:
         found: The run.
@@ -108,17 +108,17 @@ def _column(one: InputColumn, count: int, draws: torch.Generator) -> Tensor:
 
 
 def input_shape(inputs: InputSpec) -> tuple[int, ...]:
-    """Of one input as it goes in: of mixed columns, without those that say what is missing."""
+    """Return the shape of one input; for tables without the indicators of missing values."""
     return (len(inputs.columns),) if inputs.columns else inputs.shape
 
 
 def output_kind(inputs: InputSpec) -> str:
-    """What comes out, as one word."""
+    """Return the kind of output as one word."""
     return "numbers" if inputs.task == "regression" else "probabilities"
 
 
 def file_metadata(found: OpenedRun) -> dict[str, str]:
-    """What is written into a file beside the weights, as text."""
+    """Return metadata that is written into a file next to the weights."""
     inputs = found.inputs
     about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
     about["outputs"] = output_kind(inputs)
@@ -214,7 +214,7 @@ WRITERS: dict[str, Callable[[PortableModel, Tensor, dict[str, str], Path], Ask]]
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, PyTorch tells nothing of how it goes about it."""
+    """Context manager that silences PyTorch's export messages."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -227,7 +227,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_sentence(kind: str) -> Iterator[None]:
-    """Within, what goes wrong becomes a sentence: a model of the user's may be written in a way that no graph can hold."""
+    """Context manager that converts export errors to readable messages, as a user's model may not be exportable."""
     try:
         yield
     except (UnskewError, MemoryError, OSError):

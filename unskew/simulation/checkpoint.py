@@ -178,7 +178,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Within, what a damaged file leads to becomes a sentence that names ``path``.
+    """Context manager that converts errors of a damaged file to an error with the path.
 
     Raises:
         CheckpointError: Something in it is missing, or is not what it must be.

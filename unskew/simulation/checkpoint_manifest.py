@@ -1,4 +1,4 @@
-"""What the manifest of a checkpoint must look like; it comes from outside, so it is checked before it is used."""
+"""Schema of a checkpoint's manifest. It is external input, so it is validated before use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ManifestPart(BaseModel):
 
 
 class UpdateFields(ManifestPart):
-    """What an update has beside tensors, see ``unskew.protocol.messages``."""
+    """Fields of an update that are not tensors; see ``unskew.protocol.messages``."""
 
     client: Count
     born: Count
@@ -54,7 +54,7 @@ class WaitingUpdates(ManifestPart):
 
 
 class TrafficBytes(ManifestPart):
-    """See ``unskew.simulation.traffic``."""
+    """Traffic counters; see ``unskew.simulation.traffic``."""
 
     up: Count
     down: Count
@@ -65,7 +65,7 @@ class TrafficBytes(ManifestPart):
 
 
 class RunExtra(BaseModel):
-    """What a run notes; it may have more."""
+    """Additional values of a run; it may have more."""
 
     config: dict[str, Any]
     data: str

@@ -44,11 +44,11 @@ class ClientStore:
 
     @property
     def bytes(self) -> int:
-        """Of all entries, files included."""
+        """Return the size of all entries in bytes, including files."""
         return self._bytes + sum(path.stat().st_size for _, path in self.on_disk())
 
     def get(self, client: int) -> Tensors:
-        """What the client kept; empty if it never wrote."""
+        """Return the client's state; empty if there is none."""
         if client in self._disk:
             return load_file(self._path(client))
         return self._memory.get(client, {})
@@ -64,11 +64,11 @@ class ClientStore:
             self._spill(next(iter(self._memory)))
 
     def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
-        """What a client begins a round with: its state, or where whoever trains it finds that."""
+        """Return the client's state at the start of a round, or a reference to its file."""
         return ClientState.of(self.get(client)), None
 
     def keep(self, client: int, newer: ClientState, file: tuple[str, str] | None) -> None:
-        """What a client ends a round with takes the place of what it kept; it is here, or in a file with a checksum."""
+        """Store the client's new state, in memory or as a file with a checksum."""
         self.put(client, ClientState.of(self.get(client)).updated(newer).tensors())
 
     def checksum(self, client: int) -> str | None:
@@ -76,7 +76,7 @@ class ClientStore:
         return None
 
     def take(self, client: int) -> Tensors:
-        """What the client kept, which is forgotten."""
+        """Remove and return the client's state."""
         tensors = self.get(client)
         if client in self._disk:
             self._path(client).unlink()
@@ -115,7 +115,7 @@ class ClientStore:
 
 
 class SharedStore(ClientStore):
-    """What clients keep, in files that whoever trains them reads and writes: none of it passes through this process.
+    """Client state in files that the training process reads and writes; none of it passes through this process.
 
     Args:
         folder: Seen by all of them under this path. It has a folder for every thousand clients.
@@ -129,23 +129,26 @@ class SharedStore(ClientStore):
         self.root.mkdir(parents=True, exist_ok=True)
 
     def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
-        """See ``ClientStore``; every file has a name of its own, so nobody can read an older one from a cache."""
+        """Return a reference to the client's state file.
+
+        Every version has a new name, so that no cache can return an old one.
+        """
         return ClientState(), (str(self._path(client)) if client in self._disk else "", str(self._fresh(client)))
 
     def keep(self, client: int, newer: ClientState, file: tuple[str, str] | None) -> None:
-        """See ``ClientStore``."""
+        """Store the client's new state."""
         if file is not None:
             self._forget(client)
             self._files[client] = (Path(file[0]), file[1])
             self._disk.add(client)
 
     def put(self, client: int, tensors: Tensors) -> None:
-        """See ``ClientStore``."""
+        """Store tensors for a client."""
         if tensors:
             self.keep(client, ClientState(), write_state_file(self._fresh(client), tensors))
 
     def checksum(self, client: int) -> str | None:
-        """See ``ClientStore``."""
+        """Return the checksum of a client's state file."""
         return self._files[client][1]
 
     def _fresh(self, client: int) -> Path:

@@ -1,4 +1,4 @@
-"""How many rounds an update takes to arrive.
+"""Delays of updates in rounds.
 
 A delay is written ``kind`` or ``kind:value``: ``none``; ``fixed:K`` rounds; ``half-normal:S``, that is ``floor(|z|)`` with
 ``z ~ N(0, S^2)`` (Zhu et al. 2025, arXiv:2503.20138); ``lognormal:M,S``, that is ``floor(M exp(S z))`` with median ``M``;
@@ -61,13 +61,13 @@ class Delays:
 
     @property
     def identity(self) -> str:
-        """What must be the same when a run goes on: the trace's delays."""
+        """Return the delays of the trace, which must match when a run is resumed."""
         rows = sorted((-1 if client is None else client, delays) for client, delays in self.trace.items())
         return hashlib.sha256(repr(rows).encode()).hexdigest()[:16] if self.trace else ""
 
     @property
     def instant(self) -> bool:
-        """Whether everything arrives at once."""
+        """Return whether all updates arrive at once."""
         return self.kind == "none"
 
     def __call__(self, round: int, client: int) -> int:

@@ -1,4 +1,4 @@
-"""What a model is worth: on the global test set, and client by client on the client's own held-out data."""
+"""Evaluation of a model: on the global test set, and on each client's held-out data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True)
 class ClientScores:
-    """What a model, or each client's own, is worth to single clients.
+    """Scores of a model, or of personal models, per client.
 
     Attributes:
         accuracies: Of each client, ``[K']``.
@@ -126,7 +126,9 @@ class Evaluator:
         single: bool = False,
         kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of samples in pieces: how right each is, how many predictions it asks for, summed losses, the sum of the tallies.
+        """Evaluate samples in pieces: return correctness, number of predictions and loss per sample.
+
+        And the summed tallies.
 
         Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits
         are added to ``kept``, if there is such a list.

@@ -39,7 +39,7 @@ class GeneratedSamplesRecorder:
             self.problem = f"save_samples has no effect: inputs of the shape {federation.shape} are not images."
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``."""
+        """Train a cohort; see ``unskew.engines.base.Engine``."""
         if self.problem is None:
             casts = [
                 dataclasses.replace(cast, show=place < self.most and cast.round == self.last)
@@ -51,7 +51,7 @@ class GeneratedSamplesRecorder:
             yield update
 
     def close(self) -> None:
-        """See ``unskew.engines.base.Engine``."""
+        """Close the engine; see ``unskew.engines.base.Engine``."""
         self.engine.close()
 
     def draw(self, folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""What lies between clients and server: which updates arrive, and when."""
+"""Simulated network: which updates arrive, and when."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Network:
         return frozenset(update.client for update in self.pending)
 
     def drops(self, round: int, client: int) -> bool:
-        """Whether this client fails in this round; known before it trains, so no time is spent on it."""
+        """Return whether this client fails in this round; known before it trains, so that no time is spent on it."""
         return self.drop > 0 and numpy_generator(self.seed, "drop", round, client).random() < self.drop
 
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
@@ -73,14 +73,14 @@ class Network:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What the round's line tells of delays: updates on their way, and how old in rounds those were that arrived."""
+        """Return the round metrics on delays: updates in flight, and ages of those that arrived, in rounds."""
         if self.delays.instant:
             return {}
         return age_metrics(self.ages, len(self.pending))
 
 
 def age_metrics(ages: Sequence[int], in_flight: int) -> dict[str, Any]:
-    """What a round's line tells of the ages in rounds of the updates that arrived, and of how many are on their way."""
+    """Return the round metrics on the ages of updates in rounds, and on updates in flight."""
     return {
         "arrivals": len(ages),
         "in_flight": in_flight,

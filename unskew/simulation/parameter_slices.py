@@ -1,4 +1,4 @@
-"""Which slices of the model and of its statistics cross the network in a round."""
+"""Slices of the model and of its buffers that are sent in a round."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class SliceExchange:
         return both
 
     def figures(self, rules: dict[str, Tensors], round: int) -> dict[str, Any]:
-        """What the rule says of a round that is over."""
+        """Return the rule's metrics of a finished round."""
         return {} if self.sync is None else self.sync.round_metrics(rules[self.sync.name], round, self.spec)
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:

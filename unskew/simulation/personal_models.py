@@ -20,12 +20,12 @@ Served = Iterator[tuple[Tensor, Tensor]]
 
 
 def has_fine_tuning(method: Method) -> bool:
-    """Whether clients train once more from the final model."""
+    """Return whether clients are fine-tuned from the final model."""
     return method.needs("final_training")
 
 
 def has_personal_models(method: Method, spec: ModelSpec) -> bool:
-    """Whether clients have models of their own."""
+    """Return whether clients have personal models."""
     return has_fine_tuning(method) or keeps_client_state(method, spec)
 
 
@@ -82,7 +82,7 @@ def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
 
 
 def fine_tuned_models(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:
-    """What each client makes of the final model in one more local training; nothing of it reaches the server.
+    """Fine-tune each client from the final model in one more local training; nothing of it is sent to the server.
 
     A client whose training ends with a number that is not finite is served by what it had before.
 

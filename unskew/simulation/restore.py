@@ -161,7 +161,7 @@ def _sized_at_server(name: str) -> str | None:
 
 
 def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Server) -> Iterator[tuple[int, Tensors]]:
-    """What each client keeps, or the server of it."""
+    """Load the stored state of clients, or the server's state about them."""
     joint: dict[int, Tensors] = {}
     for file in sorted(name for name in manifest["files"] if name.startswith(f"{kind}s-")):
         for key, tensor in load((path / file).read_bytes()).items():

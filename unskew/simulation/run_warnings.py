@@ -1,4 +1,4 @@
-"""What a user is told of a run that does not go well."""
+"""Warnings on runs that do not go well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unskew.simulation.server import Server
 
 
 def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
-    """What to tell of the last round, ``done`` in all, if it is the first one with numbers that are not finite."""
+    """Return a warning after round ``done`` if it is the first one with non-finite updates."""
     if server.overflowed and server.overflows == 1:
         return (
             f"Round {done}: what the server makes of finite numbers is not finite, so the model stays as it was and the "
@@ -51,7 +51,7 @@ def divergence_warning(row: Mapping[str, Any]) -> str | None:
 
 
 def model_unchanged_warning(network: Network, rounds: int) -> str:
-    """What to tell of a model that did not move in so many rounds."""
+    """Return a warning for a model that did not change in a number of rounds."""
     waiting = len(network.pending)
     what = (
         f"{waiting} updates were still on their way" if waiting else "no update was used, or those that were are zero"

@@ -1,4 +1,4 @@
-"""Who takes part in a round. It depends on the seed and the round only, so every method sees the same clients."""
+"""Client sampling. It depends on seed and round only, so every method sees the same clients."""
 
 from __future__ import annotations
 

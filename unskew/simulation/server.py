@@ -37,7 +37,7 @@ from unskew.simulation.update_buffer import CollectedUpdates, UpdateBuffer, chec
 
 @dataclass(frozen=True)
 class SentModel:
-    """What a rule asked to remember of a broadcast: updates taken in before, round, model ``[d]``, statistics ``[m]``."""
+    """Copy of a broadcast that a rule asked to keep: version, round, model ``[d]`` and buffers ``[m]``."""
 
     version: int
     born: int
@@ -146,7 +146,7 @@ class Server:
         return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
-        """What ``client`` receives in ``round``; its bytes are counted."""
+        """Create the broadcast for ``client`` in ``round`` and count its bytes."""
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
         cast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
@@ -239,7 +239,7 @@ class Server:
         }
 
     def _held(self, round: int) -> dict[str, Any]:
-        """How full the rule's buffer is after the round, how large its cache, and what was exchanged."""
+        """Return the round metrics on the rule's buffer, its cache, and the exchanged slices."""
         figures = self.exchange.figures(self.rules, round)
         if self.rule.buffer() is not None:
             figures[f"{self.rule.name}_waiting"] = float(self.waiting.aggregate.count)
@@ -316,7 +316,7 @@ class Server:
         )
 
     def _keep(self, update: Update) -> None:
-        """What stays at the client."""
+        """Store the state that stays at the client."""
         self.store.keep(update.client, update.state, update.kept)
         self.last[update.client] = update.born
 

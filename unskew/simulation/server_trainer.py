@@ -26,7 +26,7 @@ BATCH = 500
 
 
 class ServerTrainer:
-    """What a server rule learns with (``ServerTraining``); a model is made when it is first used.
+    """Training at the server (``ServerTraining``); the model is created on first use.
 
     Args:
         spec: Layout of the model.
@@ -68,23 +68,23 @@ class ServerTrainer:
         return self
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
-        """See ``ServerTraining``."""
+        """Return the indices of each step; see ``ServerTraining``."""
         return BatchPlan(self._training(changes), examples, int(key), 0, 0).batches
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
-        """See ``ServerTraining``."""
+        """Return a batch; see ``ServerTraining``."""
         x, y = self._given(x, y)
         there = index.to(y.device)
         made = self.inputs(take_rows(x, index.to(x.device)))
         return Batch(made, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
-        """See ``ServerTraining``."""
+        """Return a gradient function; see ``ServerTraining``."""
         self.model.start(b, train)
         return self.model.gradient(loss_fn or self._loss(self.task.loss))
 
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
-        """See ``ServerTraining``."""
+        """Return the outputs of a model; see ``ServerTraining``."""
         predict = self.model.predict(v, b)
         found = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
         return ModelOutput(torch.cat([o.logits for o in found]), torch.cat([o.features for o in found]))
@@ -103,7 +103,7 @@ class ServerTrainer:
         after: Callable[[Tensor], Tensor] | None = None,
         **changes: Any,
     ) -> TrainedModel:
-        """See ``ServerTraining``."""
+        """Train a model; see ``ServerTraining``."""
         x, y = self._given(x, y)
         training = self._training(changes)
         plan = BatchPlan(training, len(y), int(key), 0, 0)

@@ -1,4 +1,4 @@
-"""How many bytes cross the network."""
+"""Traffic in bytes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CollectedUpdates:
         return {**{f"sums/{name}": t for name, t in self.aggregate.tensors().items()}, **single}
 
     def about(self) -> dict[str, Any]:
-        """What there is beside tensors; JSON."""
+        """Return the fields that are not tensors, as JSON values."""
         sums = self.aggregate
         single = [update.fields() for update in self.individual or ()]
         return {"count": sums.count, "weight": sums.weight, "examples": sums.examples, "updates": single}
@@ -130,11 +130,11 @@ class UpdateBuffer:
 
     @property
     def unequal(self) -> bool:
-        """Whether updates that are added up contain different entries of the model."""
+        """Return whether summed updates contain different entries of the model."""
         return any(part.aggregate.entries is not None for part in (self.whole, self.waiting, *self.complete))
 
     def for_rule(self) -> list[CollectedUpdates]:
-        """What the server rule steps with, in turn."""
+        """Yield the collected updates for the server rule, in turn."""
         if self.rule.buffer() is None and self.taken:
             return [self.whole]
         return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])

@@ -1,4 +1,4 @@
-"""What every task says of its targets and of a model's logits."""
+"""Interface of tasks: targets, and interpretation of a model's logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Task:
 
     @property
     def unweighted(self) -> Task:
-        """What a model is measured by."""
+        """Return the task without class weights, by which a model is evaluated."""
         return self
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Task:
         raise NotImplementedError
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What the model believes, ``[B, C]``."""
+        """Return the predicted probabilities, ``[B, C]``."""
         raise NotImplementedError
 
     def beliefs(self, logits: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ class Task:
         return y
 
     def predictions(self, y: Tensor) -> Tensor:
-        """How many predictions a sample asks for, ``[B]``: the loss and the accuracy are means over them."""
+        """Return the number of predictions per sample, ``[B]``; loss and accuracy are means over predictions."""
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """What ``measure`` needs of a batch; the tallies of several batches add up."""
+        """Return the batch statistics that ``measure`` needs; those of several batches are added."""
         return logits.new_zeros(0)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How figures are written, in the terminal and on the page."""
+"""Formatting of metrics for terminal and report."""
 
 from __future__ import annotations
 

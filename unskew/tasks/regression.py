@@ -60,7 +60,7 @@ class Regression(Task):
         return right.nan_to_num(nan=LEAST).clamp_min(LEAST)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """See ``regression_sums``."""
+        """Return the batch statistics; see ``regression_sums``."""
         return regression_sums(logits, y)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
@@ -88,7 +88,10 @@ class Regression(Task):
 
 
 def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
-    """Of predictions and targets ``[B, T]``: count, sums of ``y``, ``y²``, squared and absolute errors, ``[5, T]``."""
+    """Compute sums over predictions and targets ``[B, T]``.
+
+    Count, sums of ``y``, ``y²``, squared and absolute errors, ``[5, T]``.
+    """
     y, error = y.to(torch.float64), (predicted - y).to(torch.float64)
     return torch.stack([torch.ones_like(y), y, y.square(), error.square(), error.abs()]).sum(1)
 

@@ -1,4 +1,4 @@
-"""What tuning found, and the files that say so."""
+"""Results of tuning, and their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskew.tuning.trial_runner import TuningPlan
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """What was found for a method.
+    """Tuned options of one method.
 
     Attributes:
         options: The best options, by field, or as ``fedprox.mu``.
@@ -45,7 +45,7 @@ class TunedMethod:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What tuning gave.
+    """Result of tuning.
 
     Attributes:
         tuned: What was found for each method, by how it was written.
@@ -61,7 +61,7 @@ class TuningResult:
 
 
 def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:
-    """What the trials of a method found; its run is on ``seed``."""
+    """Return the best result of a method's trials; its run uses ``seed``."""
     best, rows = study.best, study.rows()
     options = study.params_of(best)
     first = next((row["value"] for row in rows if row["trial"] == 0), None)

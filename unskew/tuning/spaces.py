@@ -1,4 +1,4 @@
-"""What is tuned: the options that all methods share, those of each method's parts, and what a user says of them."""
+"""Search spaces: the options common to all methods, those of each method, and the user's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
 
 
 def common_spaces(config: Experiment) -> dict[str, Space]:
-    """What is tuned of every method, around what the configuration says.
+    """Return the search spaces common to all methods, around the configured values.
 
     The rate from a hundredth to ten times its value; the local work and the batch from half to twice theirs, which bounds
     what a trial costs.
@@ -65,7 +65,10 @@ def common_spaces(config: Experiment) -> dict[str, Space]:
 
 
 def method_spaces(spelling: str) -> dict[str, Space]:
-    """What is tuned of the methods of a sum, as ``fedprox.mu``: all that they declare, but for options that are written."""
+    """Return the search spaces of a composition's methods, as ``fedprox.mu``.
+
+    Options that the expression sets are left out.
+    """
     found: dict[str, Space] = {}
     for name, written in split_expression(spelling):
         for option, space in rule_class(name).spaces.items():
@@ -166,7 +169,7 @@ def fixed_fields(spaces: Mapping[str, Space]) -> dict[str, Any]:
 
 
 def is_in_space(value: Any, space: Space) -> bool:
-    """Whether a space holds a value."""
+    """Return whether a space contains a value."""
     if isinstance(space, CategoricalSpace):
         return value in space.values
     return isinstance(value, int | float) and space.low <= value <= space.high

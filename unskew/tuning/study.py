@@ -132,12 +132,12 @@ class Study:
 
     @property
     def finished(self) -> list[Any]:
-        """Those that came to their end, were ended early, or failed."""
+        """Return the trials that were completed, pruned, or failed."""
         return [trial for trial in self.all if trial.state.is_finished()]
 
     @contextmanager
     def next(self) -> Iterator[Trial | None]:
-        """Within, a trial is ours alone: one whose process died, or a new one; None if there is no more to begin."""
+        """Context manager that claims a trial: one whose process died, or a new one; None if there are no more."""
         with ExitStack() as held:
             trial = None
             with self._claiming():
@@ -151,7 +151,7 @@ class Study:
             yield None if trial is None else Trial(self, trial)
 
     def _taken(self, held: ExitStack, number: int) -> bool:
-        """Whether nobody else is at this trial; then it is ours until ``held`` ends, or this process does."""
+        """Return whether the trial could be claimed; the claim lasts until ``held`` ends or this process dies."""
         if self.folder is None:
             return True
         try:
@@ -184,13 +184,13 @@ class Study:
         )
         if wrong is not None:  # such as an import path, in the database of somebody else
             raise ConfigError(
-                f"study.db holds {wrong}={short_repr(used[wrong])} for {self.name}, which is not in its space; tune in another "
-                "folder with --out."
+                f"study.db holds {wrong}={short_repr(used[wrong])} for {self.name}, which is not in its space; tune in "
+                "another folder with --out."
             )
         return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
 
     def importance(self) -> dict[str, float] | str:
-        """How much each option matters to the value, as shares of 1; or why that is not known."""
+        """Return the importance of each option as shares of 1, or why it is unknown."""
         state = self.optuna.trial.TrialState.COMPLETE
         done = [trial for trial in self.all if trial.state == state and math.isfinite(trial.value)]
         if len(done) > 1 and len({trial.value for trial in done}) == 1:
@@ -262,7 +262,7 @@ class Trial:
             raise TrialPruned
 
     def tell(self, value: float | None, rounds: int, reason: str | None = None) -> None:
-        """What came of it: a value, or None with a reason if it failed, without one if it was ended early."""
+        """Report the result of the trial: a value, or None; with a reason if it failed, without one if it was pruned."""
         states = self.study.optuna.trial.TrialState
         self.trial.set_user_attr("rounds", rounds)
         if reason is not None:

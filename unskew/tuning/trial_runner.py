@@ -42,7 +42,7 @@ def no_callbacks(title: str) -> Sequence[Callback]:
 
 @dataclass
 class TuningPlan:
-    """What is tuned, and how.
+    """Methods, spaces and settings of a tuning.
 
     Attributes:
         methods: As they were written.
@@ -66,12 +66,12 @@ class TuningPlan:
 
     @cached_property
     def config(self) -> Experiment:
-        """What the runs of all methods have in common."""
+        """Return the configuration common to all methods."""
         return experiment(self.values)
 
     @cached_property
     def data(self) -> Federation:
-        """What is tuned on."""
+        """Return the data used for tuning."""
         return self.federation or federation_of(self.config.data_spec, self.config.seed)
 
     @cached_property
@@ -126,7 +126,7 @@ class TuningPlan:
         return experiment({**values, "method": spelling})
 
     def spaces(self, name: str) -> dict[str, Space]:
-        """What is tuned of a method."""
+        """Return the search spaces of a method."""
         return spaces_for(name, self.config, self.given)
 
     def studies(self) -> dict[str, Study]:

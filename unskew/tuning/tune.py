@@ -173,7 +173,7 @@ def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
 
 @contextmanager
 def _in(folder: Path | None, resume: bool) -> Iterator[None]:
-    """Within, there is the folder; a new one in which nothing was tried leaves nothing behind."""
+    """Context manager that creates the output folder; a new one without any trial is removed again."""
     if folder is None:
         if resume:
             raise ConfigError("Tuning goes on in a folder; name it with out.")
@@ -228,7 +228,10 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
 
 @contextmanager
 def _helpers(plan: TuningPlan, count: int) -> Iterator[None]:
-    """Within, so many other processes make trials, too; the trial of one that dies is gone on with here."""
+    """Context manager with ``count`` additional processes that run trials.
+
+    Trials of a process that dies are continued here.
+    """
     context = multiprocessing.get_context("spawn")
     # A copy of the fields alone: each loads the data itself.
     helpers = [context.Process(target=_help, args=(replace(plan),)) for _ in range(count)]
@@ -245,14 +248,14 @@ def _helpers(plan: TuningPlan, count: int) -> Iterator[None]:
 
 
 def _help(plan: TuningPlan) -> None:
-    """What another process does. What ends it is told by the one that goes on with its trial."""
+    """Run trials in an additional process. Its errors are reported by the process that continues the trial."""
     exit_with_parent()
     with contextlib.suppress(KeyboardInterrupt, UnskewError, OSError), database():
         make_trials(plan, plan.studies())
 
 
 def _trials_there(plan: TuningPlan, callbacks: Sequence[Callback]) -> None:
-    """What a task on a cluster does: trials, until there is none left that nobody else is at."""
+    """Run trials in a task on a cluster until no unclaimed trial is left."""
     with database():
         make_trials(plan, plan.studies())
 

@@ -1,1 +1,1 @@
-"""Which client holds which samples."""
+"""Partitions of samples into clients."""

@@ -1,4 +1,4 @@
-"""How a partition is written, ``name[:value][,option=value...]``, and what its pieces say."""
+"""Parser for partitions written as ``name[:value][,option=value...]``."""
 
 from __future__ import annotations
 

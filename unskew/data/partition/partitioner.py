@@ -1,4 +1,4 @@
-"""Who holds which sample: ``make_partition("dirichlet:0.1", labels, clients=10, seed=0, classes=10)``.
+"""Partitioning: ``make_partition("dirichlet:0.1", labels, clients=10, seed=0, classes=10)``.
 
 A partition is written ``name[:value][,option=value...]``; see ``make_partition``. Every draw comes from the seed given,
 never from global state.
@@ -24,7 +24,7 @@ from unskew.errors import ConfigError, DataError, unknown_name
 
 @dataclass(frozen=True)
 class Partition:
-    """Which samples each client holds.
+    """Assignment of samples to clients.
 
     Attributes:
         order: Sample ids ``[n]``, grouped by client.
@@ -242,8 +242,9 @@ def client_names_from_column(
     More than four values are written as the first and the last.
 
     >>> columns = {"ward": np.array(["b", "a", "c", "a"])}
-    >>> client_names_from_column("sorted:ward", np.array([0, 0, 1, 0]), 2, columns), client_names_from_column("iid", np.array([0, 0, 1, 0]), 2, columns)
-    (('a, b', 'c'), ())
+    >>> owner = np.array([0, 0, 1, 0])
+    >>> [client_names_from_column(name, owner, 2, columns) for name in ("sorted:ward", "iid")]
+    [('a, b', 'c'), ()]
     """
     name, value, options = parse_partition(spec)
     by = options.get("by", value if name in ("natural", "sorted") else "")

@@ -1,4 +1,4 @@
-"""Which columns of a table are inputs, and what is done to the others."""
+"""Roles of table columns: which are inputs, and what happens to the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 40
 
 
 class ColumnSelection(NamedTuple):
-    """What the user says of a table's columns.
+    """User's selection of table columns.
 
     Attributes:
         features: Only these are inputs, in this order; if empty, every numeric column.
@@ -44,7 +44,7 @@ class ColumnSelection(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether columns are encoded one by one, by what all clients know of them."""
+        """Return whether columns are encoded one by one with global statistics."""
         return bool(self.categories or self.dates) or self.missing != "refuse" or self.regression
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def select_inputs(
 def roles_next_to_images(
     table: Any, label: tuple[str, ...], image: str, choice: ColumnSelection, name: str
 ) -> dict[str, str]:
-    """What is done to every column of a table whose inputs are images.
+    """Return the role of every column of a table whose inputs are images.
 
     Raises:
         ConfigError: Features are chosen or excluded.
@@ -154,7 +154,7 @@ def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, nam
 
 
 def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSelection) -> str:
-    """What is done to one column."""
+    """Return the role of one column."""
     if name in label:
         return LABEL
     if name in choice.features:
@@ -175,7 +175,7 @@ def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSe
 
 
 def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None:
-    """Whether a column is said to hold categories or dates.
+    """Return whether a column was declared categorical or a date, or None.
 
     Raises:
         DataError: It holds something else.
@@ -221,14 +221,14 @@ def exclusion_reason(column: Any) -> str:
 
 
 def is_empty(kind: Any) -> bool:
-    """Whether a pyarrow type is that of a column without any value."""
+    """Return whether a pyarrow type is that of a column without values."""
     import pyarrow as pa
 
     return bool(pa.types.is_null(kind))
 
 
 def is_numeric(kind: Any) -> bool:
-    """Whether a pyarrow type is a number or a truth value."""
+    """Return whether a pyarrow type is numeric or boolean."""
     import pyarrow as pa
 
     t = pa.types
@@ -236,21 +236,21 @@ def is_numeric(kind: Any) -> bool:
 
 
 def is_date(kind: Any) -> bool:
-    """Whether a pyarrow type is a date, with or without a time of day."""
+    """Return whether a pyarrow type is a date, with or without time."""
     import pyarrow as pa
 
     return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
 
 
 def is_category(kind: Any) -> bool:
-    """Whether the values of a pyarrow type may be categories."""
+    """Return whether values of a pyarrow type can be categories."""
     import pyarrow as pa
 
     return is_string(kind) or bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
 
 
 def is_string(kind: Any) -> bool:
-    """Whether a pyarrow type is text, or categories of text."""
+    """Return whether a pyarrow type is text, or categories of text."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -259,7 +259,10 @@ def is_string(kind: Any) -> bool:
 
 
 def is_identifier(column: Any, name: str) -> bool:
-    """Whether a column holds whole numbers that all differ, in enough rows to tell; half of them if it is called an id."""
+    """Return whether a column has unique integers in enough rows to be an identifier.
+
+    Half as many rows suffice if it is named like one.
+    """
     import pyarrow as pa
 
     if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
@@ -269,7 +272,7 @@ def is_identifier(column: Any, name: str) -> bool:
 
 
 def has_decimal_commas(column: Any) -> bool:
-    """Whether a column of text holds numbers such as 1,5."""
+    """Return whether a text column has numbers with decimal commas such as 1,5."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -98,7 +98,7 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
 
 
 def first_mismatch(column: Any, kind: Any) -> str:
-    """What a column holds that has another type: the first text that is no value of the type, and its row, from 0 on.
+    """Find the first text that cannot be converted to a type, and its row, from 0.
 
     >>> import pyarrow as pa
     >>> first_mismatch(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
@@ -163,7 +163,7 @@ class FittedEncoders:
 
     @property
     def normalisation(self) -> Normalization:
-        """See ``column_scaling``."""
+        """Return the normalization of the inputs; see ``column_scaling``."""
         return column_scaling(self.encoders)
 
 
@@ -177,7 +177,10 @@ def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
 
 
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
-    """How inputs are standardised: numbers are; codes of categories and marks are not."""
+    """Return the normalization of encoded columns.
+
+    Numbers are standardized, category codes and missing-value marks are not.
+    """
     marks = sum(one.marks for one in encoders)
     return Normalization(
         (*(one.mean for one in encoders), *[0.0] * marks), (*(one.std for one in encoders), *[1.0] * marks)
@@ -185,13 +188,13 @@ def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
 
 
 def category_counts(encoders: Sequence[Encoder]) -> tuple[int, ...]:
-    """Of each input, how many values its codes have; 0 for numbers."""
+    """Return the number of category codes of each input; 0 for numbers."""
     marks = sum(one.marks for one in encoders)
     return (*(len(one.values) + 1 if one.kind == "category" else 0 for one in encoders), *[0] * marks)
 
 
 class ClientStats(NamedTuple):
-    """What a client tells first of the rows that it trains on.
+    """First statistics that a client reports on its training rows.
 
     Attributes:
         rows: How many.
@@ -212,7 +215,7 @@ def numeric_columns(known: Sequence[Encoder]) -> list[int]:
 
 
 def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
-    """What a client tells of its columns ``x [n_k, f]``, which were read with the encoders ``known``."""
+    """Compute the statistics that a client reports on columns ``x [n_k, f]``, read with the encoders ``known``."""
     coded = [(x[:, j], one) for j, one in enumerate(known) if one.kind == "category"]
     there = [[one.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, one in coded]
     return ClientStats(
@@ -221,7 +224,7 @@ def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
 
 
 def squared_deviations(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
-    """What it tells then: squared distances from the mean of all clients."""
+    """Compute the second report of a client: squared deviations from the global mean."""
     return sums_of_squares(x[:, numeric_columns(known)].astype(np.float64), mean)
 
 

@@ -41,7 +41,7 @@ def absolute_path(path: str | Path | None) -> Path | None:
 
 
 def files_stamp(path: Path | None) -> tuple[int, int, int]:
-    """What changes when the files under a path change: their number, the newest time and the total size."""
+    """Return a stamp of the files below a path (count, newest time, total size), which changes when they change."""
     if path is None:
         return (0, 0, 0)
     # A single file is stamped with its folder: train.csv reads the test.csv next to it.
@@ -51,7 +51,7 @@ def files_stamp(path: Path | None) -> tuple[int, int, int]:
 
 
 def files_with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
-    """Those with this suffix, in small or capital letters, sorted."""
+    """Return the files with this suffix, ignoring case, sorted."""
     return sorted(file for file in files if file.suffix.lower() == suffix.lower())
 
 

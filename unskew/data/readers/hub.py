@@ -11,7 +11,7 @@ PATIENCE = 5.0
 
 
 def reachable() -> bool:
-    """Whether the hub answers anything within five seconds; proxies and the variable ``HF_ENDPOINT`` count."""
+    """Return whether the hub answers within five seconds, with proxies and ``HF_ENDPOINT`` as set in the environment."""
     hub: Any = import_module("huggingface_hub")
     if hub.constants.HF_HUB_OFFLINE:
         return False
@@ -24,7 +24,7 @@ def reachable() -> bool:
 
 @contextmanager
 def hub_or_cache() -> Iterator[bool]:
-    """Within, only what was downloaded before is taken if the hub cannot be reached; whether it can."""
+    """Context manager that uses only downloaded files if the hub cannot be reached; yields whether it can."""
     reached = reachable()
     with from_cache(not reached):
         yield reached
@@ -32,7 +32,7 @@ def hub_or_cache() -> Iterator[bool]:
 
 @contextmanager
 def from_cache(only: bool = True) -> Iterator[None]:
-    """Within, the hub is not asked, and only what was downloaded before is taken, or also asked if not ``only``."""
+    """Context manager that reads downloaded files, and asks the hub as well unless ``only`` is true."""
     try:
         constants: Any = import_module("huggingface_hub.constants")
     except ImportError:  # then nothing can be taken from it

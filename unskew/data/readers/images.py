@@ -131,7 +131,7 @@ def is_image(kind: Any) -> bool:
 
 
 def is_binary(kind: Any) -> bool:
-    """Whether a pyarrow type is a run of bytes."""
+    """Return whether a pyarrow type is binary."""
     import pyarrow as pa
 
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

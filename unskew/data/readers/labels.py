@@ -14,7 +14,7 @@ from unskew.filesystem import parse_json
 
 
 class EncodedLabels(NamedTuple):
-    """What a label column says, part by part.
+    """Encoded labels of each part of a data set.
 
     Attributes:
         names: Names of the classes or labels, in order.
@@ -103,14 +103,14 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
 
 
 def is_list_type(kind: Any) -> bool:
-    """Whether a pyarrow type is a list."""
+    """Return whether a pyarrow type is a list."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def split_lists(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
-    """Where the column holds lists, and where it does not."""
+    """Split parts into those whose labels are lists and the others."""
     return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
 
 

@@ -218,7 +218,7 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
 
 
 def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection) -> Encoder:
-    """How a column is read, before anything is known of what clients hold."""
+    """Return the encoder of a column before any global statistics are known."""
     kind = done.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
         return Encoder(column, "category", distinct_values([train.column(column)]))

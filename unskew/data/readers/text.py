@@ -38,7 +38,7 @@ CHUNK = 10_000
 
 
 def is_text(name: str) -> bool:
-    """Whether the source of this name holds texts."""
+    """Return whether a data source has texts."""
     return name in (*TEXTS, "nyu-mll/multi_nli") or name.startswith("text:")
 
 

@@ -37,11 +37,11 @@ class ByteTokenizer:
     size = 257
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
-        """See ``Tokenizer``."""
+        """Return the ids of a text and its separators."""
         return [[256, *"\n".join(text).encode()] for text in texts]
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """See ``Tokenizer``; of a text that is too long the end is cut off."""
+        """Return ids of text pairs, truncated at the end to ``most``."""
         return [[i for part in text for i in (256, *part.encode())][:most] for text in texts]
 
 
@@ -58,7 +58,7 @@ class WordTokenizer:
         raise DataError("The tokenizer words is for texts with labels; to predict the next token, use bytes.")
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """See ``Tokenizer``; the two texts of a pair have ids of their own."""
+        """Return ids of text pairs; the two texts have ids of their own."""
         return [self._ids(text)[:most] for text in texts]
 
     def _ids(self, text: Text) -> list[int]:
@@ -102,11 +102,11 @@ class HuggingFaceTokenizer:
             )
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
-        """See ``Tokenizer``."""
+        """Return the ids of a text and its separators."""
         return self._ids(["\n".join(text) for text in texts])
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """See ``Tokenizer``; of a pair the longer text is cut first."""
+        """Return ids of text pairs, truncating the longer text first."""
         return self._ids(*map(list, zip(*texts, strict=True)), truncation=True, max_length=most)
 
     def _ids(self, *columns: list[str], **options: Any) -> list[list[int]]:

@@ -29,7 +29,7 @@ SMALLEST = 8
 
 
 class Samples(NamedTuple):
-    """Of one split: numbers ``[n, f]`` or file names ``[n]``, labels and users."""
+    """Samples of one split: numbers ``[n, f]`` or file names ``[n]``, labels and users."""
 
     x: np.ndarray
     y: list[Any]

@@ -1,4 +1,4 @@
-"""Where data comes from: built-in digits, the Hugging Face hub, a folder of images, a table in a file.
+"""Data sources: built-in digits, the Hugging Face hub, folders of images, and tables in files.
 
 >>> source = load_source("digits")
 >>> source.train.x.shape, source.classes
@@ -36,7 +36,7 @@ from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.data.validation import as_inputs, as_targets
 from unskew.errors import ConfigError, DataError, UnskewError
 
-__all__ = ["SOURCES", "Source", "SampleTable", "load_source"]
+__all__ = ["SOURCES", "SampleTable", "Source", "load_source"]
 
 SOURCES: dict[str, str] = {
     "digits": "handwritten digits, 8 x 8 grey, 1,797 images; comes with scikit-learn, no download",
@@ -218,7 +218,7 @@ def source_from_arrays(name: str, train: tuple[object, object], test: tuple[obje
 
 
 class SourceRequest(NamedTuple):
-    """What ``load_source`` was asked for, once it is known to make sense."""
+    """Validated arguments of ``load_source``."""
 
     kind: str
     path: Path | None

@@ -67,7 +67,7 @@ def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
 
 
 def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Which of the points lie in the shape."""
+    """Return which points are inside the shape."""
     away, wide = np.hypot(u, v), np.maximum(abs(u), abs(v))
     side = np.sqrt(0.75)
     of = {

@@ -58,7 +58,7 @@ class SuperLink:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Flower's command line needs."""
+        """Return the environment of Flower's command line."""
         return {**QUIET, "FLWR_HOME": str(self.home)}
 
     def configure(self) -> None:

@@ -51,7 +51,7 @@ def make_node_key(folder: Path, place: Path) -> None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether only its owner can read a file."""
+    """Return whether only its owner can read a file."""
     return not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 

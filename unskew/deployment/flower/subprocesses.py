@@ -68,7 +68,7 @@ class ManagedProcess:
         return self.process.pid
 
     def running(self) -> bool:
-        """Whether it runs."""
+        """Return whether the process is running."""
         return self.process is not None and self.process.poll() is None
 
     def signal(self, number: int) -> None:

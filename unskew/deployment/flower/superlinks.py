@@ -1,4 +1,4 @@
-"""Where a run's SuperLink and sites are: on this machine, for a rehearsal with real processes, or where they run already."""
+"""SuperLink and sites of a run: on this machine for a rehearsal with real processes, or already running elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STARTING = 120.0
 
 
 def deployment_cache() -> Path:
-    """Where deployments on this machine keep keys and states: never in a run folder."""
+    """Return the folder with keys and states of deployments on this machine, which is never a run folder."""
     return user_cache() / "local"
 
 
@@ -103,7 +103,7 @@ class RemoteSuperLink:
         self.superlink.submit(self.app, self.link.path, self.link.token, patience)
 
     def why(self) -> str:
-        """What logs tell of processes of ours that do not run."""
+        """Return the log excerpts of our processes that are not running."""
         return ""
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class LocalSuperLink(RemoteSuperLink):
         )
 
     def why(self) -> str:
-        """What logs tell of processes that had to be started again."""
+        """Return the log excerpts of processes that were restarted."""
         dead = [child for child in self.family.children if child.restarts]
         return "\n".join(
             f"{child.name} was started again {child.restarts} times:\n{child.last_words()}" for child in dead

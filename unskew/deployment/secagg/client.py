@@ -54,7 +54,7 @@ def threshold(sites: int) -> int:
 
 
 def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, float]]:
-    """What of an update is added up: name, tensor, and the weight that it has in the sum.
+    """Return the summands of an update: name, tensor, and weight in the sum.
 
     Args:
         update: Of a client.
@@ -322,7 +322,7 @@ class SecAggClient:
         self._open: dict[str, OpenSum] = {}
 
     def again(self, run: str, session: str) -> Frame | None:
-        """What was answered when this sum began, if it has."""
+        """Return the reply that was sent when this sum began, if it has."""
         one = self._open.get(run)
         return one.ready if one is not None and one.session == session else None
 

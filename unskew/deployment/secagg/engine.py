@@ -54,7 +54,7 @@ class MaskedEngine(FlowerEngine):
     told = False
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``FlowerEngine``: the updates stand for the sum, and each of them is nobody's."""
+        """Train a masked round. The returned updates represent the sum; none of them is the update of a site."""
         found = self._summed(casts) if casts else OpenedSum()
         for cast in casts:
             if cast.client in found.unusable:
@@ -80,8 +80,8 @@ class MaskedEngine(FlowerEngine):
         if any(cast.up != casts[0].up for cast in casts):
             sync = self.terms.method.sync
             raise EngineError(
-                f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices of the model to send, but secure "
-                "aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
+                f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices of the model to send, but "
+                "secure aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
             )
         text, barred = "", set[int]()
         round, patience = str(casts[0].round + 1), self.sites.patience
@@ -208,7 +208,7 @@ class MaskedEngine(FlowerEngine):
             )
 
     def figures(self) -> dict[str, Any]:
-        """What the round's line tells of rounding."""
+        """Return the round metrics on rounding."""
         return {"masking_error": self.error}
 
 

@@ -130,7 +130,7 @@ def find_wrong_dealers(
 
 
 def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
-    """What a site says that it adds up.
+    """Parse the parts that a site adds to the sum.
 
     Raises:
         Nonsense: It is none.

@@ -31,7 +31,7 @@ class AsyncFlowerEngine(FlowerEngine):
         return self.taken(self.flying[client], frame)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``FlowerEngine``: the updates that have come, in the order in which they did."""
+        """Train, and return the updates in order of arrival."""
         sites, patience = self.sites, self.sites.patience
         for cast in casts:
             self.flying[cast.client] = cast

@@ -1,4 +1,4 @@
-"""What sums over all sites say of data, before the first round: scales of columns and targets, and categories.
+"""Statistics from sums over all sites before the first round: scales of columns and targets, and categories.
 
 A site answers the first question with its counts and sums, and with its categories; then the server asks for squared
 distances from the mean of all. With these it knows what a simulation knows, to the bit.
@@ -46,7 +46,7 @@ LONGEST = 1000
 
 
 def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
-    """What a site tells first: how many values its columns and targets have and their sums; and its categories as JSON."""
+    """Compute a site's first report: counts and sums of its columns and targets, and its categories as JSON."""
     columns, targets = columns_and_targets(holding)
     first = client_stats(columns, holding.source.encoders)
     counts, sums = counts_and_sums(targets)
@@ -55,7 +55,7 @@ def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
 
 
 def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
-    """What a site tells then: squared distances from the mean of all.
+    """Compute a site's second report: squared deviations from the global mean.
 
     Raises:
         Nonsense: There is not one mean for each column and target.
@@ -101,7 +101,7 @@ def describe_sums(holding: SiteData) -> list[str]:
 def parse_sums(
     frame: Frame, examples: int, known: Sequence[Encoder], targets: int
 ) -> tuple[ClientStats, np.ndarray, np.ndarray]:
-    """What a site told first: of its columns, and counts and sums of its targets.
+    """Parse a site's first report: its columns, and counts and sums of its targets.
 
     Raises:
         Nonsense: It cannot be.
@@ -139,7 +139,7 @@ def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
 
 
 def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], sites: SiteManager) -> GlobalStats:
-    """What all sites hold together; asks them for their second sums.
+    """Collect the global statistics of all sites, including the second report.
 
     Args:
         drawn: The experiment's data at the server, whose columns the sites have, too.
@@ -187,7 +187,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
 
 
 def parse_squares(frame: Frame, size: int) -> np.ndarray:
-    """What a site told then.
+    """Parse a site's second report.
 
     Raises:
         Nonsense: It cannot be.

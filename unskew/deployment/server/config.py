@@ -1,4 +1,4 @@
-"""How a run is deployed: kept beside the run, so that it can be resumed."""
+"""Configuration of a deployed run, stored in the run folder so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = "deployment.json"
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a run is carried out over sites.
+    """Configuration of a run over sites.
 
     Attributes:
         run: Its identity, which ties what sites keep to it.
@@ -54,7 +54,7 @@ class Deployment:
     excluded: tuple[int, ...] = ()
 
     def place(self, config: Experiment) -> RemoteSuperLink:
-        """Where its SuperLink and its sites are.
+        """Return the SuperLink and sites of the run.
 
         Raises:
             ConfigError: It does not say where.
@@ -118,5 +118,5 @@ class Deployment:
 
 
 def is_deployed(folder: Path) -> bool:
-    """Whether a run folder is that of a deployed run."""
+    """Return whether a run folder belongs to a deployed run."""
     return (folder / FILE).is_file()

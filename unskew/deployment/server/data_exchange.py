@@ -204,7 +204,10 @@ def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the summary says: numbers added up, but the largest epsilon; texts as the first has them."""
+    """Merge the sites' reports: numbers are added, except that the largest epsilon counts.
+
+    Texts are those of the first site.
+    """
     about: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():

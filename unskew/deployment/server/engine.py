@@ -81,7 +81,7 @@ class ArrivedUpdates:
             self.store.put(update.client, update.tensors())
 
     def take(self, client: int) -> Update:
-        """That of a client, which is forgotten."""
+        """Return and forget the update of a client."""
         update = self.held.pop(client, None)
         if update is not None:
             self.bytes -= num_bytes(update.tensors().values())
@@ -120,7 +120,7 @@ class FlowerEngine:
         self.outdated: set[int] = set()
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``; updates that do not come in time, or are no updates, are not there."""
+        """Train a cohort at its sites. Late or invalid updates are missing from the result."""
         by_client = {cast.client: cast for cast in casts}
         requests = {k: encode_broadcast(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
         round = str(casts[0].round + 1) if casts else ""
@@ -222,7 +222,7 @@ class FlowerEngine:
             raise InvalidMessageError(f"what it sends beside the model differs from what other sites send: {odd}")
 
     def measure(self, casts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
-        """What models are worth at the clients' sites: accuracy and loss, also of their own models where there are any."""
+        """Evaluate models at the clients' sites: accuracy and loss, also of personal models if there are any."""
         requests = {
             cast.client: encode_broadcast(cast, self.terms, "evaluate", {"own": own, **self._budget(cast.client)})
             for cast in casts

@@ -1,4 +1,4 @@
-"""What is checked and agreed on before the first round: method, model, and what all sites hold together."""
+"""Handshake before the first round: agree on method, model and data of all sites."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from unskew.simulation.sampler import Sampler
 def check_method_over_sites(
     config: Experiment, deployment: Deployment, reference: Federation, method: Method, total: int
 ) -> tuple[ModelSpec, list[str]]:
-    """See ``check_method``; also refuse what the way of deployment forbids.
+    """Validate a method as ``check_method`` does, and reject what the deployment does not support.
 
     Raises:
         ConfigError: It does.
@@ -77,7 +77,7 @@ def check_method_over_sites(
 
 
 def run_header(config: Experiment, reference: DataSchema) -> dict[str, Any]:
-    """What every message says: to which experiment it belongs, and what the data are."""
+    """Return the header of every message: the experiment and the data schema."""
     return {"digest": experiment_digest(config), **reference.config()}
 
 
@@ -98,7 +98,7 @@ def agree_on_data_and_model(
     sites: SiteManager,
     total: int,
 ) -> tuple[Federation, ModelSpec]:
-    """What the sites hold as the server knows it, once they have told their sums, and the model for it.
+    """Build the global data schema from the sites' sums, and the model for it.
 
     Args:
         config: The experiment.
@@ -133,7 +133,7 @@ def agree_on_data_and_model(
 
 
 def changed_budget(config: Experiment, prepared: PreparedData) -> dict[str, int]:
-    """What a data rule has changed of the clients' budget, beside what differs between clients."""
+    """Return the budget fields that a data rule has changed, except those that differ between clients."""
     before, after = config.training.local_epochs, prepared.training.local_epochs
     return {"local_epochs": after} if after is not None and after != before else {}
 

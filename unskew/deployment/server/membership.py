@@ -20,7 +20,9 @@ from unskew.protocol.rules import Method
 
 @dataclass
 class Membership:
-    """Who is there between rounds; a newcomer is asked what it holds and takes part from the next round on.
+    """Sites that are present between rounds.
+
+    A new site reports its data statistics and takes part from the next round.
 
     Attributes:
         sites: The sites.

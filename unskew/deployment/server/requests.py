@@ -1,4 +1,4 @@
-"""What sites are asked and have not answered yet."""
+"""Requests to sites without a reply yet."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class SitesNetwork(Network):
         return iter(arrivals)
 
     def figures(self) -> dict[str, Any]:
-        """What went wrong so far, where something did; who is there, and how late updates were, where that varies."""
+        """Return the round metrics on failures so far, sites present and delays of updates, where they vary."""
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
         excluded = {"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}
         there = {} if self.present is None else {"sites_present": self.present.count}
@@ -119,12 +119,15 @@ class DeployedSession(Session):
         return t + 1 == self.config.rounds and not self.complete
 
     def _evaluates(self, t: int) -> bool:
-        """Whether the model is evaluated after round ``t``: not while parts of what is evaluated stay at the sites."""
+        """Return whether the model is evaluated after round ``t``.
+
+        Not while parts of the evaluated model are only at the sites.
+        """
         last = t + 1 == self.config.rounds
         return last or (super()._evaluates(t) and (not self.server.wants_models or self.complete))
 
     def _begin(self, start: int) -> None:
-        """See ``Session``; the audit log has the start of each sitting."""
+        """Start or resume the run, and log the start of the session."""
         super()._begin(start)
         self.server.evaluates = self._reports
         if start < self.config.rounds:
@@ -134,7 +137,7 @@ class DeployedSession(Session):
         self.sites.round = start + 1
 
     def _finished(self, t: int, figures: dict[str, Any]) -> bool:
-        """See ``Session``; the audit log has the round's model, and the run ends here if the operator has asked for it."""
+        """Finish a round, log the digest of its model, and stop if the operator requested it."""
         sites, server = self.sites, self.server
         for client in server.skipped_clients:
             sites.log("left out", client, reason="not finite")
@@ -153,7 +156,7 @@ class DeployedSession(Session):
             self.sites.log("checkpoint", rounds=done)
 
     def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What the final model, and the clients' own, are worth: each site measures on what it holds out."""
+        """Evaluate the final model and the personal models at each site on its held-out samples."""
         assert isinstance(engine, FlowerEngine)
         federation, most = self.evaluator.federation, self.config.eval_clients
         ids = evaluated_clients(len(federation.clients), most, self.config.seed)

@@ -28,7 +28,7 @@ Short = Literal["wait", "go", "stop"]
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """How long a round waits, and for how many.
+    """Waiting time of a round and number of updates required.
 
     Attributes:
         deadline: Seconds; None waits until all have answered.
@@ -111,7 +111,7 @@ class SiteManager:
     _looked: float = 0.0
 
     def name(self, client: int) -> str:
-        """What a site is called."""
+        """Return the name of a site."""
         return f"{self.names[client]} (client {client})" if client in self.names else f"client {client}"
 
     @property
@@ -252,7 +252,7 @@ class SiteManager:
         self.pending = set()
 
     def attempt(self, identity: str) -> int:
-        """Which attempt a message was."""
+        """Return the attempt number of a message."""
         return self._sent.pop(identity)
 
     def look_again(self) -> None:

@@ -54,7 +54,7 @@ class Finding:
 
 
 def check_site(path: Path) -> Iterator[Finding]:
-    """What there is to say of a site, line by line; a line that is not ok does not end it."""
+    """Return the findings on a site line by line; a failed check does not end the list."""
     try:
         site = load_site_config(path)
         folder = path.parent.absolute()
@@ -85,7 +85,7 @@ def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[F
 
 
 def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
-    """What the site has for one experiment, and what it would send in a round."""
+    """Return the findings on one experiment, and the messages of a round."""
     if site.data == "split":
         holding, whole = own_split(config, site.client, f"The site {site.name}")
         reference, which = reference_schema(whole, config), "of the experiment's own data"
@@ -130,7 +130,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
 
 
 def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
-    """What would cross in the first round, both ways; a single step is trained for it, and nothing is sent."""
+    """Return the messages of the first round in both directions. One step is trained to create them, and nothing is sent."""
     small = work.config.model_copy(update={"local_steps": 1, "local_epochs": None, "lr_schedule": "constant"})
     client = work.site.client
     federation = work.with_data(work.data)

@@ -1,4 +1,4 @@
-"""What a site's administrator decides: ``site.yaml``."""
+"""Configuration of a site by its administrator: ``site.yaml``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_address(value: str) -> str:
 
 
 class SiteLimits(Section):
-    """What a site takes from a server, and gives of itself, at most."""
+    """Limits on what a site accepts from a server and sends to it."""
 
     megabytes: Positive = 2048.0
     """Size of one message."""
@@ -50,7 +50,7 @@ class SiteLimits(Section):
 
 
 class OwnData(Section):
-    """Where a site's samples lie; the fields are those of an experiment."""
+    """Data of a site; the fields are those of an experiment."""
 
     source: str
     """``table:PATH``, ``folder:PATH`` or another data source."""

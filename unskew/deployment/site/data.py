@@ -1,4 +1,4 @@
-"""What a site holds: its own samples, or its part of the experiment's; the other clients are elsewhere."""
+"""Data of a site: its own samples, or its part of the experiment's data."""
 
 from __future__ import annotations
 
@@ -146,12 +146,12 @@ def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, Part
 
 
 def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
-    """What sites of a rehearsal agree to, as all of them have all data."""
+    """Return the data schema on which all sites of a rehearsal agree, as all of them have all data."""
     return DataSchema.of(apply_task_options(whole.federation(whole.known()), config.loss, config.class_weights))
 
 
 def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
-    """What a site would agree to if it were the only one: for a look at its data before the server has told anything."""
+    """Return the data schema that a site would have alone, to inspect its data before the server has sent any statistics."""
     source, first = holding.source, holding.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
@@ -206,7 +206,7 @@ def load_site_data(
 
 
 def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> ColumnSelection:
-    """What is said of a table's columns: by the server where it has told, or else by site and experiment."""
+    """Return the column selection: from the server if it has sent one, otherwise from site and experiment."""
     choice = ColumnSelection(
         data.features or experiment.features,
         (*data.exclude, *experiment.exclude),

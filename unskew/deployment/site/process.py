@@ -65,7 +65,7 @@ class SiteProcess:
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def answer(self, asked: Frame) -> Frame:
-        """What is answered; a message that cannot be answered is refused in a sentence."""
+        """Answer a message; a message that cannot be answered is rejected with a reason."""
         try:
             with time_limit(self.config.limits.seconds):
                 return self._answered(asked)
@@ -128,7 +128,7 @@ class SiteProcess:
         return self.contributed(asked, work, state, received, place)
 
     def contributed(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int) -> Frame:
-        """What this client sends to the server before the first round."""
+        """Return what this client sends to the server before the first round."""
         data = received.applied(work.data, place)
         federation = work.with_data(data)
         rule = work.method.data[place].for_client(self.config.client, work.total, read_integer(asked.config, "mean_size"))
@@ -142,7 +142,7 @@ class SiteProcess:
         return Frame("contribution", {"client": self.config.client, "made": made.digest, **texts}, figures, sent)
 
     def _summed(self, asked: Frame, digest: str, reference: DataSchema) -> Frame:
-        """What this site tells before sums over all sites have said what becomes of columns and targets."""
+        """Return the site's statistics before global statistics have fixed the encoding of columns and targets."""
         holding = self.holding(digest, reference)
         holding.check_kind(reference)
         if asked.kind == "squares":
@@ -190,7 +190,7 @@ class SiteProcess:
         return found
 
     def work(self, digest: str, reference: DataSchema) -> SiteTrainer:
-        """What an experiment needs here, loaded once."""
+        """Return the trainer of an experiment, loaded once."""
         key, config = (digest, repr(reference)), self.agreed(digest)
         if self._work is None or self._work[0] != key:
             self._work = key, SiteTrainer(self.config, config, reference, self.holding(digest, reference))
@@ -263,7 +263,7 @@ def key_fingerprint(public_key: Path) -> str:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Within, the main thread is interrupted after so many seconds.
+    """Context manager that interrupts the main thread after a number of seconds.
 
     Raises:
         TooLong: It was.

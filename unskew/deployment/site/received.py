@@ -1,4 +1,4 @@
-"""What a site was sent before the first round: it keeps it in files, so that a restart does not lose it."""
+"""Data that a site received before the first round, stored in files so that a restart does not lose them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskew.protocol.client_state_files import encode_tensors
 
 @dataclass
 class ReceivedData:
-    """What came for each data rule of the run's method, in order.
+    """Received data for each data rule of the method, in order.
 
     Attributes:
         folder: Where it is kept.

@@ -1,4 +1,4 @@
-"""What stays at a site between rounds: files of its own that survive a restart."""
+"""State of a site between rounds, in files that survive a restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutdatedMessageError(UnskewError):
 
 
 class SiteState:
-    """What one client of one run keeps: a file for each round after which the server may go on.
+    """State of one client in one run: one file per round from which the server may resume.
 
     There are two at most: that of the last update that the server took in, and that of the one which is on its way. So an
     update that was trained but never arrived is forgotten.
@@ -97,7 +97,7 @@ class SiteState:
         write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
     def prepared(self) -> Path:
-        """Where the site keeps what was made before the first round."""
+        """Return the folder for data generated before the first round."""
         return self.folder / "prepared.safetensors"
 
 

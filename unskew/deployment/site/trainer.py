@@ -41,7 +41,7 @@ from unskew.tasks.registry import TASKS
 
 
 def size_report(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
-    """What the server is told of how much a site holds."""
+    """Return the numbers of samples that are reported to the server."""
     return {"client": site.client, "name": site.name, "examples": examples, "held_out": held_out}
 
 
@@ -82,7 +82,7 @@ class SiteTrainer:
         return replace(self.original, clients=SingleClientView(data, self.total))
 
     def facts(self, data: ClientData) -> Frame:
-        """What the server is told of some of the site's samples: how many, of which classes."""
+        """Return what the server is told of samples: their number and classes."""
         counts = torch.zeros(0, dtype=torch.int64)
         if self.reference.counted:
             counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
@@ -90,7 +90,7 @@ class SiteTrainer:
         return Frame("facts", config, {}, encode_record("facts", {"class_counts": counts}))
 
     def trainer(self, received: ReceivedData, counted: int | None, epochs: int | None) -> LocalTrainer:
-        """What trains on the site's samples and on what it received before the first round."""
+        """Return the trainer for the site's samples and the data received before the first round."""
         key = (received.identity, counted, epochs)
         if self._trainer is not None and self._trainer[0] == key:
             return self._trainer[1]
@@ -167,7 +167,7 @@ class SiteTrainer:
         return cast
 
     def measured(self, asked: Frame, state: SiteState, received: ReceivedData) -> Frame:
-        """What the model is worth on what the site holds out, and what its own is; figures are all that leave."""
+        """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site."""
         cast = self._cast(asked, state)
         stays, v, b, mode = cast.state, cast.v, cast.b, self.config.buffers
         figures: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What server and sites must agree on before a run: the experiment, and what its inputs and classes are."""
+"""Agreement of server and sites before a run: digest of the experiment, and schema of inputs and classes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def experiment_digest(config: Experiment) -> str:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """What every site's inputs and classes must be: those of the data that the experiment names at the server.
+    """Schema that every site's inputs and classes must match: that of the experiment's data at the server.
 
     Attributes:
         shape: Of one input.
@@ -67,7 +67,7 @@ class DataSchema:
 
     @staticmethod
     def of(federation: Federation) -> DataSchema:
-        """That of a federation."""
+        """Return the schema of a federation."""
         task = federation.objective
         return DataSchema(
             federation.shape,
@@ -83,7 +83,7 @@ class DataSchema:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether sums over all sites say something of it."""
+        """Return whether the schema depends on sums over all sites."""
         return bool(self.columns) or self.task == Regression.name
 
     @property
@@ -94,14 +94,14 @@ class DataSchema:
 
     @property
     def objective(self) -> Task:
-        """What a model is trained for, but for the loss of regression."""
+        """Return the training task, except for the loss of regression."""
         if self.targets is not None:
             return Regression(mean=self.targets.mean, std=self.targets.std)
         return TASKS[self.task]
 
     @property
     def counted(self) -> int:
-        """Of how many classes or labels a site counts its samples; 0 where there are none."""
+        """Return the number of classes or labels by which a site counts its samples; 0 if there are none."""
         return self.classes if TASKS[self.task].labelled else 0
 
     def config(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ SIZES = {
 
 
 class FrameError(Exception):
-    """What came is no message."""
+    """Received bytes are not a valid message."""
 
 
 class ConnectionClosedError(FrameError):

@@ -49,7 +49,7 @@ FIGURES = 64
 
 @dataclass(frozen=True)
 class WireContext:
-    """What both sides know of a run before a message comes.
+    """Information that both sides share before a message is sent.
 
     Attributes:
         method: The method.
@@ -67,7 +67,7 @@ class WireContext:
 
     @property
     def sends_model(self) -> bool:
-        """Whether clients send the model back."""
+        """Return whether clients send the model back."""
         return all(rule.sends_model for rule in self.method.client)
 
     @property
@@ -81,7 +81,7 @@ class WireContext:
 
     @property
     def needs_base(self) -> bool:
-        """Whether rules at the client work on the difference, so that it must know what is subtracted."""
+        """Return whether rules at the client work on the difference to the broadcast, so that the base must be known."""
         return changes_updates(self.method.client)
 
     def received(self, down: Slices | None, kind: str) -> Tensor:
@@ -100,7 +100,7 @@ class WireContext:
         return torch.ones(size, dtype=torch.bool) if slices is None else buffer_mask(self.spec, slices)
 
     def check_extras(self, record: str, tensors: Tensors, finite: bool) -> dict[str, Tensors]:
-        """What rules send beside the model, by rule.
+        """Validate the tensors that rules send in addition to the model, by rule.
 
         Raises:
             Nonsense: It is of a rule that is not there, too large, or not finite.

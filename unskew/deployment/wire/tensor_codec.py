@@ -27,11 +27,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class InvalidMessageError(UnskewError):
-    """What the other side sent is not what was asked for; it is refused as a whole."""
+    """A received message does not match the request; it is rejected as a whole."""
 
 
 def printable(said: object) -> str:
-    """What the other side says, as a line that may be shown and logged: without what would steer a terminal.
+    """Return received text as one line that is safe to show and log, without terminal control characters.
 
     >>> printable("a" + chr(27) + "[2Jb")
     'a [2Jb'
@@ -154,7 +154,7 @@ def parse_slices(text: object, size: int) -> Slices | None:
 
 
 def slices_length(slices: Slices | None, size: int) -> int:
-    """How many of ``size`` elements are in the slices."""
+    """Return how many of ``size`` elements are in the slices."""
     return size if slices is None else sum(piece.stop - piece.start for piece in slices)
 
 

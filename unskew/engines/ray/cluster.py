@@ -1,4 +1,4 @@
-"""Where a Ray cluster is, and the connection to it."""
+"""Address of a Ray cluster, and the connection to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.ar
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Where the cluster is, and what a client may use of it.
+    """Address of a cluster, and the resources that a client may use.
 
     Attributes:
         address: ``local`` starts one on this machine that ends with this process; ``auto`` is one that runs here already;
@@ -212,7 +212,7 @@ def own_address() -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether this is an address of a machine to itself, but for the usual one."""
+    """Return whether an address is a loopback address other than the usual one."""
     try:
         return ip_address(host).is_loopback and host != "127.0.0.1"
     except ValueError:

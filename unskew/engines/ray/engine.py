@@ -107,7 +107,7 @@ class RayEngine:
         self._check_versions()
 
     def _sent(self) -> Federation:
-        """What workers are sent of the data: those of the clients, or only where a node finds them."""
+        """Return what workers receive of the data: the clients' data, or where a node finds them."""
         federation = self.setup.federation
         source = getattr(federation.clients, "source", None)
         by_url = source is not None and any("://" in str(place) for place in (source[0].data, source[0].data_path))
@@ -148,7 +148,7 @@ class RayEngine:
         check_versions(self.ray.get(there[0]))
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """See ``unskew.engines.base.Engine``.
+        """Train a cohort; see ``unskew.engines.base.Engine``.
 
         Updates stay on the nodes that made them until their turn comes, and few are ahead of it: so this process needs the
         memory of one part of the cohort, however large that is.
@@ -211,7 +211,7 @@ class RayEngine:
         ]
 
     def _wait(self, flying: list[Any]) -> list[Any]:
-        """Those of the tasks that have ended; the user is told if there is none for too long."""
+        """Wait for tasks and return those that ended; warn if none ends for too long."""
         began = time.monotonic()
         while True:
             limit = self.setup.patience
@@ -233,7 +233,7 @@ class RayEngine:
             self.setup.warn(f"{text} It goes on waiting; the run can be stopped and resumed elsewhere.")
 
     def _succeeded(self, ready: Any, part: _TaskGroup) -> bool:
-        """Whether clients were trained; what fails again and again is raised with its own reason."""
+        """Return whether a task succeeded; a task that fails repeatedly raises its own error."""
         if self._get(ready):
             return True
         part.failed += 1

@@ -1,4 +1,4 @@
-"""What travels to a Ray cluster and back: tensors as NumPy arrays, and what clients share apart from what is their own."""
+"""Messages to and from a Ray cluster: tensors as NumPy arrays, with tensors that clients share sent once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED = 1024
 
 @dataclass(frozen=True)
 class SharedTensorRef:
-    """Where a tensor lies in the list of those that clients share."""
+    """Position of a tensor in the list of shared tensors."""
 
     number: int
 

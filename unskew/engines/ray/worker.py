@@ -1,4 +1,4 @@
-"""What happens on a node of a Ray cluster: clients are trained, on data that were sent or that the node opens itself."""
+"""Work of a node of a Ray cluster: train clients on data that were sent or that the node opens itself."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def train_group(run: str, everything: list[Any], common: list[Any], packed: list
 
 
 def previous_attempts(ray: Any) -> int:
-    """How often Ray began this task before, with a worker or a node that died; it tells so nowhere else."""
+    """Return how often Ray started this task before, because a worker or a node died; Ray reports it nowhere else."""
     return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
 
 
 def device_for(accelerators: float) -> torch.device:
-    """Where a task trains: on what Ray gave it, whatever the server's machine has.
+    """Return the device of a task: the accelerator assigned by Ray, independent of the server's devices.
 
     Args:
         accelerators: How much of one that is; 0 without.
@@ -187,7 +187,7 @@ def _place(run: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes."""
+    """Return the versions that must match on all nodes."""
     return {"unskew": __version__, "torch": torch.__version__}
 
 

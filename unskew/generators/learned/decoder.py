@@ -8,9 +8,9 @@ The network, for images ``C x H x W``, with ``h = H / 4`` and ``w = W / 4`` roun
     z [n, 256] -> linear to 128 x h x w -> norm -> upsample 2 -> conv 3x3 128 -> norm -> leaky 0.2
                -> upsample 2 -> conv 3x3 64 -> norm -> leaky 0.2 -> conv 3x3 C -> sigmoid
 
-What is larger than ``H x W``, because a side is no multiple of 4, is cut off at the bottom and at the right. ``batch_norm`` is
-batch normalisation by the batch's own mean and biased variance, with a learned scale and offset; convolutions before it
-have no bias.
+What is larger than ``H x W``, because a side is no multiple of 4, is cut off at the bottom and at the right.
+``batch_norm`` is batch normalization by the batch's own mean and biased variance, with a learned scale and offset;
+convolutions before it have no bias.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shape = tuple[int, int, int]
 
 
 def decoder_layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], float, float]]:
-    """What the flat vector holds, in its order: shape, mean and standard deviation at the start of each tensor."""
+    """Return shape, initial mean and initial standard deviation of each tensor in the flat vector, in order."""
     channels, height, width = shape
     pixels = WIDE * math.ceil(height / 4) * math.ceil(width / 4)
     return {
@@ -75,7 +75,10 @@ def initial_decoder(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torc
 
 
 def make_decoder(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: PixelScaling) -> Maker:
-    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates; see ``initial_decoder``."""
+    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates.
+
+    See ``initial_decoder``.
+    """
     image = (shape[0], shape[1], shape[2])
     return initial_decoder(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
 

@@ -53,7 +53,7 @@ class ExponentialAverage:
 
 
 class TrainingState:
-    """What is trained: modules and optimizers by name, which is all that a checkpoint holds.
+    """Modules and optimizers by name, which are all that a checkpoint stores.
 
     Args:
         modules: By name; averages are modules too.

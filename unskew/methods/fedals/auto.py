@@ -79,7 +79,7 @@ class AutoPeriods(ClientRule, SyncRule):
     # ---- at a client ----------------------------------------------------------------------------------------------------
 
     def begin(self, ctx: Context) -> Tensors:
-        """What drift is measured from: each layer as it was last averaged."""
+        """Store the reference of the drift: each layer as it was last averaged."""
         return {"start": ctx.last_received()}
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
@@ -132,7 +132,7 @@ class AutoPeriods(ClientRule, SyncRule):
         }
 
     def due(self, state: Tensors, round: int) -> list[bool]:
-        """Which layers are averaged after ``round``."""
+        """Return the layers that are averaged after ``round``."""
         age = round - int(state["begun"]) + 1
         # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
         return [age % p == 0 or age >= self.longest for p in state["periods"].tolist()]

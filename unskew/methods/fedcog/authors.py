@@ -25,7 +25,10 @@ from unskew.protocol.search_space import Space
 
 @dataclass(frozen=True)
 class FedCOGAuthors(FedCOG):
-    """See ``FedCOG``; only defaults differ. The rule's name is ``fedcog`` too: a sum can have only one of them."""
+    """``FedCOG`` with the defaults of the authors' code.
+
+    The rule's name is ``fedcog`` too, so a composition can have only one of them.
+    """
 
     summary: ClassVar[str] = "FedCOG with the settings of its authors' code"
     # Its coefficients are automatic, so there is no lambda_kd.

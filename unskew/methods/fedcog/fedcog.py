@@ -246,7 +246,7 @@ class FedCOG(ClientRule):
         return x, z
 
     def maker(self, ctx: Context, key: Tensor, count: int) -> Maker:
-        """What is learned, at its start; how ``count`` inputs are made of it; and Adam's decay rates."""
+        """Return the initial variables, the function that makes ``count`` inputs of them, and Adam's decay rates."""
         if self.generator == "network":
             return decoder.make_decoder(key, count, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
         return normal(key, (count, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)

@@ -280,7 +280,7 @@ class Feddle(ServerRule):
         return found
 
     def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
-        """How many coefficients were positive and negative in every round (Figure 6), as ``coefficients.png``."""
+        """Plot the numbers of positive and negative coefficients per round (Figure 6) as ``coefficients.png``."""
         from unskew.plots.curves import save_sign_histogram
 
         rows = [row for row in history if "coefficients/positive" in row]

@@ -62,7 +62,9 @@ def norms(A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scales(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """What brings anchors of these norms ``[n]`` to their median ``r``, and ``r``; an anchor of norm 0 stays 0.
+    """Return factors that scale anchors of norms ``[n]`` to their median ``r``, and ``r``.
+
+    An anchor of norm 0 stays 0.
 
     With an even number the median is the mean of the middle two. If more than half of the anchors are zero, ``r`` is the
     median of the others, as no direction could be scaled otherwise.

@@ -1,4 +1,4 @@
-"""What the paper compares shuffling with: each client keeps its own images, or one place holds everything."""
+"""Ablations of the paper: each client keeps its own images, or one place has all data."""
 
 from __future__ import annotations
 

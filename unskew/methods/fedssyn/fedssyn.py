@@ -142,7 +142,7 @@ class Fedssyn(DataRule):
 
     @property
     def generates_data(self) -> bool:  # type: ignore[override]
-        """Whether anything is made."""
+        """Return whether images are generated."""
         return self.data not in ("real", "central_real")
 
     def check(self, run: PreRunContext) -> Sequence[str]:
@@ -258,7 +258,7 @@ class Fedssyn(DataRule):
 
     @property
     def kept(self) -> str | None:
-        """What says which images are shared, by its import path."""
+        """Return the function that selects the shared images, by its import path."""
         keep = self.keep
         return keep if isinstance(keep, str | None) else f"{keep.__module__}:{getattr(keep, '__qualname__', keep)}"
 

@@ -1,4 +1,4 @@
-"""What a synthetic set says of how it was made, and which clients refused to share."""
+"""Metadata of a synthetic set, and clients that refused to share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_fits(made: SyntheticSet, federation: Federation) -> None:
 
 
 def set_metrics(about: dict[str, Any]) -> dict[str, object]:
-    """What the summary of a run says of its images, from how they were made."""
+    """Return the summary metrics of the images, from their metadata."""
     told: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
     told["synthetic_seconds"] = about["seconds"]
     if about.get("epsilon") and about["recipe"]["privacy"]:
@@ -47,7 +47,9 @@ def changed_options(privacy: PrivacyOptions) -> dict[str, Any]:
 
 
 def mismatch_error(refuse: str, clients: int | None = None) -> set[int]:
-    """Which clients refuse: ``"0;3"`` names them, ``"0.2"`` is a share, rounded, of those with the highest numbers.
+    """Parse the refusing clients: ``"0;3"`` names them.
+
+    ``"0.2"`` is a rounded share of those with the highest numbers.
 
     Without the number of clients only what is wrong with any number is found.
 

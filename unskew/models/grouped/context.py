@@ -144,7 +144,7 @@ def grouped_form(spec: ModelSpec) -> GroupedModel | None:
 
 @contextmanager
 def use_grouped(spec: ModelSpec, form: GroupedModel | None) -> Iterator[None]:
-    """Within, mapped passes of ``spec`` run as one network; nothing changes if ``form`` is None."""
+    """Context manager in which mapped passes of ``spec`` run as one grouped network; no effect if ``form`` is None."""
     spec.together = form
     try:
         yield

@@ -143,7 +143,7 @@ def _by_sample(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
 
 
 def _together(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
-    """Of two values, or a value and a number."""
+    """Return the layer for a function of two values, or of a value and a number."""
 
     def both(run: GroupedPass, a: Any, b: Any) -> Any:
         if not (isinstance(a, GroupedValue) or isinstance(b, GroupedValue)):
@@ -255,7 +255,7 @@ VIEWS = {nn.Flatten, nn.Identity, KeyedDropout, torch.flatten, operator.getitem,
 
 
 def is_in_place(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
-    """Whether a node overwrites its input."""
+    """Return whether a node overwrites its input."""
     if node.op == "call_module":
         return bool(getattr(layers[str(node.target)], "inplace", False))
     return node.target is operator.iadd or bool(node.kwargs.get("inplace", False))

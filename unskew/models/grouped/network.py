@@ -96,7 +96,7 @@ class GroupedNetwork:
             raise UnsupportedLayerError("a layer that overwrites what others read")
 
     def _own(self, node: Any) -> bool:
-        """Whether what a node gives is read once, so that it may be overwritten in another layout as well."""
+        """Return whether a node's result is read only once, so that it may be overwritten in another layout."""
         if not isinstance(node, fx.Node) or node.op == "placeholder" or len(node.users) > 1:
             return False
         layer = self.layers.get(str(node.target)) if node.op == "call_module" else None

@@ -1,4 +1,4 @@
-"""What a stacked twin (``unskew.models.grouped.network``) computes with: values of ``k`` clients in one of two layouts."""
+"""Values of a grouped network (``unskew.models.grouped.network``): those of ``k`` clients in one of two layouts."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class GroupedPass:
         return last.permute(0, 3, 1, 2)
 
     def samples(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
-        """What treats every sample by itself: on ``[k B, ...]``."""
+        """Apply a function that treats every sample separately, on ``[k B, ...]``."""
         rows = self.rows(value)
         return GroupedValue(torch.unflatten(function(rows.flatten(0, 1)), 0, rows.shape[:2]), False)
 
     def each(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
-        """What treats every number by itself."""
+        """Apply an elementwise function."""
         return GroupedValue(function(value.data), value.image)
 
     def channels(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
-        """What treats every channel by itself."""
+        """Apply a function that treats every channel separately."""
         return GroupedValue(function(self.image(value)), True)

@@ -1,8 +1,8 @@
 """A pass of a stacked twin as one operator under ``torch.func.vmap``.
 
-There are two ways. In a client's own gradient the client axis is taken off (``unwrap_batched``), and ordinary autograd goes through
-twin and loss alike. Where a rule differentiates by itself (``torch.func.grad`` with respect to inputs), the pass is a
-function with a rule for ``vmap`` and a gradient of its own, through which it cannot be differentiated twice.
+There are two cases. In a client's own gradient the client axis is removed (``unwrap_batched``), and autograd goes through
+network and loss. If a rule differentiates on its own (``torch.func.grad`` with respect to inputs), the pass is a function
+with a rule for ``vmap`` and a gradient of its own, which cannot be differentiated twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupingError(Exception):
 
 
 class PassInputs(NamedTuple):
-    """Of a pass: the model, its statistics, its inputs, and the keys of its dropout layers."""
+    """Inputs of a pass: the model, its buffers, its inputs, and the keys of its dropout layers."""
 
     v: Tensor
     b: Tensor
@@ -99,7 +99,7 @@ class MappedPass:
         return slope_v, slope_x
 
     def _shared(self, mapped: tuple[bool, ...]) -> bool:
-        """Whether all clients look with one model, whose dropout is off: their inputs are then one batch."""
+        """Return whether all clients use one model without dropout, so that their inputs form one batch."""
         return not (mapped[0] or mapped[1] or self.twin.train) and mapped[2]
 
     def _one_batch(self, k: int, given: PassInputs, x: Tensor) -> Outputs:
@@ -136,12 +136,12 @@ class MappedPass:
 
 
 def is_mapped(*tensors: Tensor) -> bool:
-    """Whether some of them are looked at by a transform, such as the mapping over clients."""
+    """Return whether some inputs are under a transform such as the mapping over clients."""
     return any(_functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
 def outside_vmap() -> AbstractContextManager[None]:
-    """Within, nothing is mapped."""
+    """Context manager outside of all transforms."""
     return retrieve_current_functorch_interpreter().lower()
 
 

@@ -1,4 +1,4 @@
-"""What the classifiers of the papers have in common, VGG-11, and two small models for any flat input.
+"""Base class of the papers' classifiers, VGG-11, and two small models for any flat input.
 
 Every model is a `body` that ends in one feature vector a sample, followed by a linear `head`. Modules are
 registered in the order in which the data passes them, so the order of the parameters is their depth.

@@ -27,7 +27,7 @@ PADDING = -1
 
 
 class HuggingFaceModel(nn.Module):
-    """What wrapped models have in common.
+    """Base class of wrapped Hugging Face models.
 
     Attributes:
         net: The model of ``transformers``, with LoRA factors inside its layers where it has any.
@@ -57,11 +57,11 @@ class HuggingFaceModel(nn.Module):
 
 
 class TextModel(HuggingFaceModel):
-    """What takes token ids."""
+    """Base class of models that take token ids."""
 
     @property
     def tokens(self) -> int | None:
-        """How many tokens it knows, if its configuration says."""
+        """Return the vocabulary size, if the configuration has it."""
         return getattr(self.net.config, "vocab_size", None)
 
 
@@ -78,7 +78,7 @@ class CausalLM(TextModel):
             return self.net(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
     def looks_ahead(self) -> bool:
-        """Whether a token changes the logits before it, as in models that were trained to fill gaps."""
+        """Return whether a token changes the logits before it, as in masked language models."""
         training = self.training
         with torch.no_grad():
             one, other = self.eval()(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
@@ -142,7 +142,7 @@ class ImageClassifier(HuggingFaceModel):
             return self.net(pixel_values=(x - self.mean) / self.std).logits  # type: ignore[no-any-return]
 
     def save(self, folder: str | Path) -> Path:
-        """As a folder, with the size and the scale of its images."""
+        """Save as a folder, with the size and the scale of its images."""
         folder = super().save(folder)
         (folder / "preprocessor_config.json").write_text(
             json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8"
@@ -162,7 +162,7 @@ def token_ids(x: Tensor, config: Any) -> Tensor:
 
 
 def uses_dropout(config: Any) -> bool:
-    """Whether a configuration asks for any dropout."""
+    """Return whether a configuration has any dropout."""
     values = [v for name, v in config.to_dict().items() if "drop" in name and not isinstance(v, bool)]
     return any(isinstance(v, int | float) and v > 0 for v in values)
 

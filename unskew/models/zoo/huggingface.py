@@ -133,7 +133,7 @@ def require_image_shape(shape: tuple[int, ...], classes: int, **options: Any) ->
 
 
 def is_folder(name: str) -> bool:
-    """Whether a name means a local folder.
+    """Return whether a name means a local folder.
 
     Raises:
         ConfigError: It can mean nothing else, but the folder is not there.
@@ -147,7 +147,7 @@ def is_folder(name: str) -> bool:
 
 
 def is_architecture_name(transformers: Any, name: str) -> bool:
-    """Whether a name is that of a kind of model, such as ``opt``, and not of a folder."""
+    """Return whether a name is that of an architecture such as ``opt``, and not of a folder."""
     return not is_folder(name) and name in transformers.CONFIG_MAPPING
 
 
@@ -237,7 +237,7 @@ def image_preprocessing(weights: str, settings: Any, revision: str | None, pretr
 
 @contextmanager
 def readable_hub_errors(weights: str) -> Iterator[None]:
-    """Within, the hub is asked only if it can be reached, and what goes wrong in loading becomes a sentence."""
+    """Context manager that uses the hub only if it can be reached, and converts loading errors to readable messages."""
     local = is_folder(weights)
     try:
         with nullcontext(True) if local else hub_or_cache() as reached:

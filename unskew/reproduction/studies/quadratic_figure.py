@@ -72,7 +72,7 @@ class QuadraticStudy:
         return make_problem(shares, self.zeta2, sigma2, seed, self.workers, self.dimension, self.pairs)
 
     def run(self, part: str, seed: int) -> dict[str, Any]:
-        """See ``unskew.reproduction.study.Study``."""
+        """Run one part; see ``unskew.reproduction.study.Study``."""
         return self.curves(seed) if part == CURVES else self.tuned(seed)
 
     def curves(self, seed: int) -> dict[str, Any]:

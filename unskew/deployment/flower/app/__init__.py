@@ -1,1 +1,1 @@
-"""What runs inside Flower's own processes: it hands messages on and needs neither PyTorch nor data."""
+"""Programs that run inside Flower's processes: they relay messages and need neither PyTorch nor data."""

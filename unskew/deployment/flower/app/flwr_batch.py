@@ -1,4 +1,7 @@
-"""Several commands of Flower's command line in one process: ``python -m unskew.deployment.flower.app.flwr_batch '[["ls"]]'``."""
+"""Several commands of Flower's command line in one process.
+
+``python -m unskew.deployment.flower.app.flwr_batch '[["ls"]]'``.
+"""
 
 from __future__ import annotations
 

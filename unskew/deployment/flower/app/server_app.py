@@ -44,14 +44,14 @@ def end_with_parent() -> None:
 
 
 def send_frames(run: socket.socket, frames: list[Frame]) -> None:
-    """How many there are, and then they."""
+    """Send the number of frames, then the frames."""
     send(run, Frame("answers", {"count": len(frames)}))
     for frame in frames:
         send(run, frame)
 
 
 def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
-    """What is answered to ``nodes``, ``push`` and ``pull``."""
+    """Answer a ``nodes``, ``push`` or ``pull`` request."""
     if asked.kind == "nodes":
         return [Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]})]
     if asked.kind == "push":
