@@ -22,7 +22,7 @@ class Damped(unskew.ClientRule):
     name, summary, paper = "damped", "smaller updates", "nobody 2020"
     by: float = 0.5
 
-    def sends(self, ctx, carry, delta):
+    def transform_update(self, ctx, carry, delta):
         return delta * self.by
 
 

@@ -1,4 +1,4 @@
-"""Local training of several clients at once: ``unskew.engines.local_trainer`` mapped over a client axis by ``torch.func.vmap``.
+"""Local training of several clients at once: ``unskew.engines.local_trainer`` mapped by ``torch.func.vmap``.
 
 Clients whose next batch differs in size are mapped in separate groups, so nothing is padded: padding would change
 BatchNorm's statistics and with them the numbers.

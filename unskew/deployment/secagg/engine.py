@@ -80,7 +80,7 @@ class MaskedEngine(FlowerEngine):
         if any(cast.up != casts[0].up for cast in casts):
             sync = self.terms.method.sync
             raise EngineError(
-                f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices of the model to send, but "
+                f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices to send, but "
                 "secure aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
             )
         text, barred = "", set[int]()
