@@ -37,7 +37,13 @@ SMALL = {
     "lr": 0.1,
 }
 CNN = {"model": "cnn", "rounds": 20, "local_steps": 10, "batch_size": 16, "lr": 0.05}
-COMMON = {"weights": "samples", "engine": "inline", "device": "cpu", "eval_clients": 0, "checkpoint_every": 1000}
+COMMON = {
+    "client_weighting": "samples",
+    "engine": "inline",
+    "device": "cpu",
+    "eval_clients": 0,
+    "checkpoint_every": 1000,
+}
 
 
 class Words(nn.Module):
@@ -80,16 +86,16 @@ def digits(partition: str, **changes: Any) -> dict[str, Any]:
 
 
 def gaussians(partition: str) -> dict[str, Any]:
-    return {"data": "gaussians", "partition": partition, "keep_samples": 2000, **SMALL}
+    return {"data": "gaussians", "partition": partition, "max_train_samples": 2000, **SMALL}
 
 
 def texts(partition: str) -> dict[str, Any]:
     words = {"data": "sentences", "label": "label", "text": {"columns": [], "tokenizer": "bytes", "block": 96}}
-    return {**words, "partition": partition, "keep_samples": 1500, "clients": 5, **CNN, "lr": 0.2}
+    return {**words, "partition": partition, "max_train_samples": 1500, "clients": 5, **CNN, "lr": 0.2}
 
 
 def cifar(partition: str) -> dict[str, Any]:
-    return {"data": "cifar10", "partition": partition, "keep_samples": 1000, "clients": 5, "image_size": 16, **CNN}
+    return {"data": "cifar10", "partition": partition, "max_train_samples": 1000, "clients": 5, "image_size": 16, **CNN}
 
 
 FEDERATIONS: dict[str, dict[str, Any] | Callable[[int], unskew.Federation]] = {
@@ -102,7 +108,7 @@ FEDERATIONS: dict[str, dict[str, Any] | Callable[[int], unskew.Federation]] = {
     "digits, sizes differ": digits("quantity:0.3", local_steps=None, local_epochs=3),
     "digits, Dirichlet 0.1, a third of 30 clients": digits("dirichlet:0.1,min=3", clients=30, participation=0.3),
     "digits, Dirichlet 0.1, few steps": digits("dirichlet:0.1", local_steps=3),
-    "digits, Dirichlet 0.1, 100 samples at the server": digits("dirichlet:0.1", server=100),
+    "digits, Dirichlet 0.1, 100 samples at the server": digits("dirichlet:0.1", server_data=100),
     "gaussians, Dirichlet 0.1": gaussians("dirichlet:0.1"),
     "gaussians, two classes": gaussians("classes:2"),
     "breast cancer, by the first column": lambda seed: table("load_breast_cancer", "first column", seed),
@@ -145,7 +151,7 @@ def carry_out(name: str, seed: int, data_path: str | None) -> None:
     asked = {k: v for k, v in options.items() if v is not None}
     advice = unskew.diagnose(*given, model=model, samples=200, curvature=False, **asked).advice()
     keep("advice", str(VERSION), name, str(seed), value=advice.methods[1:])
-    server = ("fedft",) if "server" in options else ()
+    server = ("fedft",) if "server_data" in options else ()
     for method in dict.fromkeys((*EVERYWHERE, *server, *advice.methods)):
         if method in kept()["runs"].get(name, {}).get(str(seed), {}):
             continue

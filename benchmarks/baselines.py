@@ -120,7 +120,7 @@ class ResearcherLoop:
 class Trainer:
     """One reused model, channels-last batches from uint8 images in memory, fused SGD."""
 
-    together = 1
+    clients_per_group = 1
 
     def __init__(self, x: np.ndarray, y: np.ndarray, per_client: int, steps: int, batch: int, lr: float, seed: int):
         self.x, self.y = torch.from_numpy(x), torch.from_numpy(y)
@@ -165,7 +165,7 @@ class TunedLoop:
         lr: Learning rate.
         seed: Seed of the initial model, the cohorts and the shuffling.
         mode: "threads" (one process, two threads) or "processes" (two forked processes of one thread each).
-        together: How many clients at most are trained as one network of grouped convolutions and batched matrix
+        clients_per_group: How many clients at most are trained as one network of grouped convolutions and batched matrix
             products. 1 is one model, one client after the other. 5 is faster, the same algorithm, and possible
             because all clients have equally many samples.
 
@@ -193,7 +193,7 @@ class TunedLoop:
         self.clients, self.cohort, self.seed, self.mode = clients, cohort, seed, mode
         self.make_trainer = partial(trainer, x, y, per_client, steps, batch, lr, seed)
         torch.manual_seed(seed)
-        self.together, self.vector = trainer.together, trainer.start_vector()
+        self.clients_per_group, self.vector = trainer.clients_per_group, trainer.start_vector()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         if mode == "threads":
@@ -214,10 +214,10 @@ class TunedLoop:
 
     def _groups(self, t: int) -> list[list[int]]:
         cohort = draw_cohort(self.clients, self.cohort, self.seed, t)
-        if self.together == 1:
+        if self.clients_per_group == 1:
             return [[c] for c in cohort]
         workers = self.WORKERS if self.mode == "processes" else 1
-        each = -(-self.cohort // (self.together * workers))  # groups for each worker
+        each = -(-self.cohort // (self.clients_per_group * workers))  # groups for each worker
         return [g for i in range(each * workers) if (g := cohort[i :: each * workers])]
 
     def _work(self, pipe: Connection, total: torch.Tensor) -> None:

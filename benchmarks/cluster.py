@@ -84,7 +84,7 @@ def run(federation: Any, rounds: int, engine: str, workers: int, **options: Any)
     """A run that is not evaluated, and its clock."""
     clock = Clock()
     unskew.run(
-        federation, rounds=rounds, eval_clients=0, eval_every=rounds, engine=engine, workers=workers, together=1,
+        federation, rounds=rounds, eval_clients=0, eval_every=rounds, engine=engine, workers=workers, clients_per_group=1,
         callbacks=[clock], **options,
     )  # fmt: skip
     return clock

@@ -32,7 +32,7 @@ class Timed(UnskewLoop):
         for update in updates:
             self.server.store.put(update.client, update.state.tensors())
         begin, train = (
-            statistics.fmean(u.metrics[name] for u in updates) for name in ("begin_seconds", "train_seconds")
+            statistics.fmean(u.metrics[name] for u in updates) for name in ("setup_seconds", "train_seconds")
         )
         return begin, train
 
@@ -60,11 +60,11 @@ def main() -> None:
     rows = []
     for n, paper in PAPER.items():
         alone = cost(fed, n, "inline", 1, 1)[0]
-        together = cost(fed, n, "vectorized", 4, 1)[0] if n <= TOGETHER else None
-        rows.append({"n": n, "inline": alone, "vectorized": together, "paper": paper})
+        clients_per_group = cost(fed, n, "vectorized", 4, 1)[0] if n <= TOGETHER else None
+        rows.append({"n": n, "inline": alone, "vectorized": clients_per_group, "paper": paper})
         print(
             f"N = {n:4}: inline {alone:6.2f} s, {alone / training:5.2f} of training; "
-            f"vectorized {together or float('nan'):6.2f} s a client; paper {paper / PAPER_TRAINING:.3f} of training",
+            f"vectorized {clients_per_group or float('nan'):6.2f} s a client; paper {paper / PAPER_TRAINING:.3f} of training",
             flush=True,
         )
     print(f"local training, {STEPS} steps of 64: {training:.2f} s; paper {PAPER_TRAINING} s")

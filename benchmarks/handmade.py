@@ -28,7 +28,7 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #   mean and std repeated to the length of an image                           5 %      3 %   a broadcast over the last
 #                                                                                            3 channels is 4x slower
 #   ReLU after the pooling instead of a relu() before it                      2 %      3 %   1 % if that is in place
-#   together=5 (2: 14 % and 23 %, 10: 14 % and 39 %)                         19 %     37 %   fewer, larger kernels, and
+#   clients_per_group=5 (2: 14 % and 23 %, 10: 14 % and 39 %)                         19 %     37 %   fewer, larger kernels, and
 #                                                                                            enough channels for a
 #                                                                                            vectorised pooling
 #
@@ -54,7 +54,7 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #
 # Left out because it rewrites the arithmetic for these very shapes: conv1 computing two neighbouring pixels as 12
 # channels with stride 2 (6 channels fill 6 of 16 lanes), and a first pooling made of torch.maximum over strided
-# views with a backward pass of its own. Together (with together=1) they save 19 % in A and nothing in B.
+# views with a backward pass of its own. Together (with clients_per_group=1) they save 19 % in A and nothing in B.
 
 
 def keep_freed_memory() -> None:
@@ -140,12 +140,12 @@ class Stack:
 
 
 class HandmadeTrainer:
-    """Local training of up to ``together`` clients at a time, from images kept as uint8.
+    """Local training of up to ``clients_per_group`` clients at a time, from images kept as uint8.
 
     More than one at a time is possible because all clients of the benchmark have equally many samples.
     """
 
-    together = 1
+    clients_per_group = 1
 
     @staticmethod
     def start_vector() -> torch.Tensor:
@@ -202,4 +202,4 @@ class HandmadeTrainer:
 class HandmadeTogether(HandmadeTrainer):
     """Five clients as one network."""
 
-    together = 5
+    clients_per_group = 5

@@ -74,7 +74,10 @@ def measurements(figures: dict[str, Any]) -> str:
             [
                 [
                     r["case"],
-                    *(f"{r[e]:.2f}" if e in r else "-" for e in ("inline", "processes", "together", "vectorized")),
+                    *(
+                        f"{r[e]:.2f}" if e in r else "-"
+                        for e in ("inline", "processes", "clients_per_group", "vectorized")
+                    ),
                 ]
                 for r in figures["engines"]
             ],

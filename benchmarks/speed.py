@@ -62,7 +62,7 @@ class UnskewLoop:
         engine: str = "processes",
         model: str = "cnn",
         spelling: str = "fedavg",
-        together: int | str = 1,
+        clients_per_group: int | str = 1,
     ):
         torch.manual_seed(seed)
         what = method(spelling)
@@ -72,9 +72,11 @@ class UnskewLoop:
         setup = EngineConfig(
             spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu")
         )
-        if isinstance(together, str):  # "auto": what a trial finds for a long run
-            together = choose_engine(EngineRequest(engine, None, together), setup, cohort, LONG, None, False).together
-        self.engine = make_engine(engine, setup, together=together)
+        if isinstance(clients_per_group, str):  # "auto": what a trial finds for a long run
+            clients_per_group = choose_engine(
+                EngineRequest(engine, None, clients_per_group), setup, cohort, LONG, None, False
+            ).clients_per_group
+        self.engine = make_engine(engine, setup, clients_per_group=clients_per_group)
         facts = FederationInfo.of(federation)
         self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
@@ -100,7 +102,7 @@ def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -
     )
 
 
-def together(cohort: int) -> int:
+def clients_per_group(cohort: int) -> int:
     """Clients as one network that leave two workers equal parts, about ten at most."""
     return -(-cohort // (2 * max(1, cohort // 20)))
 
@@ -122,7 +124,12 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
         }
         for spelling in ("fedavg", "scaffold", "fedprox"):
             loops[f"unskew, processes, together, {spelling}"] = partial(
-                UnskewLoop, fed, **mine, engine="processes", spelling=spelling, together=together(mine["cohort"])
+                UnskewLoop,
+                fed,
+                **mine,
+                engine="processes",
+                spelling=spelling,
+                clients_per_group=clients_per_group(mine["cohort"]),
             )
         memory: dict[str, float] = {}
         seconds = measure(loops, repetitions, rounds, memory=memory)
@@ -189,7 +196,7 @@ def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
 
 
 def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, Any]]:
-    """Rounds per second of every engine, from tiny to large work per client; ``together``: workers train several at once."""
+    """Rounds per second of every engine, from tiny to large work per client; ``clients_per_group``: workers train several at once."""
     small = np.ascontiguousarray(x[:, 8:16, 8:16, :1])
     cases = {
         "logistic, 8x8, 1 step of 32, cohort 10": (small, "logistic", 10, 1, 32),
@@ -208,9 +215,9 @@ def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, An
             engine: partial(UnskewLoop, fed, cohort, steps, batch, 0.01, 1, engine, model)
             for engine in ("inline", "processes", "vectorized")
         }
-        several = together(cohort)
-        loops["together"] = partial(
-            UnskewLoop, fed, cohort, steps, batch, 0.01, 1, "processes", model, together=several
+        several = clients_per_group(cohort)
+        loops["clients_per_group"] = partial(
+            UnskewLoop, fed, cohort, steps, batch, 0.01, 1, "processes", model, clients_per_group=several
         )
         seconds = {e: statistics.median(s) for e, s in measure(loops, repetitions, 1).items()}
         rows.append({"case": case, **{e: 1 / s for e, s in seconds.items()}})

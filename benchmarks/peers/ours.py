@@ -11,7 +11,7 @@ from benchmarks.peers.work import Ended, Work
 from benchmarks.speed import UnskewLoop, federation_of
 
 REQUIREMENTS: tuple[str, ...] = ()
-SETTING = "processes, one for each core, `together: auto`"
+SETTING = "processes, one for each core, `clients_per_group: auto`"
 
 
 class Cohorts:
@@ -29,7 +29,9 @@ def main(folder: str) -> None:
     """Rounds as long as there are turns."""
     work = Work(folder)
     fed = federation_of(work.x, work.y, work.clients, work.per_client)
-    loop = UnskewLoop(fed, len(work.cohorts[0]), work.steps, work.batch, work.lr, 1, "processes", together="auto")
+    loop = UnskewLoop(
+        fed, len(work.cohorts[0]), work.steps, work.batch, work.lr, 1, "processes", clients_per_group="auto"
+    )
     vector = torch.cat([torch.from_numpy(part).flatten() for part in work.start()])
     assert [tuple(p.shape) for p in CnnA().parameters()] == [tuple(s) for s in loop.server.spec.shapes]
     loop.server.state["v"] = vector

@@ -177,7 +177,7 @@ OPTIONS = [
     ("--set server=-5", "server=-5"),
     ("--set server=100000", "server=100000"),
     ("--set server=cifar11", "no data set 'cifar11'"),
-    ("--set server_path=.", "server"),
+    ("--set server_data_path=.", "server"),
     ("--set clip=0", "clip=0"),
     ("--set clip=.inf", "clip=inf"),
     ("--set precision=fp8", "precision='fp8'"),
@@ -608,7 +608,7 @@ def test_updates_that_overflow_in_the_sum_are_left_out(tmp_path):
 
 def test_loss_that_is_not_finite_is_null(tmp_path):
     """A model that is finite, but so large that its outputs are not."""
-    result = train([Huge()], lr=0.2, rounds=1, weights="uniform", out=tmp_path / "run")
+    result = train([Huge()], lr=0.2, rounds=1, client_weighting="uniform", out=tmp_path / "run")
     assert torch.isfinite(result.vector).all()
     assert result.summary["updates_skipped"] == 0
     assert result.summary["loss"] is None

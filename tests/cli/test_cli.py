@@ -369,7 +369,7 @@ def test_numeric_labels_of_many_values_and_several_problems_of_a_table_are_repor
         in call(capsys, *args, "--label", "grade").err
     )
     assert "use --task regression" in call(capsys, *args, "--label", "half").err
-    outcome = call(capsys, *args[:-2], "--label", "grade", "--set", "keep_samples=30")
+    outcome = call(capsys, *args[:-2], "--label", "grade", "--set", "max_train_samples=30")
     told = " ".join(outcome.err.split())
     for words in (
         "'id' looks like an identifier",

@@ -117,7 +117,7 @@ def test_generation_lowers_its_loss_and_gives_images():
 
 
 def test_rounds_before_the_first_distillation_are_fedavgs():
-    never, plain = run(f"{QUICK},start_round=2", rounds=2, to_be_continued=True), run("fedavg", rounds=2)
+    never, plain = run(f"{QUICK},start_round=2", rounds=2, base_run=True), run("fedavg", rounds=2)
     assert torch.equal(never.vector, plain.vector)
     last = run(f"{QUICK},start_round=2", rounds=3)
     assert not torch.allclose(last.vector, run("fedavg", rounds=3).vector)

@@ -218,7 +218,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     summary = done.json()
     assert summary["clients"] == 3
     row = json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert row["c_f1"] == summary["c_f1"]
+    assert row["macro_f1"] == summary["macro_f1"]
     assert (summary["clients_evaluated"], summary["clients_evaluated_on"]) == (3, "the clients' held-out data")
     again = unskew.resume(tmp_path / "r", rounds=3)
     assert len(again.history) == 3

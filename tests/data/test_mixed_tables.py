@@ -97,7 +97,7 @@ def test_what_the_server_learns_is_what_all_training_rows_say(table):
 def test_gaps_become_the_mean_without_a_mark_or_are_refused(table):
     assert not any(one.marks for one in load(table, missing="mean").encoders)
     with pytest.raises(DataError, match="missing to mean or indicator"):
-        load(table, missing="refuse")
+        load(table, missing="error")
 
 
 def test_a_plain_table_is_read_as_before(table):
@@ -175,10 +175,10 @@ def test_embeddings_are_vectors_of_the_codes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"engine": "vectorized"}, {"together": 3}])
+@pytest.mark.parametrize("options", [{"engine": "vectorized"}, {"clients_per_group": 3}])
 def test_every_engine_trains_embeddings_alike(table, options):
     fed, same = load(table), {"model": "table-mlp", "precision": "fp64", "method": "fedprox:mu=0.1+scaffold"}
-    reference = unskew.run(fed, **same, **TINY | {"together": 1}).vector
+    reference = unskew.run(fed, **same, **TINY | {"clients_per_group": 1}).vector
     assert_engines_agree(unskew.run(fed, **same, **TINY | options).vector, reference)
 
 

@@ -78,24 +78,24 @@ def test_femnist_by_writer_and_its_first_40_classes(femnist):
     assert whole.classes == 62
     assert whole.train.x.shape[1:] == (1, 28, 28)
     assert len(whole.train) + len(whole.test) == len(images), "without a test part a fifth is split off"
-    fed = load_federation("femnist", data_path=path, partition="natural:writer_id", clients=None, keep_classes=40)
+    fed = load_federation("femnist", data_path=path, partition="natural:writer_id", clients=None, max_classes=40)
     assert (fed.classes, fed.class_names[-1], fed.class_names[10]) == (40, "d", "A")
     assert len(fed.clients) == 8
     assert set(fed.test[1].tolist()) | set(fed.clients[0].y.tolist()) == {0, 38, 39}
-    some = load_federation("femnist", data_path=path, partition="natural:writer_id", clients=3, seed=1, keep_classes=40)
+    some = load_federation("femnist", data_path=path, partition="natural:writer_id", clients=3, seed=1, max_classes=40)
     assert len(some.clients) == 3
     assert some.sizes.sum() < fed.sizes.sum(), "the samples of writers that are not drawn belong to nobody"
     assert len(some.test[1]) == len(fed.test[1])
 
 
 def test_the_first_classes_of_other_data():
-    fed = load_federation("digits", partition="iid", clients=3, keep_classes=4)
+    fed = load_federation("digits", partition="iid", clients=3, max_classes=4)
     assert fed.classes == 4
     assert fed.class_counts().shape == (3, 4)
     assert int(fed.test[1].max()) == 3
     for wrong, words in ((11, "from 2 to the 10 classes"), (1, "from 2 to the 10")):
         with pytest.raises(ConfigError, match=words):
-            load_federation("digits", partition="iid", clients=3, keep_classes=wrong)
+            load_federation("digits", partition="iid", clients=3, max_classes=wrong)
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_leaf_with_pixels(tmp_path):
         found = sorted(x.numpy().tobytes() for x in client.x[:, 0])
         assert found == sorted(image.tobytes() for image in images), "the pixels are exactly those of the images"
     assert torch.equal(fed.test[0][:, 0], torch.from_numpy(t))
-    drawn = load_federation(f"leaf:{tmp_path}", partition="natural:user", clients=2, holdout=0, keep_classes=4)
+    drawn = load_federation(f"leaf:{tmp_path}", partition="natural:user", clients=2, holdout=0, max_classes=4)
     assert (len(drawn.clients), drawn.classes) == (2, 4)
 
 
@@ -299,29 +299,29 @@ def test_samples_at_the_server_are_never_evaluated_on(cifar100):
     """In domain: so many test images, removed from the test set, which nobody else has."""
     whole = load_source("cifar100", path=cifar100, label="coarse_label")
     fed = load_federation(
-        "cifar100", data_path=cifar100, label="coarse_label", partition="iid", clients=3, server=12, seed=1
+        "cifar100", data_path=cifar100, label="coarse_label", partition="iid", clients=3, server_data=12, seed=1
     )
     assert fed.server.in_domain
     held, left = ({x.numpy().tobytes() for x in part} for part in (fed.server.x, fed.test[0]))
     assert (len(held), len(left), held & left) == (12, 18, set())
     assert held | left == {x.numpy().tobytes() for x in whole.test.x}
-    other = load_federation("cifar100", data_path=cifar100, partition="iid", clients=3, server=12, seed=2)
+    other = load_federation("cifar100", data_path=cifar100, partition="iid", clients=3, server_data=12, seed=2)
     assert {x.numpy().tobytes() for x in other.server.x} != held
 
 
 def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar100, femnist, celeba):
     """Grey images are repeated, images of any size brought to the clients', and labels are their own."""
     options = {"data_path": cifar100, "partition": "iid", "clients": 3}
-    fed = load_federation("cifar100", **options, server="femnist", server_path=femnist[0])
+    fed = load_federation("cifar100", **options, server_data="femnist", server_data_path=femnist[0])
     assert not fed.server.in_domain
     assert fed.server.x.shape[1:] == (3, 8, 8)
     assert torch.equal(fed.server.x[:, 0], fed.server.x[:, 2])
     assert fed.server.classes == 44
     assert fed.classes == 6
     assert len(fed.test[1]) == 30, "the test set stays whole"
-    faces = load_federation("cifar100", **options, server="celeba", server_path=celeba, image_size=16)
+    faces = load_federation("cifar100", **options, server_data="celeba", server_data_path=celeba, image_size=16)
     assert faces.server.x.shape == (9, 3, 16, 16)
-    grey = load_federation("digits", partition="iid", clients=3, server="celeba", server_path=celeba)
+    grey = load_federation("digits", partition="iid", clients=3, server_data="celeba", server_data_path=celeba)
     assert grey.server.x.shape == (9, 3, 8, 8), "its colours stay"
     assert not torch.equal(grey.server.x[:, 0], grey.server.x[:, 2])
     alone = load_federation("digits", partition="iid", clients=3)
@@ -332,4 +332,4 @@ def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar10
         alone.normalisation, mean=alone.normalisation.mean * 3, std=alone.normalisation.std * 3
     )
     with pytest.raises(DataError, match="must both hold images"):
-        load_federation("digits", partition="iid", clients=3, server="gaussians")
+        load_federation("digits", partition="iid", clients=3, server_data="gaussians")

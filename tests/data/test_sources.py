@@ -478,10 +478,11 @@ def test_federation_lays_clients_out_as_slices():
     assert channels_last(clients[2].x)
     rows = torch.cat([torch.cat([c.x, c.x_test]) for c in clients]).flatten(1)
     labels = torch.cat([torch.cat([c.y, c.y_test]) for c in clients])
-    together = torch.cat([rows, labels[:, None].to(rows.dtype)], 1)
+    clients_per_group = torch.cat([rows, labels[:, None].to(rows.dtype)], 1)
     original = torch.cat([source.train.x.flatten(1), source.train.y[:, None].to(rows.dtype)], 1)
     assert torch.equal(
-        torch.unique(together, dim=0, return_counts=True)[1], torch.unique(original, dim=0, return_counts=True)[1]
+        torch.unique(clients_per_group, dim=0, return_counts=True)[1],
+        torch.unique(original, dim=0, return_counts=True)[1],
     )
     for client in clients:
         assert len(client.y_test) == max(1, round(0.1 * (len(client.y) + len(client.y_test))))
@@ -511,7 +512,7 @@ def test_the_held_out_part_is_random_inside_a_client():
 @pytest.mark.parametrize("server", [100, "100"])
 def test_server_samples_leave_the_test_set(server):
     source = load_source("digits")
-    federation = load_federation("digits", clients=3, server=server)
+    federation = load_federation("digits", clients=3, server_data=server)
     assert federation.server is not None
     assert federation.server.in_domain
     assert (len(federation.server.y), len(federation.test[1])) == (100, 260)
@@ -522,7 +523,7 @@ def test_server_samples_leave_the_test_set(server):
     )
     labels = torch.cat([federation.server.y, federation.test[1]])
     assert torch.equal(labels.bincount(), source.test.y.bincount())
-    other = load_federation("digits", clients=3, server=100, seed=1)
+    other = load_federation("digits", clients=3, server_data=100, seed=1)
     assert not torch.equal(other.server.x, federation.server.x)
 
 
@@ -530,14 +531,14 @@ def test_server_may_hold_another_data_set(tmp_path):
     grey = pixels(4, (28, 28))
     write_hub(tmp_path / "train.parquet", [encode(x) for x in grey], [0, 1, 2, 0], image="image")
     write_hub(tmp_path / "test.parquet", [encode(x) for x in grey], [0, 1, 2, 0], image="image")
-    federation = load_federation("digits", clients=3, server="mnist", server_path=tmp_path)
+    federation = load_federation("digits", clients=3, server_data="mnist", server_data_path=tmp_path)
     assert federation.server is not None
     assert not federation.server.in_domain
     assert federation.server.x.shape == (4, 1, 8, 8)
     assert federation.server.x.dtype == torch.uint8
     assert len(federation.test[1]) == 360
     write_folder(tmp_path / "colour", shape=(28, 28, 3))
-    federation = load_federation(f"folder:{tmp_path / 'colour'}", clients=2, partition="iid", server="digits")
+    federation = load_federation(f"folder:{tmp_path / 'colour'}", clients=2, partition="iid", server_data="digits")
     assert federation.server is not None
     assert federation.server.x.shape == (1437, 3, 28, 28)
     assert channels_last(federation.server.x)
@@ -558,16 +559,16 @@ def test_conversion_of_images():
 def test_server_errors(tmp_path):
     for server in (360, 0, -3, "-3", "4000"):
         with pytest.raises(DataError, match="use a number from 1 to 359"):
-            load_federation("digits", clients=2, server=server)
-    with pytest.raises(ConfigError, match="leave out server_path"):
-        load_federation("digits", clients=2, server=5, server_path=tmp_path)
+            load_federation("digits", clients=2, server_data=server)
+    with pytest.raises(ConfigError, match="leave out server_data_path"):
+        load_federation("digits", clients=2, server_data=5, server_data_path=tmp_path)
     with pytest.raises(ConfigError, match="does not name a data set"):
-        load_federation("digits", clients=2, server_path=tmp_path)
+        load_federation("digits", clients=2, server_data_path=tmp_path)
     with pytest.raises(ConfigError, match=r"no data set 'mnits'. Did you mean 'mnist'"):
-        load_federation("digits", clients=2, server="mnits")
+        load_federation("digits", clients=2, server_data="mnits")
     write_csv(tmp_path / "t.csv")
     with pytest.raises(DataError, match="must both hold images"):
-        load_federation(f"{tmp_path}/t.csv", label="kind", partition="iid", clients=2, server="digits")
+        load_federation(f"{tmp_path}/t.csv", label="kind", partition="iid", clients=2, server_data="digits")
     with pytest.raises(DataError, match="holdout must be"):
         load_federation("digits", clients=2, holdout=1.0)
 
@@ -598,7 +599,7 @@ def test_real_cifar10():
     assert source.test.x.shape == (10_000, 3, 32, 32)
     assert source.train.y.bincount().tolist() == [5000] * 10
     assert source.class_names[:3] == ("airplane", "automobile", "bird")
-    federation = load_federation("cifar10", data_path=real_cifar10(), clients=10, server=1000)
+    federation = load_federation("cifar10", data_path=real_cifar10(), clients=10, server_data=1000)
     assert federation.sizes.sum() == pytest.approx(45_000, abs=10)
     assert federation.normalisation is not None
     assert federation.normalisation.mean == pytest.approx((0.4914, 0.4822, 0.4465), abs=2e-3)
@@ -613,11 +614,11 @@ def test_fewer_samples_are_drawn_by_the_seed():
         assert len(fed.test[1]) == 360
         return {x.numpy().tobytes() for client in fed.clients for x in client.x}
 
-    first, again, other = (inputs(seed, keep_samples=300) for seed in (0, 0, 1))
+    first, again, other = (inputs(seed, max_train_samples=300) for seed in (0, 0, 1))
     assert first == again
     assert first != other
     assert first < inputs(0)
     assert len(first) > 290
     for wrong in (0, 1438):
         with pytest.raises(ConfigError, match="from 1 to the 1437"):
-            load_federation("digits", partition="iid", clients=3, keep_samples=wrong)
+            load_federation("digits", partition="iid", clients=3, max_train_samples=wrong)

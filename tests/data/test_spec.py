@@ -13,8 +13,8 @@ from unskew.data.spec import DataSpec, TextSpec
 
 
 def test_an_experiment_says_its_data_in_one_object():
-    config = experiment({"data": "digits", "clients": 3, "partition": "iid", "server": 100, "text": {"block": 64}})
-    assert config.data_spec == DataSpec("digits", partition="iid", clients=3, server=100, text=TextSpec(block=64))
+    config = experiment({"data": "digits", "clients": 3, "partition": "iid", "server_data": 100, "text": {"block": 64}})
+    assert config.data_spec == DataSpec("digits", partition="iid", clients=3, server_data=100, text=TextSpec(block=64))
     assert {field.name for field in dataclasses.fields(DataSpec)} < set(Experiment.model_fields)
     assert Experiment().data_spec == DataSpec("digits")  # the same defaults
 
@@ -36,7 +36,13 @@ def test_the_public_function_has_the_defaults_of_the_spec():
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_both_ways_give_the_same_federation(seed):
-    options = {"partition": "dirichlet:1", "clients": 4, "holdout": 0.2, "set_aside": 20, "keep_samples": 900}
+    options = {
+        "partition": "dirichlet:1",
+        "clients": 4,
+        "holdout": 0.2,
+        "reserve_test_samples": 20,
+        "max_train_samples": 900,
+    }
     public = unskew.load_federation("digits", seed=seed, **options)
     by_spec = federation_of(DataSpec("digits", **options), seed)
     assert public.fingerprint == by_spec.fingerprint

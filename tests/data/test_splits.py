@@ -84,12 +84,12 @@ def test_a_column_names_the_test_rows(visits):
 
 def test_patients_at_the_server_are_not_evaluated_on(visits):
     patients = column(visits, "patient_id")
-    whole = parts(visits, split_by="patient_id", server=9)[3]
+    whole = parts(visits, split_by="patient_id", server_data=9)[3]
     server, test = (set(patients[x[:, 0].int().numpy()]) for x in (whole.at_server.x, whole.test.x))
     assert len(whole.at_server.y) == 9
     assert test
     assert not server & test
-    assert len(parts(visits, split_by="patient_id", set_aside=9)[2]) == len(whole.test)
+    assert len(parts(visits, split_by="patient_id", reserve_test_samples=9)[2]) == len(whole.test)
 
 
 def test_without_an_option_the_split_is_what_it_was(visits):

@@ -114,7 +114,7 @@ def test_sums_of_methods_give_the_numbers_of_the_simulator(name, tmp_path):
     compare(tmp_path, method=name, **{**SUMS, **SLOW_SUMS}[name])
 
 
-ONE_STEP = {"model": "resnet20", "rounds": 1, "local_steps": 1, "keep_samples": 60, "batch_size": 2}
+ONE_STEP = {"model": "resnet20", "rounds": 1, "local_steps": 1, "max_train_samples": 60, "batch_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
-    options = {"server": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
+    options = {"server_data": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
     compare(tmp_path, method=QUICK.get(name, name), **options)
 
 

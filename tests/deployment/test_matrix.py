@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, *real]
 
 def values_of(name):
     sums = {**SUMS, **SLOW_SUMS}
-    more = {"server": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else sums.get(name, {})
+    more = {"server_data": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else sums.get(name, {})
     return {**TINY, "clients": 4, "method": QUICK.get(name, name), **more}
 
 

@@ -29,7 +29,7 @@ def table(path, rows, names=NAMES, columns=("age", "weight", "pulse", "dose")):
 def clinics(tmp_path, own):
     """A reference at the server, three sites, and for each site its table and what differs of its configuration."""
     table(tmp_path / "reference.csv", 120)
-    values = {k: v for k, v in TINY.items() if k != "keep_samples"}
+    values = {k: v for k, v in TINY.items() if k != "max_train_samples"}
     values |= {"data": f"table:{tmp_path / 'reference.csv'}", "label": "outcome", "partition": "iid"}
     values |= {"rounds": 6, "lr": 0.5, "local_steps": 20}
     place = LoopPlace(tmp_path, values)
@@ -46,10 +46,12 @@ def clinics(tmp_path, own):
 def test_sites_train_on_tables_of_their_own(tmp_path):
     """One of them lacks a class, so its own numbering differs from that of the server."""
     place, values = clinics(tmp_path, [{"names": ("none", "severe")}, {}, {"names": ("mild", "severe")}])
-    result, _ = deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"keep_samples": None, **values})
+    result, _ = deployed(
+        tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"max_train_samples": None, **values}
+    )
     assert result.summary["accuracy"] > 0.7
     assert [row["name"] for row in result.clients] == ["clinic-0", "clinic-1", "clinic-2"]
-    held = [row["samples"] + row["held_out"] for row in result.clients]
+    held = [row["samples"] + row["num_held_out"] for row in result.clients]
     assert held == [len((tmp_path / "sites" / str(k) / "own.csv").read_text().splitlines()) - 1 for k in range(3)]
     assert not any(name.startswith(("share", "sent")) for _, frame in place.link.received for name in frame.arrays)
 
@@ -57,7 +59,7 @@ def test_sites_train_on_tables_of_their_own(tmp_path):
 def test_a_site_with_other_columns_is_refused(tmp_path):
     place, values = clinics(tmp_path, [{}, {"columns": ("age", "weight")}, {}])
     with pytest.raises(EngineError, match=r"clinic-1 has data with shape \(2,\), but the server's have \(4,\)"):
-        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"keep_samples": None, **values})
+        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"max_train_samples": None, **values})
 
 
 def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
@@ -65,4 +67,4 @@ def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
     own = tmp_path / "sites" / "1" / "own.csv"
     own.write_text(own.read_text().replace("severe", "fatal"))
     with pytest.raises(EngineError, match="clinic-1 has samples of the class 'fatal', which the server does not know"):
-        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"keep_samples": None, **values})
+        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"max_train_samples": None, **values})

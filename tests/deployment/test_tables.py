@@ -18,7 +18,7 @@ from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.errors import ConfigError, EngineError
 
 pytest.importorskip("pyarrow")
-PLAIN = {"keep_samples": None, "partition": "natural:ward", "clients": None, "local_steps": 2, "holdout": 0.2}
+PLAIN = {"max_train_samples": None, "partition": "natural:ward", "clients": None, "local_steps": 2, "holdout": 0.2}
 MIXED = {"categories": "auto", "dates": "since", "missing": "indicator", "model": "table-mlp"}
 SICK = {"label": "sick", "exclude": "high,low", "class_weights": "balanced", "metrics": "auroc,recall"}
 PRESSURE = {"label": "high,low", "task": "regression", "exclude": "sick,since", "loss": "huber:0.5", "missing": "mean"}
@@ -114,7 +114,7 @@ def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):
     assert kinds <= {"facts", "sums", "update", "upload"}
 
 
-UNMIXED = {"categories": (), "dates": (), "missing": "refuse", "features": "age", "exclude": ()}
+UNMIXED = {"categories": (), "dates": (), "missing": "error", "features": "age", "exclude": ()}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_texts_without_labels_give_the_numbers_of_the_simulator(tmp_path):
         "text": {"columns": ["premise", "hypothesis"], "block": 14},
         "model": {"hf": str(opt_folder(tmp_path / "opt"))},
         "partition": "sorted:genre",
-        "keep_samples": None,
+        "max_train_samples": None,
     }
     result, place = compare(tmp_path, **asked)
     assert result.summary["perplexity"] > 1
@@ -203,4 +203,4 @@ def test_several_labels_give_the_numbers_of_the_simulator(tmp_path):
     made = [{"a": a, "b": b, "c": c, "y": "|".join(n for n, v in (("x", a), ("z", b)) if v > 0)} for a, b, c in draws]
     write(tmp_path / "labels.csv", made)
     asked = {"data": f"table:{tmp_path / 'labels.csv'}", "label": "y", "label_separator": "|", "partition": "iid"}
-    compare(tmp_path, **asked, keep_samples=None)
+    compare(tmp_path, **asked, max_train_samples=None)

@@ -75,7 +75,7 @@ def test_updates_are_taken_as_they_come_with_their_real_delay(method, tmp_path):
         ({"asynchronous": True}, "fedrep", "in that round; it cannot be run with --asynchronous"),
         ({"quorum": 4}, "fedavg", "the experiment has 3 clients"),
         (
-            {"quorum": 2, "weights": "samples"},
+            {"quorum": 2, "client_weighting": "samples"},
             "scaffold",
             "scaffold must know of all sites' data before the first round",
         ),

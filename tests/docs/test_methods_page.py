@@ -123,7 +123,7 @@ def test_the_costs_of_methods_are_those_counted():
     options |= {"rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
     for name in METHODS:
         traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
-        result = unskew.run(method=QUICK.get(name, name), server=100, to_be_continued=True, **options)
+        result = unskew.run(method=QUICK.get(name, name), server_data=100, base_run=True, **options)
         size = result.summary["parameters"]
         g = LatentGenerator(classes=10, noise=32, hidden=256, features=8).size
         numbers = {

@@ -53,17 +53,17 @@ def test_a_short_run_is_decided_by_a_rule(forbid, tmp_path):
     forbid()
     result = train(tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "engine.json").read_text())
-    assert (kept["decided"], kept["together"], kept["trial"]) == ("rule", 1, {})
-    assert (result.summary["engine"], result.summary["together"]) == (kept["engine"], 1)
+    assert (kept["decided"], kept["clients_per_group"], kept["trial"]) == ("rule", 1, {})
+    assert (result.summary["engine"], result.summary["clients_per_group"]) == (kept["engine"], 1)
 
 
 def test_what_was_measured_is_kept_for_the_resumed_run(measured, forbid, tmp_path):
     measured(1.0, 1.0, 2.0)  # to know how long the run is; one client; four of them
     whole = train(tmp_path / "whole")
     kept = json.loads((tmp_path / "whole" / "engine.json").read_text())
-    assert (kept["engine"], kept["together"], kept["decided"]) == ("inline", 4, "measured")
+    assert (kept["engine"], kept["clients_per_group"], kept["decided"]) == ("inline", 4, "measured")
     assert len(kept["trial"]) == 2
-    assert whole.summary["together"] == 4
+    assert whole.summary["clients_per_group"] == 4
     measured(1.0, 1.0, 2.0)
     with pytest.raises(Stop):
         train(tmp_path / "run", callbacks=[StopAfter(2)])
@@ -74,7 +74,7 @@ def test_what_was_measured_is_kept_for_the_resumed_run(measured, forbid, tmp_pat
 
 def test_several_clients_must_be_faster_by_more_than_noise(measured):
     measured(1.0, 1.0, 3.9)
-    assert train().summary["together"] == 1
+    assert train().summary["clients_per_group"] == 1
 
 
 @pytest.mark.parametrize(("taken", "workers"), [(0.45, 2), (0.6, 4)])
@@ -108,8 +108,8 @@ def test_a_trial_changes_nothing(measured):
     measured(1.0, 1.0, 2.0)
     found = train()
     after = torch.get_rng_state()
-    asked = train(engine="inline", together=4)
-    assert found.summary["together"] == 4
+    asked = train(engine="inline", clients_per_group=4)
+    assert found.summary["clients_per_group"] == 4
     assert torch.equal(asked.vector, found.vector)
     assert torch.equal(torch.get_rng_state(), after)
 
@@ -120,10 +120,15 @@ def test_on_resuming_nothing_is_measured_and_the_user_may_decide(measured, forbi
         train(tmp_path / "run", callbacks=[StopAfter(2)])
     forbid()
     given = {"federation": blobs(SIZES), "model": SmallBatchNorm()}
-    own = unskew.resume(tmp_path / "run", engine="inline", together=2, **given)
-    assert own.summary["together"] == 2
+    own = unskew.resume(tmp_path / "run", engine="inline", clients_per_group=2, **given)
+    assert own.summary["clients_per_group"] == 2
     (tmp_path / "run" / "engine.json").write_text("damaged")
-    assert unskew.resume(tmp_path / "run", rounds=5, engine="auto", together="auto", **given).summary["together"] == 1
+    assert (
+        unskew.resume(tmp_path / "run", rounds=5, engine="auto", clients_per_group="auto", **given).summary[
+            "clients_per_group"
+        ]
+        == 1
+    )
 
 
 def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
@@ -160,18 +165,18 @@ def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid
 
     def look(setup):
         found = choose_engine(asked, setup, 4, 1000, None, False)
-        assert (found.engine, found.together) == expected
+        assert (found.engine, found.clients_per_group) == expected
         assert found.decided == ("given" if "auto" not in asked.identity[2:] else "rule")
 
     setup_of(monkeypatch, look)
-    train(rounds=1, together=1)
+    train(rounds=1, clients_per_group=1)
 
 
 def test_vectorized_takes_no_number_of_clients():
     with pytest.raises(unskew.UnskewError, match="together is for inline and processes"):
-        train(engine="vectorized", together=2)
+        train(engine="vectorized", clients_per_group=2)
 
 
 def test_bits_do_not_depend_on_the_worker_that_trains_a_part():
-    one, two = (train(engine="processes", workers=n, together=2, rounds=2).vector for n in (1, 2))
+    one, two = (train(engine="processes", workers=n, clients_per_group=2, rounds=2).vector for n in (1, 2))
     assert torch.equal(one, two)

@@ -120,11 +120,11 @@ TOGETHER = ["scaffold", "fedrep+ft", "feddm", "moon", "fedsam", "feddecorr", "fe
 
 @pytest.mark.parametrize("method", slow_but(TOGETHER, [*ALL_METHODS, *SUMS]))
 def test_clients_trained_as_one_network_give_the_same_vector(method, never_alone):
-    assert_same_run_on("inline", method, together=3)
+    assert_same_run_on("inline", method, clients_per_group=3)
 
 
 def test_workers_train_several_clients_as_one_network(never_alone):
-    assert_same_run_on("processes", "fedavg", together=2)
+    assert_same_run_on("processes", "fedavg", clients_per_group=2)
 
 
 def test_a_rule_that_cannot_be_mapped_is_trained_client_by_client():
@@ -134,7 +134,7 @@ def test_a_rule_that_cannot_be_mapped_is_trained_client_by_client():
         def loss(self, loss_fn, ctx, carry):
             return lambda v, batch: loss_fn(v, batch) * (2 if batch.x.mean().item() > 0 else 1)
 
-    assert torch.equal(train(Looks(), "inline", together=3).vector, train(Looks(), "inline").vector)
+    assert torch.equal(train(Looks(), "inline", clients_per_group=3).vector, train(Looks(), "inline").vector)
 
 
 def test_a_model_of_unknown_layers_is_trained_client_by_client():
@@ -146,7 +146,7 @@ def test_a_model_of_unknown_layers_is_trained_client_by_client():
     given = {"method": "fedavg", "engine": "inline", "rounds": 1, "lr": 0.1}
     torch.manual_seed(0)
     model = Other()
-    one, several = (unskew.run(blobs(SIZES), model=model, together=n, **given).vector for n in (1, 3))
+    one, several = (unskew.run(blobs(SIZES), model=model, clients_per_group=n, **given).vector for n in (1, 3))
     assert torch.equal(one, several)
 
 
@@ -168,9 +168,9 @@ BUDGETS = {
         "weight_decay": 1e-2,
         "nesterov": True,
     },
-    "adam-clip": {"optimizer": "adam", "lr": 0.01, "clip": 0.5, "method": "fedrep"},
+    "adam-clip": {"optimizer": "adam", "lr": 0.01, "clip_grad_norm": 0.5, "method": "fedrep"},
     "adamw-drop-last": {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "drop_last": True},
-    "augment-local": {"augment": True, "buffers": "local", "weights": "samples", "method": "scaffold+ft"},
+    "augment-local": {"augment": True, "buffers": "local", "client_weighting": "samples", "method": "scaffold+ft"},
     "reset-drop": {"buffers": "reset", "network": {"drop": 0.3}},
     "rate-steps": {
         "lr_schedule": "warmup:2+cosine:0.1",
@@ -187,7 +187,7 @@ def test_same_vector_whatever_the_budget(budget):
     options = {"method": "scaffold", **BUDGETS[budget]}
     reference = train(engine="inline", **options)
     for engine in ("processes", "vectorized", "inline"):
-        other = train(engine=engine, together=3 if engine == "inline" else "auto", **options)
+        other = train(engine=engine, clients_per_group=3 if engine == "inline" else "auto", **options)
         assert_engines_agree(other.vector, reference.vector)
         assert other.summary.get("personal_accuracy_mean") == reference.summary.get("personal_accuracy_mean")
 
@@ -196,7 +196,9 @@ def test_float32_agrees_to_its_own_precision():
     """Engines add the same numbers in another order: a relative difference of a few 1e-6 after 4 rounds, no more."""
     reference = train("fedprox+scaffold", "inline", precision="fp32").vector
     for engine in ("processes", "vectorized", "inline"):
-        other = train("fedprox+scaffold", engine, precision="fp32", together=3 if engine == "inline" else "auto").vector
+        other = train(
+            "fedprox+scaffold", engine, precision="fp32", clients_per_group=3 if engine == "inline" else "auto"
+        ).vector
         assert_engines_agree(other, reference)
 
 

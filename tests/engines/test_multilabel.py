@@ -158,7 +158,7 @@ def test_figures_equal_those_of_scikit_learn(n):
         names = [f"{letter}_{name}" for name in ("precision", "recall", "f1")]
         assert [found.figures[name] for name in names] == near(expected[:3])
     by_sample = precision_recall_fscore_support(y, predicted, average="samples", zero_division=0)
-    assert found.figures["s_f1"] == near(by_sample[2])
+    assert found.figures["samples_f1"] == near(by_sample[2])
     assert set(found.figures) == set(TASK.figures)
     assert found.accuracy == near((predicted == y).mean())
 
@@ -192,21 +192,21 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
         assert rows[0][name] is None
         assert rows[3][name] == summary[name]
         assert 0 < summary[name] <= 1
-    assert summary["best_o_f1"] == max(rows[1]["o_f1"], rows[3]["o_f1"])
-    assert summary["best_c_f1"] == max(rows[1]["c_f1"], rows[3]["c_f1"])
+    assert summary["best_micro_f1"] == max(rows[1]["micro_f1"], rows[3]["micro_f1"])
+    assert summary["best_macro_f1"] == max(rows[1]["macro_f1"], rows[3]["macro_f1"])
     text = shown(summary_table(summary))
-    assert f"C-F1 {100 * summary['c_f1']:.1f}%, O-F1 {100 * summary['o_f1']:.1f}%" in text
+    assert f"C-F1 {100 * summary['macro_f1']:.1f}%, O-F1 {100 * summary['micro_f1']:.1f}%" in text
     both = compare(fed, methods=["fedavg", "ditto"], seeds=2, model="logistic", rounds=1, engine="inline")
     row = both.rows()[0]
-    assert row["o_f1"] == pytest.approx(np.mean([s["o_f1"] for s in both.summaries["fedavg"]]))
+    assert row["micro_f1"] == pytest.approx(np.mean([s["micro_f1"] for s in both.summaries["fedavg"]]))
     text = shown(comparison_table(both.rows()))
     assert "O-F1" in text
-    assert f"{100 * row['o_f1']:.1f} ± {100 * row['o_f1_std']:.1f}" in text
+    assert f"{100 * row['micro_f1']:.1f} ± {100 * row['o_f1_std']:.1f}" in text
 
 
 def test_one_class_per_sample_has_no_such_figures():
     result = unskew.run(model="logistic", rounds=1, clients=3, engine="inline")
-    assert not {*TASK.figures, "best_o_f1"} & {*result.history[0], *result.summary}
+    assert not {*TASK.figures, "best_micro_f1"} & {*result.history[0], *result.summary}
     assert "F1" not in shown(summary_table(result.summary))
 
 
@@ -239,7 +239,7 @@ def assert_same_on(engine, method):
     reference, other = train(method), train(method, engine)
     assert_engines_agree(other.vector, reference.vector)
     for mine, theirs in zip(reference.history, other.history, strict=True):
-        assert mine["o_f1"] == near(theirs["o_f1"])
+        assert mine["micro_f1"] == near(theirs["micro_f1"])
         assert mine["train_loss"] == near(theirs["train_loss"], TRAINING)
 
 
@@ -278,8 +278,8 @@ def test_refusals_name_the_part_and_come_before_any_training(tmp_path):
 @pytest.mark.slow
 def test_labels_learned_together_beat_chance():
     result = train("scaffold", fed=federation((60, 60, 60, 60), holdout=0.1), rounds=8, participation=1.0, lr=0.1)
-    assert result.summary["c_f1"] > 0.75
-    assert result.summary["c_f1"] > result.history[0]["c_f1"] + 0.1
+    assert result.summary["macro_f1"] > 0.75
+    assert result.summary["macro_f1"] > result.history[0]["macro_f1"] + 0.1
 
 
 # ---- FedCOG -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("phases", [[(True, True)], [(True, False), (False, True)], [(False, True), (True, True)]])
 def test_a_frozen_part_is_as_if_it_were_not_there(setting, clip, phases):
-    training = Training(lr=0.03, clip=clip, **SETTINGS[setting])
+    training = Training(lr=0.03, clip_grad_norm=clip, **SETTINGS[setting])
     draws = torch.Generator().manual_seed(0)
     start = torch.randn(7, generator=draws, dtype=torch.float64)
     parts = [torch.nn.Parameter(start[:4].clone()), torch.nn.Parameter(start[4:].clone())]

@@ -152,8 +152,8 @@ def test_small_models_share_a_task_and_are_trained_one_after_another(played, mon
 @pytest.mark.slow
 def test_several_clients_as_one_network(played):
     assert torch.equal(
-        train("ray", together=4, rounds=1, model="mlp").vector,
-        train("ray", together=4, rounds=1, workers=1, model="mlp").vector,
+        train("ray", clients_per_group=4, rounds=1, model="mlp").vector,
+        train("ray", clients_per_group=4, rounds=1, workers=1, model="mlp").vector,
     )
 
 

@@ -192,7 +192,7 @@ RANGES = {
     "weight_decay": st.sampled_from([0.0, 1e3]),
     "momentum": st.sampled_from([0.0, 0.999]),
     "nesterov": st.booleans(),
-    "clip": st.sampled_from([None, 1e-300, 1e300]),
+    "clip_grad_norm": st.sampled_from([None, 1e-300, 1e300]),
     "diagnose": st.sampled_from([[], ["gradients"], ["consensus"], ["local_models", "generalization", "server"]]),
     "seed": st.sampled_from([0, 2**63 - 1]),
     "secure_aggregation": st.sampled_from(["off", "required"]),

@@ -135,7 +135,7 @@ def test_the_servers_statistics_are_the_models():
 @pytest.mark.parametrize("rule", [Center(), Tuned()])
 def test_without_data_of_its_task_a_rule_is_refused_before_anything_is_trained(rule):
     with pytest.raises(ConfigError, match="needs data at the server: give --server 1000"):
-        train(rule, blobs([9, 8], server=False))
+        train(rule, blobs([9, 8], server_data=False))
     with pytest.raises(ConfigError, match="another data set"):
         train(rule, with_server(in_domain=False))
     assert not SEEN
@@ -160,10 +160,10 @@ def test_a_batch_of_one_sample_is_a_sentence():
 
 def test_the_command_line_takes_samples_for_the_server(capsys, tmp_path):
     told = ["run", "--data", "digits", "--clients", "3", "--model", "logistic", "--local-steps", "1", "--rounds", "1"]
-    done = call(capsys, *told, "--server", "100", "--out", tmp_path / "a", "--engine", "inline")
+    done = call(capsys, *told, "--server-data", "100", "--out", tmp_path / "a", "--engine", "inline")
     assert done.code == 0
     assert "server: 100\n" in (tmp_path / "a" / "config.yaml").read_text()
-    wrong = call(capsys, *told, "--server", "digitz", "--out", tmp_path / "b")
+    wrong = call(capsys, *told, "--server-data", "digitz", "--out", tmp_path / "b")
     assert wrong.code == 2
     assert "digitz" in wrong.err
 
@@ -201,12 +201,12 @@ def test_methods_with_and_without_the_servers_samples_are_evaluated_on_the_same_
     def tested(**options):
         return load_federation("digits", partition="iid", clients=3, **options)
 
-    held = tested(server=100)
-    for options in ({}, {"server": 30}, {"server": "digits"}):
-        other = tested(set_aside=100, **options)
+    held = tested(server_data=100)
+    for options in ({}, {"server_data": 30}, {"server_data": "digits"}):
+        other = tested(reserve_test_samples=100, **options)
         assert torch.equal(other.test[0], held.test[0])
         assert torch.equal(other.test[1], held.test[1])
-    assert len(tested(server=30, set_aside=100).server.y) == 30
-    assert len(tested(server=100, set_aside=30).test[1]) == 260
-    with pytest.raises(DataError, match="set_aside=360 leaves none of the 360"):
-        tested(set_aside=360)
+    assert len(tested(server_data=30, reserve_test_samples=100).server.y) == 30
+    assert len(tested(server_data=100, reserve_test_samples=30).test[1]) == 260
+    with pytest.raises(DataError, match="reserve_test_samples=360 leaves none of the 360"):
+        tested(reserve_test_samples=360)

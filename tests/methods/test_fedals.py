@@ -342,7 +342,7 @@ def test_the_drift_that_auto_sees_is_the_consensus_distance():
             return after
 
     watched = Watched(auto.first, auto.budget, auto.longest)
-    result = run(watched, rounds=3, diagnose="consensus", weights="uniform", to_be_continued=True)
+    result = run(watched, rounds=3, diagnose="consensus", client_weighting="uniform", base_run=True)
     for t, row in enumerate(result.history):
         body, head = (after - before for after, before in zip(grown[t + 1], grown[t], strict=True))
         assert head == near(row["consensus/head"], TRAINING)

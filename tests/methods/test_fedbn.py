@@ -129,7 +129,7 @@ def test_nothing_of_batchnorm_is_paid_for(one):
 
 def test_a_model_without_batchnorm_is_that_of_fedavg_and_it_is_told():
     def run(chosen):
-        options = {"rounds": 3, "engine": "inline", "weights": "uniform", **BUDGET}
+        options = {"rounds": 3, "engine": "inline", "client_weighting": "uniform", **BUDGET}
         return unskew.run(domains(), model="mlp", model_options={"hidden": [5]}, method=chosen, **options)
 
     with pytest.warns(UserWarning, match="this model trains none, so all of it is averaged"):

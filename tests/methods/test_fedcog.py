@@ -218,7 +218,7 @@ SHORT = {"local_epochs": 2, "eval_clients": 0}
 def test_plug_and_play(host):
     """Before its first round it is the host exactly; after, the wire carries the host's bytes."""
     host, short = CHEAPER.get(host, host), SHORT
-    plain, never = train(host, **short), train(f"fedcog:start_round=99+{host}", **short, to_be_continued=True)
+    plain, never = train(host, **short), train(f"fedcog:start_round=99+{host}", **short, base_run=True)
     assert torch.equal(never.vector, plain.vector)
     method = f"fedcog:start_round=0,n=8,g_steps=2,lambda_kd=1+{host}"
     reference = train(method, **short)

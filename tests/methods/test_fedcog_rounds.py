@@ -120,7 +120,7 @@ def test_fedcog_with_its_hosts_equals_the_loop(hosts, momentum, participation, e
     """One step of momentum or none, stale previous models, bodies that stay or were missed, and variates by parts."""
     result = unskew.run(
         blobs(SIZES), model=net(), method=f"{COG}+{hosts}", rounds=ROUNDS, participation=participation, lr=LR,
-        momentum=momentum, batch_size=5, local_epochs=2, precision="fp64", engine=engine, weights="uniform",
+        momentum=momentum, batch_size=5, local_epochs=2, precision="fp64", engine=engine, client_weighting="uniform",
         eval_clients=0,
     )  # fmt: skip
     expected = by_hand(hosts, participation, momentum, ALPHA if "fedals" in hosts else 1)
@@ -135,5 +135,5 @@ def test_inputs_of_a_whole_cohort_are_learned_at_once():
     def learned(x):
         return minimize(x, lambda x, t: ((x - 1).square().sum(), x), 5, 0.1)[0]
 
-    together = torch.func.vmap(learned)(start)
-    assert_close(together, torch.stack([learned(x) for x in start]))
+    clients_per_group = torch.func.vmap(learned)(start)
+    assert_close(clients_per_group, torch.stack([learned(x) for x in start]))

@@ -82,9 +82,9 @@ class Server:
 @pytest.mark.parametrize("model", slow_but(["mlp"], ["logistic", "mlp"]))
 @pytest.mark.parametrize("options", ["epochs=0", "lam=inf,epochs=2", "epochs=0,normalise=false", "epochs=0,atlas=3"])
 def test_without_search_it_is_fedavg_over_the_arrivals(model, options):
-    feddle, fedavg = train(f"feddle:{options}", model=model), train("fedavg", model=model, weights="uniform")
+    feddle, fedavg = train(f"feddle:{options}", model=model), train("fedavg", model=model, client_weighting="uniform")
     assert_close(feddle.vector, fedavg.vector, TRAINING)
-    weighted = train(f"feddle:{options}", model=model, weights="samples")
+    weighted = train(f"feddle:{options}", model=model, client_weighting="samples")
     assert_close(weighted.vector, train("fedavg", model=model).vector, TRAINING)
 
 
@@ -358,7 +358,7 @@ def harmful(fed=OWN, **options):
 def test_it_beats_fedbuff_where_a_client_is_wrong():
     options = {"fed": harmful(), "rounds": 15, "participation": 1.0, "network": {"delay": "none"}, "lr": 0.1}
     feddle = train("feddle:lr=0.02,epochs=4", **options)
-    fedavg = train("fedavg", **options, weights="uniform")
+    fedavg = train("fedavg", **options, client_weighting="uniform")
     assert feddle.summary["loss"] < fedavg.summary["loss"] - 0.05
     assert sum(row["coefficients/negative"] for row in feddle.history) > 10
 
@@ -399,7 +399,7 @@ def test_client_rules_and_engines_go_with_it(engine, beside):
 
 def test_statistics_move_by_the_mean_change():
     """Of two clients with one batch each, without delay: as FedAvg's; the search does not move them."""
-    options = {"model": SmallBatchNorm, "network": {"delay": "none"}, "rounds": 3, "weights": "uniform"}
+    options = {"model": SmallBatchNorm, "network": {"delay": "none"}, "rounds": 3, "client_weighting": "uniform"}
     feddle, fedavg = train("feddle:epochs=0", **options), train("fedavg", **options)
     searched = train("feddle:epochs=1", **{**options, "rounds": 1})
     once = train("fedavg", **{**options, "rounds": 1})
@@ -420,7 +420,7 @@ def test_statistics_that_stay_at_clients_are_averaged_as_always():
 
 def test_refusals():
     with pytest.raises(ConfigError, match="feddle needs data at the server: give --server 1000"):
-        train("feddle", blobs([9, 8], server=False))
+        train("feddle", blobs([9, 8], server_data=False))
     with pytest.raises(ConfigError, match="nothing but a head"):
         train("feddle", OTHER)
     with pytest.raises(ConfigError, match="atlas=2 is smaller than buffer_size=3"):
@@ -434,7 +434,7 @@ def test_refusals():
 
 
 def test_the_servers_samples_are_never_evaluated_on():
-    fed = load_federation("digits", clients=5, partition="iid", server=100)
+    fed = load_federation("digits", clients=5, partition="iid", server_data=100)
     seen = {tuple(row.flatten().tolist()) for row in fed.server.x}
     assert len(seen) > 95
     whole = load_federation("digits", clients=5, partition="iid").test[0]
@@ -485,7 +485,7 @@ def test_the_best_of_the_last_five_evaluations():
     result = train("feddle:epochs=1", rounds=20, eval_every=2)
     scored = [row["accuracy"] for row in result.history if row["accuracy"] is not None]
     assert len(scored) == 10
-    assert result.summary["best_of_last_five"] == max(scored[5:])
+    assert result.summary["best_last_5"] == max(scored[5:])
 
 
 def test_minimise_stops_at_the_minimum_of_a_parabola():

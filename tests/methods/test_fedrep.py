@@ -124,7 +124,7 @@ def test_without_head_steps_it_is_fedavg_with_a_frozen_head():
             super().__init__()
             self.fc.requires_grad_(False)
 
-    given = {"momentum": 0.9, "weight_decay": 0.01, "weights": "uniform"}
+    given = {"momentum": 0.9, "weight_decay": 0.01, "client_weighting": "uniform"}
     mine = train("fedrep:head_share=0", **given)
     torch.manual_seed(0)
     options = {"rounds": 3, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.5, **given}

@@ -191,7 +191,7 @@ def test_ablations():
     with pytest.raises(MethodConflictError, match="nothing to do for scaffold"):
         unskew.method(f"fedssyn:{MINE},data=central_real+scaffold")
     real = train(f"fedssyn:{MINE},data=real")
-    assert torch.equal(real.vector, train("fedavg", weights="uniform").vector)
+    assert torch.equal(real.vector, train("fedavg", client_weighting="uniform").vector)
 
 
 def test_steps_stay_as_many_and_real_samples_weigh():
@@ -242,7 +242,7 @@ def test_each_client_takes_as_many_steps_with_images_as_without(data, budget):
     taken = []
     for method in ("fedavg", f"fedssyn:{MINE},n_syn=13,data={data}", f"fedssyn:{MINE},n_syn=40,rho=1,data={data}"):
         STEPS.clear()
-        summary = train([method, CountsSteps()], rounds=1, batch_size=8, weights="samples", **budget).summary
+        summary = train([method, CountsSteps()], rounds=1, batch_size=8, client_weighting="samples", **budget).summary
         assert summary["clients"] == len(SIZES)
         taken.append(dict(STEPS))
     assert set(taken[0]) == {(0, n) for n in SIZES}
@@ -267,7 +267,7 @@ def test_a_sum_is_the_host_on_the_augmented_data(host):
     rule = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs")
     ready = prepared(rule, pictures())
     assert ready.training.local_epochs == 1
-    plain = train(host, federation=ready.federation, weights="uniform", local_epochs=1)
+    plain = train(host, federation=ready.federation, client_weighting="uniform", local_epochs=1)
     reference = train(f"fedssyn:{MINE},n_syn=15,match_steps=epochs+{host}")
     assert torch.equal(reference.vector, plain.vector)
 
@@ -288,10 +288,10 @@ def test_before_feddle_it_is_feddle_on_the_augmented_data():
 
     rule, host = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs"), "feddle:epochs=2"
     after = prepared(rule, pictures()).federation
-    plain = train(host, federation=served(after), weights="uniform", local_epochs=1)
+    plain = train(host, federation=served(after), client_weighting="uniform", local_epochs=1)
     summed = train(f"fedssyn:{MINE},n_syn=15,match_steps=epochs+{host}", federation=served(pictures()))
     assert torch.equal(summed.vector, plain.vector)
-    assert not torch.equal(summed.vector, train(host, federation=served(pictures()), weights="uniform").vector)
+    assert not torch.equal(summed.vector, train(host, federation=served(pictures()), client_weighting="uniform").vector)
 
 
 def test_traffic_is_twice_the_images_and_the_model_in_every_round():

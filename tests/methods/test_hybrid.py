@@ -131,8 +131,8 @@ def test_a_server_with_a_clients_data_counts_as_that_client():
     two = unskew.Federation.from_arrays(pairs[:2], test, (x.numpy(), y.numpy()), classes=3, holdout=0.0)
     options = {"delay": "none", "participation": 1.0, "batch_size": 100, "model": SmallBatchNorm(dropout=0.0)}
     for weights in ("samples", "uniform"):
-        three = train("fedavg", fed=fed, weights=weights, **copy.deepcopy(options))
-        hybrid = train("hfcl", fed=two, weights=weights, **copy.deepcopy(options))
+        three = train("fedavg", fed=fed, client_weighting=weights, **copy.deepcopy(options))
+        hybrid = train("hfcl", fed=two, client_weighting=weights, **copy.deepcopy(options))
         assert_close(hybrid.vector, three.vector, TRAINING)
         assert_close(hybrid.model.norm.running_var, three.model.norm.running_var, TRAINING)
 
@@ -150,7 +150,7 @@ def test_the_server_counts_by_its_samples_or_as_one_client():
     for fed, before in ((single, []), (blobs(SIZES), [HalfReal()])):
         for weights, n_s in (("samples", len(fed.server.y)), ("uniform", 1)):
             methods = ([*before, "hfcl"], [*before, f"hfcl:n_s={n_s}"])
-            by_itself, asked = (train(m, fed=fed, weights=weights, delay="none") for m in methods)
+            by_itself, asked = (train(m, fed=fed, client_weighting=weights, delay="none") for m in methods)
             assert torch.equal(by_itself.vector, asked.vector)
 
 
@@ -226,7 +226,7 @@ def test_only_feddf_needs_single_updates():
 @pytest.mark.parametrize("method", ["fedft", "hfcl", "feddf", "center"])
 def test_without_data_at_the_server_they_are_refused_with_what_to_do(method):
     with pytest.raises(ConfigError, match=f"{method} needs data at the server: give --server 1000"):
-        train(method, fed=blobs(SIZES, server=False))
+        train(method, fed=blobs(SIZES, server_data=False))
     if method != "feddf":
         with pytest.raises(ConfigError, match=f"{method} learns from the server's labels"):
             train(method, fed=outside(blobs(SIZES)))
@@ -252,7 +252,7 @@ def test_from_the_command_line(capsys, tmp_path):
         done = call(
             capsys,
             *told,
-            "--server",
+            "--server-data",
             "100",
             "--network",
             "fixed:1",

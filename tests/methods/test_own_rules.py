@@ -220,7 +220,7 @@ def test_stop_iteration_never_ends_a_round_silently(engine, within):
         return own if within else (next(values), loss_fn)[1]
 
     with pytest.raises(unskew.errors.UnskewError, match="StopIteration"):
-        train(with_attributes(loss=loss), engine, rounds=1, together=1) if engine != "vectorized" else train(
+        train(with_attributes(loss=loss), engine, rounds=1, clients_per_group=1) if engine != "vectorized" else train(
             with_attributes(loss=loss), engine, rounds=1
         )
 

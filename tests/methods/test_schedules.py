@@ -191,7 +191,7 @@ def test_the_rate_is_a_figure_of_each_round_where_it_changes():
 @pytest.mark.parametrize("method", ["hfcl", "hfcl:lr=0.1"])
 def test_training_at_the_server_follows_unless_it_has_a_rate_of_its_own(tmp_path, method):
     """Two rounds of which the second has half the rate are a run of one round, and one that starts there at half the rate."""
-    fed = unskew.load_federation("digits", partition="iid", clients=2, keep_samples=100, server=50)
+    fed = unskew.load_federation("digits", partition="iid", clients=2, max_train_samples=100, server_data=50)
     given = {"model": "logistic", "local_steps": 2, "batch_size": 10, "engine": "inline", "precision": "fp64"}
     given |= {"method": method, "eval_clients": 0}
     both = unskew.run(fed, lr=0.2, lr_schedule="step:1,0.5", rounds=2, **given)
@@ -217,7 +217,13 @@ class Stops:
 @pytest.mark.parametrize("per", ["round", "step"])
 def test_a_resumed_run_goes_on_with_the_same_rates(tmp_path, per):
     given = {"lr_schedule": "warmup:2+cosine", "lr_schedule_per": per, "checkpoint_every": 1}
-    given |= {"method": "fedals:alpha=2+scaffold", "model": "mlp", "data": "digits", "keep_samples": 60, "clients": 2}
+    given |= {
+        "method": "fedals:alpha=2+scaffold",
+        "model": "mlp",
+        "data": "digits",
+        "max_train_samples": 60,
+        "clients": 2,
+    }
     given |= {"rounds": 4, "local_steps": 2, "batch_size": 8, "engine": "inline", "eval_clients": 0, "partition": "iid"}
     straight = unskew.run(**given)
     with pytest.raises(RuntimeError):
@@ -232,7 +238,13 @@ def test_a_resumed_run_goes_on_with_the_same_rates(tmp_path, per):
 
 
 def test_a_run_whose_rates_do_not_depend_on_its_end_may_be_made_longer(tmp_path):
-    given = {"model": "logistic", "keep_samples": 60, "clients": 2, "partition": "iid", "lr_schedule": "step:1,0.5"}
+    given = {
+        "model": "logistic",
+        "max_train_samples": 60,
+        "clients": 2,
+        "partition": "iid",
+        "lr_schedule": "step:1,0.5",
+    }
     given |= {"local_steps": 2, "engine": "inline", "eval_clients": 0}
     straight = unskew.run(rounds=3, **given)
     unskew.run(rounds=2, out=tmp_path / "run", **given)

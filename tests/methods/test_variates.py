@@ -50,7 +50,7 @@ def test_feddyn_reaches_the_optimum():
 def test_the_servers_variate_is_the_mean_that_the_weights_name(chosen, own, mean, weights):
     """The mean over all clients, of whom some were absent: what rests only at the objective's optimum."""
     A, b = problem(sizes=(6, 18, 9, 27))
-    run = Quadratics(A, b, chosen, weights=weights, participation=0.5)
+    run = Quadratics(A, b, chosen, client_weighting=weights, participation=0.5)
     run.rounds(5)
     name, share = run.method.name, sizes(A) if weights == "samples" else np.full(4, 0.25)
     states = [state_at(run.server, k).rules.get(name, {}) for k in range(4)]
@@ -117,9 +117,9 @@ def test_fedpvr_pays_for_the_classifier_only():
     cohorts = sum(row["cohort"] for row in plain.history)
     assert pvr.summary["bytes_up"] - plain.summary["bytes_up"] == cohorts * head * 8
     assert full.summary["bytes_up"] - plain.summary["bytes_up"] == cohorts * plain.summary["parameters"] * 8
-    uniform = train("fedavg", weights="uniform", rounds=1)
+    uniform = train("fedavg", client_weighting="uniform", rounds=1)
     assert_close(train("fedpvr", rounds=1).vector, uniform.vector, TRAINING)
-    assert not torch.allclose(pvr.vector, train("fedavg", weights="uniform").vector)
+    assert not torch.allclose(pvr.vector, train("fedavg", client_weighting="uniform").vector)
 
 
 def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():

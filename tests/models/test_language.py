@@ -401,7 +401,7 @@ def test_a_method_for_another_task_refuses(name, opt, texts):
 @pytest.mark.parametrize("name", slow_but([SUMS[1]], [*FITTING, *SUMS]))
 def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
     """By default a method that asks the task for something, and one that splits the model."""
-    given = {"method": name, "optimizer": "sgd", "lr": 0.05, "server": 5, "rounds": 3}
+    given = {"method": name, "optimizer": "sgd", "lr": 0.05, "server_data": 5, "rounds": 3}
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")
     assert torch.isfinite(reference.vector).all()

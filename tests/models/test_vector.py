@@ -148,7 +148,7 @@ def test_optimizers_equal_torch(name, options, build):
 
 
 def test_clipping_equals_torch():
-    training = Training(lr=1.0, clip=0.5)
+    training = Training(lr=1.0, clip_grad_norm=0.5)
     g = torch.tensor([3.0, 4.0], dtype=torch.float64)
     p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     p.grad = g.clone()

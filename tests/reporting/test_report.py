@@ -200,7 +200,7 @@ def test_it_says_how_it_was_made_and_how_to_repeat_it(compared, page):
 @pytest.mark.slow
 def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_path, capsys, light):
     """Of a comparison whose other method made nothing; without the data, the page says that it has no real images."""
-    quick = {"model": "mlp", "clients": 2, "rounds": 2, "local_steps": 2, "engine": "inline", "keep_samples": 60}
+    quick = {"model": "mlp", "clients": 2, "rounds": 2, "local_steps": 2, "engine": "inline", "max_train_samples": 60}
     made = "fedssyn:generator=vae-small,epochs=1,n_syn=6"
     folder = unskew.compare(methods=[made, "fedals:alpha=2"], seeds=1, out=tmp_path / "c", **quick).folder
     text = call(capsys, "report", folder).out
@@ -209,7 +209,7 @@ def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_
     images = [attrs for tag, attrs in page.tags if tag == "img" and "images of" in attrs["alt"]]
     assert [one["alt"] for one in images[:2]] == ["real images of 0", "made images of 0"]
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(images[0]["src"].partition(",")[2]))))
-    fed = unskew.load_federation("digits", clients=2, keep_samples=60)
+    fed = unskew.load_federation("digits", clients=2, max_train_samples=60)
     who = next(k for k in (0, 1) if f"client {k}, seed 0" in page.texts)
     client = fed.clients[who]
     np.testing.assert_array_equal(pixels[:, :8], client.x[client.y == 0][0, 0].numpy())
@@ -262,7 +262,7 @@ def test_twelve_long_runs_take_less_than_six_megabytes(compared, tmp_path):
 
 
 METRICS = (
-    '{"round": 1, "accuracy": 0.5, "loss": 1, "bytes_up": 8, "bytes_down": 8, "begin_seconds": 0, "train_seconds": 0, '
+    '{"round": 1, "accuracy": 0.5, "loss": 1, "bytes_up": 8, "bytes_down": 8, "setup_seconds": 0, "train_seconds": 0, '
     '"seconds": 1.5}\n'
 )
 
@@ -287,7 +287,7 @@ def run(compared, tmp_path):
         ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "remove it"),
         ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is damaged"),
         ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is damaged; remove it"),
-        ("clients.jsonl", '{"client": 0, "samples": 1, "holds": {"x": 1}}\n', CheckpointError, "remove it"),
+        ("clients.jsonl", '{"client": 0, "samples": 1, "class_counts": {"x": 1}}\n', CheckpointError, "remove it"),
         ("about.json", '{"classes": [1]}', CheckpointError, "about.json is damaged"),
         ("config.yaml", "a: [", ConfigError, "not a valid YAML file"),
         ("summary.json", None, ConfigError, "is not finished; go on with: unskew resume"),
@@ -323,7 +323,7 @@ def test_what_cannot_be_reported_on_is_a_sentence(run, light, tmp_path):
 def test_older_folders_have_a_report_that_says_what_is_missing(run, light):
     (run / "about.json").unlink()
     rows = [json.loads(line) for line in (run / "clients.jsonl").read_text().splitlines()]
-    without = [{key: value for key, value in row.items() if key != "holds"} for row in rows]
+    without = [{key: value for key, value in row.items() if key != "class_counts"} for row in rows]
     (run / "clients.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without))
     assert "do not say how many samples of each" in "".join(Page(unskew.report(run).read_text()).texts)
     (run / "clients.jsonl").unlink()

@@ -72,7 +72,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
                 chosen = method(config.method)
                 run = PreRunContext(
                     federation, lambda: SPEC, config.training, config.rounds, delayed,
-                    to_be_continued=config.to_be_continued,
+                    base_run=config.base_run,
                 )  # fmt: skip
                 for rule in (*chosen.client, *filter(None, [chosen.server])):
                     rule.check(run)
@@ -149,7 +149,7 @@ def test_what_the_feddle_paper_says_of_its_runs_holds_at_its_scale(name):
         size = (1000, 50) if users or costs else (500, 10)
         assert (config.clients, round(config.participation * config.clients)) == size
         assert f"{size[1]} of {size[0]}" == cell.column or not costs
-        assert (config.set_aside, config.holdout, config.eval_every) == (
+        assert (config.reserve_test_samples, config.holdout, config.eval_every) == (
             200 if "celeba" in name else 1000,
             0,
             3 if costs else 10,

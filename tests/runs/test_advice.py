@@ -179,7 +179,7 @@ def test_trying_ranks_by_the_objective(objective):
         "engine": "inline",
         "objective": objective,
     }
-    fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, keep_samples=300)
+    fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, max_train_samples=300)
     trial = validate_advice(unskew.diagnose(fed, curvature=False, **options).advice(), 5)
     assert trial.figure == objective
     ranked = next(t for t in trial.tried if t.rounds == 2)

@@ -55,7 +55,7 @@ def test_what_both_methods_keep_stays_and_the_rest_begins_anew(tmp_path):
     """FedCOG's previous models come from the common rounds; without them its first round would make other data."""
     fedcog = "fedcog:start_round={},n=6,g_steps=3,lambda_kd=1,lambda_dis=10"
     whole = train(method=fedcog.format(2))
-    train(tmp_path / "with", method=fedcog.format(99), rounds=2, to_be_continued=True)
+    train(tmp_path / "with", method=fedcog.format(99), rounds=2, base_run=True)
     train(tmp_path / "without", rounds=2)
     rest = train(tmp_path / "c", method=fedcog.format(2), start_from=str(tmp_path / "with"))
     forgot = train(tmp_path / "d", method=fedcog.format(2), start_from=str(tmp_path / "without"))
@@ -102,5 +102,5 @@ def test_a_rule_with_other_options_begins_anew_at_server_and_clients(tmp_path):
     start = {"rounds": 3, "start_from": str(tmp_path / "a")}
     child = train(tmp_path / "b", method="fedpvr", **start)
     # Without variates a round of FedPVR is one of FedAvg with uniform weights.
-    plain = train(tmp_path / "c", weights="uniform", **start)
+    plain = train(tmp_path / "c", client_weighting="uniform", **start)
     assert_close(child.vector, plain.vector, TRAINING)

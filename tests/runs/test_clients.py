@@ -132,10 +132,10 @@ def test_every_client_has_a_line_whose_means_are_those_of_the_summary(tmp_path, 
     assert [row["client"] for row in rows] == [0, 1, 2, 3]
     assert [row["name"] for row in rows] == list(NAMES)
     held = [2, 3, 5, 2] if holdout else [0] * 4
-    assert [(row["samples"], row["held_out"]) for row in rows] == [
+    assert [(row["samples"], row["num_held_out"]) for row in rows] == [
         (n - h, h) for n, h in zip((8, 12, 20, 9), held, strict=True)
     ]
-    assert [sum(row["holds"].values()) for row in rows] == [row["samples"] for row in rows]
+    assert [sum(row["class_counts"].values()) for row in rows] == [row["samples"] for row in rows]
     for key, whose in (("accuracy", "client"), ("personal_accuracy", "personal")):
         if whose == "personal" and method == "fedavg":
             assert all(key not in row for row in rows)
@@ -163,7 +163,7 @@ def test_only_those_evaluated_have_figures_and_only_named_ones_names(tmp_path):
     fed = hospitals(names=())
     result = train(fed, eval_clients=2)
     assert [set(row) for row in result.clients if "accuracy" not in row] == [
-        {"client", "samples", "held_out", "holds"}
+        {"client", "samples", "num_held_out", "class_counts"}
     ] * 2
     values = [row["accuracy"] for row in result.clients if "accuracy" in row]
     assert np.mean(values) == result.summary["client_accuracy_mean"]
@@ -194,7 +194,7 @@ def test_clients_that_are_loaded_one_by_one_are_not_all_loaded():
     fed = Federation(Lazy(), given.test, classes=3)
     rows = train(fed, eval_clients=1, participation=0.25, rounds=1).clients
     assert len(rows) == 1
-    assert {"samples", "held_out", "accuracy", "loss"} <= set(rows[0])
+    assert {"samples", "num_held_out", "accuracy", "loss"} <= set(rows[0])
     assert len(set(Lazy.loaded)) < 4
 
 
@@ -247,4 +247,4 @@ def test_loss_of_a_client_with_several_labels_a_sample():
 def test_data_that_a_rule_changes_are_counted_as_they_were():
     fed = blobs([8, 9])
     rows = train(fed, method="vhl").clients
-    assert [(row["samples"], row["held_out"]) for row in rows] == [(8, 0), (9, 0)]
+    assert [(row["samples"], row["num_held_out"]) for row in rows] == [(8, 0), (9, 0)]

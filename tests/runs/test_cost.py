@@ -16,7 +16,7 @@ QUICK = {"model": "logistic", "local_steps": 2, "batch_size": 8, "engine": "inli
 
 @pytest.fixture
 def fed():
-    return unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, keep_samples=100)
+    return unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, max_train_samples=100)
 
 
 def runs(*names, count=1, rounds=100):

@@ -83,7 +83,7 @@ def fed():
 def test_the_default_is_the_tasks_own(fed):
     auto, named = unskew.run(fed, **TINY), unskew.run(fed, objective="accuracy", **TINY)
     assert auto.summary["objective"] == "accuracy"
-    seconds = ("seconds", "client_seconds", "begin_seconds", "train_seconds")
+    seconds = ("seconds", "client_seconds", "setup_seconds", "train_seconds")
     assert {k: v for k, v in auto.summary.items() if k not in seconds} == {
         k: v for k, v in named.summary.items() if k not in seconds
     }
@@ -237,7 +237,7 @@ def test_functions_work_in_runs_side_by_side(fed, tmp_path):
         row["seconds"] = None
     assert serial == parallel
     assert "kept_cost" in serial[1]
-    digits = {**options, "data": "digits", "partition": "iid", "clients": 3, "keep_samples": 200, "keep_classes": 2}
+    digits = {**options, "data": "digits", "partition": "iid", "clients": 3, "max_train_samples": 200, "max_classes": 2}
     trials = {"methods": ["fedavg"], "trials": 3, "seeds": 1, "pruning": False, **digits}
     one, two = unskew.tune(**trials), unskew.tune(parallel=2, out=tmp_path / "t", **trials)
     assert one.tuned["fedavg"].value == two.tuned["fedavg"].value

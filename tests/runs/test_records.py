@@ -130,13 +130,13 @@ def test_images_of_unequal_clients_are_split_as_they_were_joined():
     clients = [(*images(2), *images(n)) for n in (3, 1, 6)]
     fed = unskew.Federation.from_arrays(clients, test=images(5), classes=3)
     judge, v, b = evaluator(fed, SmallBatchNorm())
-    together = judge.evaluate_clients(v, b, most=1000, seed=0).accuracies
+    clients_per_group = judge.evaluate_clients(v, b, most=1000, seed=0).accuracies
     module = SmallBatchNorm()
     spec = ModelSpec(module, fed.shape, 3)
     alone = spec.load(v, b)
     for k, (_, _, x, y) in enumerate(clients):
         right = (alone(torch.from_numpy(x)).argmax(1).numpy() == y).mean()
-        assert together[k] == pytest.approx(right)
+        assert clients_per_group[k] == pytest.approx(right)
 
 
 def test_last_and_best_round(tmp_path):
@@ -197,14 +197,14 @@ def test_statistics_averaged_local_or_reset(engine):
 def test_average_of_statistics_by_hand():
     fed = blobs([6, 9, 12])
     module = SmallBatchNorm(dropout=0.0)
-    together = unskew.run(fed, model=module, rounds=1, lr=0.1, engine="inline", local_steps=1)
+    clients_per_group = unskew.run(fed, model=module, rounds=1, lr=0.1, engine="inline", local_steps=1)
     b, sizes = [], []
     for client in fed.clients:
         z = module.conv(client.x).permute(1, 0, 2, 3).flatten(1)
         b.append(torch.cat([0.1 * z.mean(1), 0.9 + 0.1 * z.var(1)]).detach())
         sizes.append(client.examples)
     expected = sum(n * each for n, each in zip(sizes, b, strict=True)) / sum(sizes)
-    assert_close(stats(together), expected, FEW)
+    assert_close(stats(clients_per_group), expected, FEW)
 
 
 def test_clients_are_judged_with_their_own_statistics(tmp_path):
@@ -366,7 +366,7 @@ def test_comparison_rows_by_hand():
     ],
 )
 def test_a_comparison_says_where_its_methods_do_not_count_clients_alike(sizes, methods, weights, told):
-    given = {"model": "logistic", "rounds": 1, "seeds": 1, "engine": "inline", "weights": weights}
+    given = {"model": "logistic", "rounds": 1, "seeds": 1, "engine": "inline", "client_weighting": weights}
     compared = unskew.compare(blobs(sizes), methods=methods, **given)
     for note in compared.notes():
         assert "fedavg, fedprox by samples, scaffold equally" in note
@@ -457,7 +457,7 @@ def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
 def test_notebooks_show_tables_with_text_escaped_and_print_no_histories():
     def summary(accuracy, sent):
         figures = {"accuracy": accuracy, "best_accuracy": accuracy, "loss": 1.0, "bytes_up": sent, "bytes_down": sent}
-        return {"method": "<b>fedavg", "rounds": 2, "weights": "samples", "seconds": 1.0, **figures}
+        return {"method": "<b>fedavg", "rounds": 2, "client_weighting": "samples", "seconds": 1.0, **figures}
 
     history = [{"round": t, "accuracy": 0.1 * t, "bytes_up": 1, "bytes_down": 1} for t in range(1, 500)]
     runs = {"<b>fedavg": [summary(0.5, 2_000_000), summary(0.7, 2_000_000)]}
@@ -499,7 +499,7 @@ class Listens(Hooks):
 
 
 def test_a_callback_overrides_the_hooks_that_it_needs():
-    options = {"model": "logistic", "rounds": 1, "engine": "inline", "clients": 2, "keep_samples": 100, "lr": 0.05}
+    options = {"model": "logistic", "rounds": 1, "engine": "inline", "clients": 2, "max_train_samples": 100, "lr": 0.05}
     method = "fedssyn:generator=vae-small,epochs=1,n_syn=2"
     hooks = Hooks()
     unskew.run(data="digits", method=method, callbacks=[hooks], **options)

@@ -20,7 +20,7 @@ QUICK = {"model": "logistic", "rounds": 3, "local_epochs": 1, "batch_size": 16, 
 
 
 def digits(**options):
-    return unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, keep_samples=300, **options)
+    return unskew.load_federation("digits", partition="dirichlet:0.3", clients=4, max_train_samples=300, **options)
 
 
 def test_pooled_is_fedavg_of_one_client_with_all_training_data():
@@ -70,7 +70,7 @@ def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light
         seeds=2,
         out=tmp_path / "c",
         clients=4,
-        keep_samples=300,
+        max_train_samples=300,
         references=True,
         **QUICK,
     )
@@ -160,7 +160,7 @@ def first_share(y_true, scores):
 @pytest.mark.parametrize("objective", ["auroc", "worst_client", first_share, "recall/1"])
 def test_local_shows_nothing_of_the_untrained_model_for_any_objective(tmp_path, light_page, objective):
     result = unskew.compare(
-        methods=["fedavg"], seeds=1, out=tmp_path / "c", clients=3, keep_samples=200, references=True,
+        methods=["fedavg"], seeds=1, out=tmp_path / "c", clients=3, max_train_samples=200, references=True,
         objective=objective, metrics=["balanced_accuracy"], keep="best", early_stopping=2, **QUICK,
     )  # fmt: skip
     name = result.objective.name

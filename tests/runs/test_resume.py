@@ -297,7 +297,9 @@ def test_a_worker_that_hangs_is_said(tmp_path):
 
     watch = type("Watch", (Nothing,), {"warn": told})()
     given = {"model": "logistic", "rounds": 1, "clients": 1, "partition": "iid", "local_steps": 1}
-    result = unskew.run(method=[Sleeper()], engine="processes", workers=1, patience=0.3, callbacks=[watch], **given)
+    result = unskew.run(
+        method=[Sleeper()], engine="processes", workers=1, stall_warning_seconds=0.3, callbacks=[watch], **given
+    )
     assert "No worker process has answered for 0.3 s" in text[0]
     assert torch.equal(result.vector, unskew.run(method="fedavg", engine="inline", **given).vector)
 
@@ -510,7 +512,7 @@ def test_other_data_are_refused(tmp_path):
     options = {"model": "logistic", "engine": "inline", "lr": 0.1}
     given = unskew.load_federation("digits", partition="iid", clients=4)
     unskew.run(given, rounds=2, **options, out=tmp_path / "run")
-    for other in ({"seed": 1}, {"holdout": 0.3}, {"server": 50}, {"partition": "sorted"}):
+    for other in ({"seed": 1}, {"holdout": 0.3}, {"server_data": 50}, {"partition": "sorted"}):
         data = unskew.load_federation("digits", **{"partition": "iid", "clients": 4, **other})
         with pytest.raises(CheckpointError, match="The data differ"):
             unskew.resume(tmp_path / "run", federation=data, rounds=3)

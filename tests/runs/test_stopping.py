@@ -38,7 +38,7 @@ def test_a_run_ends_when_nothing_better_came_for_so_many_evaluations(digits, pat
     best = max(range(ends + 1), key=seen.__getitem__)
     assert result.summary["validation_round"] == 2 * (best + 1)
     assert result.summary["accuracy_at_validation_round"] == result.history[2 * best + 1]["accuracy"]
-    assert result.summary["rounds_at_most"] == 60
+    assert result.summary["max_rounds"] == 60
 
 
 def test_it_looks_at_all_that_clients_hold_out_and_at_nothing_else(digits):

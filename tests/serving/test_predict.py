@@ -267,7 +267,7 @@ def test_numbers_and_several_labels_are_evaluated(tmp_path):
     loaded = unskew.load(tmp_path / "marks")
     (found,) = loaded.evaluate_file(tmp_path / "t.csv")
     wanted = f1_score(x > 0, loaded.predict_proba(x.astype("float32")) > 0.5, average="micro")
-    assert found["o_f1"] == pytest.approx(wanted)
+    assert found["micro_f1"] == pytest.approx(wanted)
 
 
 @pytest.fixture(scope="module")

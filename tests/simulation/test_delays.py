@@ -351,14 +351,14 @@ def test_statistics_wait_with_the_model_and_move_by_the_mean_change_of_the_buffe
 def test_statistics_that_are_not_averaged_are_as_with_fedavg(buffers):
     """Where the server sent none, the mean of the arrivals' is what is evaluated."""
     for method in ("fedbuff:buffer_size=3", "ca2fl:buffer_size=3"):
-        pair = [train("none", m, rounds=1, buffers=buffers, weights="uniform") for m in (method, "fedavg")]
+        pair = [train("none", m, rounds=1, buffers=buffers, client_weighting="uniform") for m in (method, "fedavg")]
         torch.testing.assert_close(pair[0].model.norm.running_var, pair[1].model.norm.running_var)
 
 
 def test_fedbuff_without_delay_and_with_a_buffer_of_the_cohort_is_fedavg():
     for delay in ("none", "fixed:0"):
         buffered = train(delay, "fedbuff:buffer_size=3")
-        assert_close(buffered.vector, train(weights="uniform").vector, TRAINING)
+        assert_close(buffered.vector, train(client_weighting="uniform").vector, TRAINING)
 
 
 def test_fedbuff_waits_over_rounds_and_goes_on_after_an_interruption(tmp_path):
@@ -422,7 +422,7 @@ def test_fedasync_gives_no_weight_to_what_is_far_too_old():
 def test_fedasync_with_full_weight_is_the_model_of_the_last_arrival():
     """One client per round with a delay: the model is what that client made of the one it was sent."""
     options = {"method": "fedasync:alpha0=1,staleness=constant", "participation": 1 / 6, "rounds": 3}
-    spy = train("none", rounds=1, participation=1 / 6, weights="uniform")
+    spy = train("none", rounds=1, participation=1 / 6, client_weighting="uniform")
     # Sent out in round 0, it replaces the initial model in round 1.
     first = train("fixed:1", **{**options, "rounds": 2})
     assert_close(first.vector, spy.vector, TRAINING)

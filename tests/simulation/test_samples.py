@@ -90,7 +90,7 @@ def test_what_makes_nothing_is_said(tmp_path):
     with pytest.warns(UserWarning, match="no rule of this method makes inputs"):
         train(tmp_path / "a", method="fedprox", save_samples=True)
     with pytest.warns(UserWarning, match="no client made inputs in the last round"):
-        train(tmp_path / "b", method="fedcog:start_round=2", save_samples=True, to_be_continued=True)
+        train(tmp_path / "b", method="fedcog:start_round=2", save_samples=True, base_run=True)
     draws = np.random.default_rng(0)
     table = [(draws.normal(size=(9, 4)).astype("float32"), draws.integers(0, 2, 9)) for _ in range(2)]
     with pytest.warns(UserWarning, match=r"shape \(4,\) are not images"):

@@ -114,7 +114,7 @@ def of_field(name):
         "precision": near("fp32", "fp64", "bf16"),
         "tokenizer": near("bytes", "."),
         **dict.fromkeys(
-            ("data_path", "server_path", "start_from", "synthetic"), near(".", "run", "tiny.csv", "nowhere")
+            ("data_path", "server_data_path", "start_from", "synthetic"), near(".", "run", "tiny.csv", "nowhere")
         ),
         "hidden": near("[3]", "[0]", "[1000000000000]", "[1000000000000, 1000000000000]", "[]", "[true]", "wide"),
         "head": near("linear", "head", "0"),

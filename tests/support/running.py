@@ -39,7 +39,7 @@ def call(capsys, *args) -> Outcome:
     return Outcome(code, *capsys.readouterr())
 
 
-TIMES = ("seconds", "begin_seconds", "train_seconds", "client_seconds")
+TIMES = ("seconds", "setup_seconds", "train_seconds", "client_seconds")
 
 
 def blank(figure, file, **options):

@@ -16,7 +16,7 @@ from unskew.deployment.wire.frames import Frame, decode, encode_header
 
 TINY = {
     "data": "digits",
-    "keep_samples": 200,
+    "max_train_samples": 200,
     "partition": "dirichlet:0.5",
     "clients": 3,
     "model": "logistic",

@@ -122,7 +122,7 @@ def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written(
 
 def digits(noise):
     """A federation, and the same with a test set whose labels are noise."""
-    fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, keep_samples=120)
+    fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, max_train_samples=120)
     if not noise:
         return fed
     draws = np.random.default_rng(3)
@@ -303,7 +303,7 @@ def test_a_language_model_is_tuned_by_its_loss(tmp_path):
 
     found = unskew.tune(
         methods=["fedavg"], data="sentences", model=f"hf:{opt_folder(tmp_path / 'opt')}", partition="sorted:genre",
-        trials=3, seeds=1, rounds=2, local_steps=2, clients=3, keep_samples=60, engine="inline", optimizer="adamw",
+        trials=3, seeds=1, rounds=2, local_steps=2, clients=3, max_train_samples=60, engine="inline", optimizer="adamw",
     )  # fmt: skip
     one = found.tuned["fedavg"]
     assert one.judged_by == "validation loss"

@@ -153,7 +153,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     judge = objective_metric(rows[0])
     if "perplexity" in rows[0] and judge.name in (*SCORES, "loss", "perplexity"):
         return language_table(rows)
-    several = F1 if rows[0].get("o_f1") is not None else {}
+    several = F1 if rows[0].get("micro_f1") is not None else {}
     errors = [name for name in ("mae", "rmse") if name in rows[0]]
     own = client_metric_name(judge.name, primary_metric_name(rows[0]))
     columns = {"last round": judge.name, "best round": f"best_{judge.name}"}

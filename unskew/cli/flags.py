@@ -23,11 +23,11 @@ FLAGS: dict[str, tuple[type, str]] = {
     "exclude": (str, "Columns of a table that are no inputs: patient_id,row."),
     "categories": (str, "Columns of a table that hold categories: drug,ward; auto for all text."),
     "dates": (str, "Columns of a table that hold dates."),
-    "missing": (str, "How to handle missing numbers: refuse (error), mean (impute), indicator (impute and flag)."),
+    "missing": (str, "How to handle missing numbers: error, mean (impute), indicator (impute and flag)."),
     "split_by": (str, "Column kept on one side of every split: patient_id; time:visit_date; column:split."),
     "task": (str, "regression predicts the numbers in the label column."),
-    "server": (str, "Data at the server: a number of test samples, or another data source."),
-    "server_path": (str, "Folder with the files of that other source."),
+    "server_data": (str, "Data at the server: a number of test samples, or another data source."),
+    "server_data_path": (str, "Folder with the files of that other source."),
     "method": (str, "A method or a sum: fedprox:mu=0.1+scaffold."),
     "model": (
         str,
@@ -45,7 +45,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "weight_decay": (float, "Weight decay of the clients' optimizer."),
     "loss": (str, "Loss of regression: mse, mae, huber or huber:DELTA."),
     "class_weights": (str, "Class weights in the clients' loss: balanced, or one for each class: 1,5."),
-    "weights": (str, "How clients count: auto, samples or uniform."),
+    "client_weighting": (str, "How clients count: auto, samples or uniform."),
     "seed": (int, "Decides every random draw."),
     "engine": (str, "auto, inline, processes, vectorized or ray."),
     "device": (str, "auto, cpu, cuda, cuda:1."),
@@ -63,11 +63,11 @@ FLAGS: dict[str, tuple[type, str]] = {
 TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
 COLUMNS = ("categories", "dates", "missing", "split_by", "task")
 DATA = ("data", "data_path", "partition", "clients", *TABLE, *COLUMNS)
-SERVER = ("server", "server_path")
+SERVER = ("server_data", "server_data_path")
 BUDGET = ("local_steps", "local_epochs", "batch_size")
 OBJECTIVE = ("loss", "class_weights")
 OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
-TRAINING = ("model", "rounds", "participation", *BUDGET, *OPTIMIZER, *OBJECTIVE, "weights")
+TRAINING = ("model", "rounds", "participation", *BUDGET, *OPTIMIZER, *OBJECTIVE, "client_weighting")
 MACHINE = ("engine", "device", "network")
 EVALUATION = ("eval_every", "metrics", "objective", "early_stopping", "keep", "target")
 PANELS = {
@@ -88,12 +88,12 @@ def add_flag(name: str) -> Any:
 DEFAULTS = {
     "data": "digits",
     "task": "auto",
-    "missing": "refuse",
+    "missing": "error",
     "partition": "dirichlet:0.1",
     "clients": "10",
     "model": "cnn",
     "method": "fedavg",
-    "weights": "auto",
+    "client_weighting": "auto",
     "rounds": "50",
     "participation": "1",
     "local_epochs": "5",

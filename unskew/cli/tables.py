@@ -44,7 +44,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    together = f", {summary['together']} clients together" if summary.get("together", 1) > 1 else ""
+    clients_per_group = (
+        f", {summary['clients_per_group']} clients together" if summary.get("clients_per_group", 1) > 1 else ""
+    )
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
     judge, scored = objective_metric(summary), primary_metric_name(summary)
     kept = summary.get(f"kept_{judge.name}")
@@ -75,7 +77,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         (
             "time",
             f"{summary['seconds']:.1f} s for {format_count(summary['rounds'], 'round')}, "
-            f"engine {summary['engine']}{together}",
+            f"engine {summary['engine']}{clients_per_group}",
         ),
     ]
     if "perplexity" in summary:
@@ -88,7 +90,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
             ),
             ("test loss, best of all", "{}  (perplexity {})".format(*best)),
         ]
-    if summary.get("o_f1") is not None:
+    if summary.get("micro_f1") is not None:
         lines[2:2] = [
             (when, ", ".join(f"{title} {format_percent(summary[best + name])}%" for title, name in F1.items()))
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
@@ -201,8 +203,8 @@ def models_table(models: Sequence[dict[str, Any]]) -> Table:
     for name in ("model", "what it is", "together", "reference"):
         table.add_column(name)
     for row in models:
-        together = {True: "yes", False: "no", None: "-"}[row["together"]]
-        table.add_row(row["name"], row["description"], together, row["reference"])
+        clients_per_group = {True: "yes", False: "no", None: "-"}[row["together"]]
+        table.add_row(row["name"], row["description"], clients_per_group, row["reference"])
     return table
 
 

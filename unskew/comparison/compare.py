@@ -142,7 +142,9 @@ class Comparison:
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             told.append(f"The methods were trained for different numbers of rounds: {each}.")
-        uneven = weighting_mismatch_note({name: summaries[0].get("weights") for name, summaries in self.ranked.items()})
+        uneven = weighting_mismatch_note(
+            {name: summaries[0].get("client_weighting") for name, summaries in self.ranked.items()}
+        )
         if self.unequal and uneven:
             told.append(uneven)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
@@ -163,7 +165,11 @@ class Comparison:
             histories = self.histories[name]
             reached = (first_reaching(history, self.target, self.objective) for history in histories)
             rounds = [first["round"] for first in reached if first is not None]
-            row: dict[str, Any] = {"method": name, "seeds": len(summaries), "weights": summaries[0].get("weights")}
+            row: dict[str, Any] = {
+                "method": name,
+                "seeds": len(summaries),
+                "client_weighting": summaries[0].get("client_weighting"),
+            }
             row["reference"] = is_reference(name)
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics") if key in summaries[0]}
@@ -362,7 +368,7 @@ def compare(
                     )
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)
-            if len({group[0]["weights"] for group in result.ranked.values()}) > 1:
+            if len({group[0]["client_weighting"] for group in result.ranked.values()}) > 1:
                 unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:
             target = default_target(result.ranked.values())

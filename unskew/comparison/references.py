@@ -39,7 +39,7 @@ def is_local(spelling: str) -> bool:
 def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]:
     """Return the fields of a reference's run, from those of the methods: what concerns an exchange is left at its default."""
     fields = {**values, "network": "none", "secure_aggregation": "off", "diagnose": [], "synthetic": None}
-    fields |= {"save_samples": False, "to_be_continued": False, "weights": "auto", "buffers": "average"}
+    fields |= {"save_samples": False, "base_run": False, "client_weighting": "auto", "buffers": "average"}
     if is_local(spelling):
         return {**fields, "early_stopping": None, "keep": "last", "eval_every": ROUNDS}
     return {**fields, "participation": 1.0}
@@ -95,7 +95,7 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
     whose = "" if "client" in row else "client_"
     found = {key: value for key, value in row.items() if not key.startswith(OF_CLIENTS)}
     scored = primary_metric_name(row)
-    bare = ("loss", "best_round", "best_of_last_five", scored, *own_metrics)
+    bare = ("loss", "best_round", "best_last_5", scored, *own_metrics)
     for key in found:
         if is_metric(key.removeprefix("best_")) or key.removeprefix("best_") in bare or key in bare:
             found[key] = None

@@ -64,7 +64,7 @@ class Experiment(Section):
     """Columns of a table that hold categories; ``auto`` stands for every column of text."""
     dates: tuple[str, ...] = ()
     """Columns of a table that hold dates."""
-    missing: Literal["refuse", "mean", "indicator"] = "refuse"
+    missing: Literal["error", "mean", "indicator"] = "error"
     """Missing numbers of a table: refused, replaced by the mean, or replaced and marked by a further input."""
     split_by: str | None = None
     """Column whose values are never divided between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
@@ -72,9 +72,9 @@ class Experiment(Section):
     """Format of CSV files, where it is not detected."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Side in pixels to which images are brought; None leaves them as they are."""
-    keep_classes: Annotated[int, Field(ge=2)] | None = None
+    max_classes: Annotated[int, Field(ge=2)] | None = None
     """Keep the samples of the first so many classes only."""
-    keep_samples: Annotated[int, Field(ge=1)] | None = None
+    max_train_samples: Annotated[int, Field(ge=1)] | None = None
     """Train on so many samples only, drawn by the seed."""
     partition: str = "dirichlet:0.1"
     """How the training samples are split over clients."""
@@ -82,13 +82,13 @@ class Experiment(Section):
     """Number of clients; None, the default of ``natural`` partitions, takes as many as there are."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples kept to evaluate on that client."""
-    server: Annotated[int, Field(ge=0)] | str | None = None
+    server_data: Annotated[int, Field(ge=0)] | str | None = None
     """Data at the server: a number of test samples (removed from evaluation) or another source."""
-    server_path: str | None = None
+    server_data_path: str | None = None
     """Folder of that other source."""
     text: TextConfig = TextConfig()
     """How texts become token ids; the columns alone may stand here."""
-    set_aside: Annotated[int, Field(ge=0)] = 0
+    reserve_test_samples: Annotated[int, Field(ge=0)] = 0
     """At least so many test samples are not evaluated on, wherever the server's data come from: for fair comparisons."""
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
@@ -104,7 +104,7 @@ class Experiment(Section):
 
     method: Named = "fedavg"
     """A method or a sum of methods with options."""
-    weights: Literal["auto", "samples", "uniform"] = "auto"
+    client_weighting: Literal["auto", "samples", "uniform"] = "auto"
     """Aggregation weights; ``auto`` is the method's own (by samples unless its paper averages uniformly)."""
     rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50
     """Number of communication rounds."""
@@ -136,7 +136,7 @@ class Experiment(Section):
     """Weight decay of the client's optimizer."""
     nesterov: bool = False
     """Nesterov momentum of the client's SGD."""
-    clip: Positive | None = None
+    clip_grad_norm: Positive | None = None
     """Largest norm of a client's gradient."""
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     """Arithmetic of training; ``bf16`` is autocast with fp32 weights."""
@@ -149,7 +149,7 @@ class Experiment(Section):
     """What is measured beside the method, in rounds that are evaluated."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
-    to_be_continued: bool = False
+    base_run: bool = False
     """Other runs begin with this one (``start_from``), so its method may be one that acts only in their rounds."""
     synthetic: str | None = None
     """Folder of a run whose synthetic images are used again instead of making new ones."""
@@ -159,12 +159,12 @@ class Experiment(Section):
     """How clients are trained; the numbers are the same."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
-    together: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    clients_per_group: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network; ``auto`` measures for
     ``processes`` and is 1 for the others."""
     ray: RayConfig = RayConfig()
     """Where the cluster of the engine ``ray`` is."""
-    patience: Positive = 600.0
+    stall_warning_seconds: Positive = 600.0
     """Seconds without an answer from a worker process after which that is said."""
     device: Annotated[str, Field(pattern=DEVICES)] = "auto"
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
@@ -216,8 +216,8 @@ class Experiment(Section):
             values["local_epochs"] = DEFAULT_EPOCHS
         if str(values.get("partition", "")).startswith("natural"):
             values.setdefault("clients", None)
-        if isinstance(values.get("server"), str) and values["server"].isdigit():
-            values["server"] = int(values["server"])
+        if isinstance(values.get("server_data"), str) and values["server_data"].isdigit():
+            values["server_data"] = int(values["server_data"])
         if values.get("device") == "cpu:0":  # as PyTorch also calls it
             values["device"] = "cpu"
         if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false

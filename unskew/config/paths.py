@@ -40,11 +40,11 @@ def with_absolute_paths(config: Experiment) -> Experiment:
     """The same run, with absolute paths to all that is there."""
     places = {
         name: absolute_if_exists(getattr(config, name))
-        for name in ("data_path", "server_path", "synthetic", "start_from")
+        for name in ("data_path", "server_data_path", "synthetic", "start_from")
     }
     names = {
         name: absolute_source_name(getattr(config, name))
-        for name in ("data", "server", "model")
+        for name in ("data", "server_data", "model")
         if config.data_path is None or name != "data"
     }
     tokenizer = config.text.tokenizer
@@ -57,7 +57,7 @@ def with_absolute_paths(config: Experiment) -> Experiment:
 
 def without_data_locations(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration's values without the places of its data, which may be moved between two sittings of a run."""
-    prefixes = {name: str(values.get(name)).partition(":")[0] for name in ("data", "server")}
+    prefixes = {name: str(values.get(name)).partition(":")[0] for name in ("data", "server_data")}
     moved = {name: prefix for name, prefix in prefixes.items() if prefix in PREFIXES}
-    files = {name: "table" for name in ("data", "server") if str(values.get(name)).lower().endswith(TABLES)}
-    return {**values, **files, **moved, "data_path": None, "server_path": None}
+    files = {name: "table" for name in ("data", "server_data") if str(values.get(name)).lower().endswith(TABLES)}
+    return {**values, **files, **moved, "data_path": None, "server_data_path": None}

@@ -1,8 +1,18 @@
-"""Options of other libraries, and what unskew calls them; for error messages only."""
+"""Former names of options, and names of other libraries; for error messages only."""
 
 from __future__ import annotations
 
 _NAMES = {
+    "max_train_samples": "keep_samples",
+    "max_classes": "keep_classes",
+    "reserve_test_samples": "set_aside",
+    "base_run": "to_be_continued",
+    "server_data": "server",
+    "server_data_path": "server_path",
+    "client_weighting": "weights",
+    "clients_per_group": "together",
+    "stall_warning_seconds": "patience",
+    "clip_grad_norm": "clip",
     "lr": "learning_rate eta local_lr client_lr local_learning_rate client_learning_rate",
     "local_epochs": "epochs epoch local_ep num_epochs n_epochs client_epochs",
     "local_steps": "steps local_iterations local_updates num_steps",

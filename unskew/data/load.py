@@ -37,7 +37,7 @@ from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
-MISSING = ("refuse", "mean", "indicator")
+MISSING = ("error", "mean", "indicator")
 """What may be done to missing numbers of a table."""
 
 
@@ -52,21 +52,21 @@ def load_federation(
     image: str | None = None,
     label_separator: str | None = None,
     image_size: int | None = None,
-    keep_classes: int | None = None,
-    keep_samples: int | None = None,
+    max_classes: int | None = None,
+    max_train_samples: int | None = None,
     holdout: float = 0.1,
-    server: int | str | None = None,
-    server_path: str | Path | None = None,
+    server_data: int | str | None = None,
+    server_data_path: str | Path | None = None,
     text: Sequence[str] = (),
     tokenizer: str | None = None,
     block: int = 128,
-    set_aside: int = 0,
+    reserve_test_samples: int = 0,
     features: Sequence[str] = (),
     exclude: Sequence[str] = (),
     task: str = "auto",
     categories: Sequence[str] = (),
     dates: Sequence[str] = (),
-    missing: str = "refuse",
+    missing: str = "error",
     csv: Mapping[str, str] | CsvSpec = DETECTED,
     split_by: str | None = None,
 ) -> Federation:
@@ -83,17 +83,17 @@ def load_federation(
         image: The column of encoded images.
         label_separator: What stands between the labels of a row, in a table's label column of text.
         image_size: Side to which images are brought, those of the server too.
-        keep_classes: Keep the samples of the first so many classes only.
-        keep_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
+        max_classes: Keep the samples of the first so many classes only.
+        max_train_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
         holdout: Share of each client's samples kept for its own evaluation.
         server: A number: that many test samples move to the server and are no longer used for evaluation. A data set:
             the server gets its training images, brought to the clients' size; they are out of domain. Grey
             images, the server's or the clients', are repeated to three channels where the others have colours.
-        server_path: Local files of the server's data set.
+        server_data_path: Local files of the server's data set.
         text: Text columns of a data set of texts, one or a pair. Without a label the task is then ``language``.
         tokenizer: Of texts: a name at the hub, a folder, or ``bytes``.
         block: At most so many tokens a text.
-        set_aside: At least so many test samples are not used for evaluation, those that ``server=set_aside`` would take.
+        reserve_test_samples: At least so many test samples are not used for evaluation, those that ``server=reserve_test_samples`` would take.
 
         features: Columns of a table that are inputs, in this order; without them, all that hold numbers and neither are the
             label nor decide the partition.
@@ -120,15 +120,21 @@ def load_federation(
         raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {short_repr(name)}.")
     if clients == "auto":
         clients = None if str(partition).startswith("natural") else DataSpec.clients
-    counts = {"seed": seed, "clients": clients, "block": block, "set_aside": set_aside, "image_size": image_size}
-    for field, value in (counts | {"keep_classes": keep_classes, "keep_samples": keep_samples}).items():
-        if value is not None or field in ("seed", "block", "set_aside"):
+    counts = {
+        "seed": seed,
+        "clients": clients,
+        "block": block,
+        "reserve_test_samples": reserve_test_samples,
+        "image_size": image_size,
+    }
+    for field, value in (counts | {"max_classes": max_classes, "max_train_samples": max_train_samples}).items():
+        if value is not None or field in ("seed", "block", "reserve_test_samples"):
             check_integer(value, field)
-    if server is not None and not isinstance(server, str):
-        check_integer(server, "server")
+    if server_data is not None and not isinstance(server_data, str):
+        check_integer(server_data, "server_data")
     said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
     said["split_by"] = split_by
-    places = {"data_path": data_path, "server_path": server_path}
+    places = {"data_path": data_path, "server_data_path": server_data_path}
     for field, text_or_path in (said | places).items():
         if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be text, not {short_repr(text_or_path)}.")
@@ -141,15 +147,15 @@ def load_federation(
         label_separator=label_separator,
         image=image,
         image_size=image_size,
-        keep_classes=keep_classes,
-        keep_samples=keep_samples,
+        max_classes=max_classes,
+        max_train_samples=max_train_samples,
         partition=partition,
         clients=clients,
         holdout=holdout,
-        server=server,
-        server_path=server_path,
+        server_data=server_data,
+        server_data_path=server_data_path,
         text=TextSpec(parse_names(text), tokenizer, block),
-        set_aside=set_aside,
+        reserve_test_samples=reserve_test_samples,
         features=parse_names(features),
         exclude=parse_names(exclude),
         task=task,
@@ -181,13 +187,13 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     if at_server is not None and not at_server.in_domain:
         source, test = repeat_channels(source, test, at_server.x.shape[1])
     train = source.train
-    if spec.keep_samples is not None:
-        if not 1 <= spec.keep_samples <= len(train):
+    if spec.max_train_samples is not None:
+        if not 1 <= spec.max_train_samples <= len(train):
             raise ConfigError(
-                f"keep_samples={spec.keep_samples} must be from 1 to the {len(train)} training samples of {spec.data}."
+                f"max_train_samples={spec.max_train_samples} must be from 1 to the {len(train)} training samples of {spec.data}."
             )
         train = train.rows(
-            np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.keep_samples])
+            np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
         )
     labels = train.y.numpy() if TASKS[source.task].labelled else None
     parts = make_partition(
@@ -241,10 +247,10 @@ def load_source_for(spec: DataSpec) -> Source:
             )
         if spec.features or spec.exclude:
             raise ConfigError(f"features and exclude choose among the columns of a table; {spec.data} holds texts.")
-        for_images = (spec.image, spec.label_separator, spec.image_size, spec.keep_classes)
+        for_images = (spec.image, spec.label_separator, spec.image_size, spec.max_classes)
         if any(option is not None for option in for_images):
             raise ConfigError(
-                f"{spec.data} holds texts; it takes no image, image_size, label_separator or keep_classes."
+                f"{spec.data} holds texts; it takes no image, image_size, label_separator or max_classes."
             )
         return load_texts(
             spec.data,
@@ -267,7 +273,7 @@ def load_source_for(spec: DataSpec) -> Source:
         image=spec.image,
         label_separator=spec.label_separator,
         size=spec.image_size,
-        classes=spec.keep_classes,
+        classes=spec.max_classes,
         choice=choice,
         csv=spec.csv,
     )

@@ -32,7 +32,7 @@ def with_local_files(spec: DataSpec) -> DataSpec:
         DataError: Nothing is there, or it cannot be reached.
     """
     found: dict[str, Any] = {}
-    for name in ("data", "data_path", "server", "server_path"):
+    for name in ("data", "data_path", "server_data", "server_data_path"):
         value = getattr(spec, name)
         if isinstance(value, str) and SCHEME in value:
             prefix, _, rest = value.partition(":")

@@ -22,26 +22,28 @@ from unskew.errors import ConfigError, DataError
 
 def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) -> tuple[ServerData | None, SampleTable]:
     """The server's samples, and the test rows that are left."""
-    rng, set_aside = purpose_generator(seed, "server"), spec.set_aside
+    rng, reserve_test_samples = purpose_generator(seed, "server"), spec.reserve_test_samples
     order = rng.permutation(len(test))
     group = None if spec.split_by is None else parse_split(spec.split_by).group
     units = None if group is None else make_units(test.columns, Split(group), len(test), rng)
     if units is not None:
         order = order[np.argsort(units.ranks[units.codes[order]], kind="stable")]
-    if set_aside >= len(test):
-        raise DataError(f"set_aside={set_aside} leaves none of the {len(test)} test samples to evaluate on.")
-    server = spec.server
+    if reserve_test_samples >= len(test):
+        raise DataError(
+            f"reserve_test_samples={reserve_test_samples} leaves none of the {len(test)} test samples to evaluate on."
+        )
+    server = spec.server_data
     if isinstance(server, str) and re.fullmatch(r"-?[0-9]{1,18}", server):
         server = int(server)
     if server is None or isinstance(server, str):
-        test = test.rows(remaining_rows(order, set_aside, units)) if set_aside else test
+        test = test.rows(remaining_rows(order, reserve_test_samples, units)) if reserve_test_samples else test
     if isinstance(server, str):
-        return load_other_dataset(server, spec.server_path, source, test), test
-    if spec.server_path is not None:
+        return load_other_dataset(server, spec.server_data_path, source, test), test
+    if spec.server_data_path is not None:
         raise ConfigError(
-            "server_path is given, but server does not name a data set to load from it."
+            "server_data_path is given, but server does not name a data set to load from it."
             if server is None
-            else f"server={server} takes samples of the test set; leave out server_path."
+            else f"server={server} takes samples of the test set; leave out server_data_path."
         )
     if server is None:
         return None, test
@@ -50,7 +52,10 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
             f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
             f"use a number from 1 to {len(test) - 1}."
         )
-    taken, left = torch.from_numpy(np.sort(order[:server])), remaining_rows(order, max(server, set_aside), units)
+    taken, left = (
+        torch.from_numpy(np.sort(order[:server])),
+        remaining_rows(order, max(server, reserve_test_samples), units),
+    )
     return ServerData(take_rows(test.x, taken), test.y[taken]), test.rows(left)
 
 

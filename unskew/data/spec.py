@@ -124,21 +124,21 @@ class DataSpec:
     label_separator: str | None = None
     image: str | None = None
     image_size: int | None = None
-    keep_classes: int | None = None
-    keep_samples: int | None = None
+    max_classes: int | None = None
+    max_train_samples: int | None = None
     partition: str | object = "dirichlet:0.1"
     clients: int | None = 10
     holdout: float = 0.1
-    server: int | str | None = None
-    server_path: str | Path | None = None
+    server_data: int | str | None = None
+    server_data_path: str | Path | None = None
     text: TextSpec = TextSpec()
-    set_aside: int = 0
+    reserve_test_samples: int = 0
     features: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     task: str = "auto"
     categories: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
-    missing: str = "refuse"
+    missing: str = "error"
     csv: CsvSpec = DETECTED
     split_by: str | None = None
 

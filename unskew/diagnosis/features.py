@@ -108,7 +108,7 @@ class AdviceContext:
                 )
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(self.config.seed))
             fed = replace(fed, server=ServerData(x[order[:n]], y[order[:n]]), test=(x[order[n:]], y[order[n:]]))
-            changes["server"] = n
+            changes["server_data"] = n
         return replace(self, config=self.config.model_copy(update=changes), federation=fed)
 
 

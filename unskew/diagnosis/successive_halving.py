@@ -195,7 +195,7 @@ def train_to(
     setting = advice.setting
     changes = {"method": name, "rounds": rounds, "target": None, "diagnose": ()}
     # In the first rungs there may be too few rounds for a method that acts at the end of a run.
-    config = setting.config.model_copy(update={**changes, "to_be_continued": rounds < advice.rounds})
+    config = setting.config.model_copy(update={**changes, "base_run": rounds < advice.rounds})
     folder = place / "".join(c if c.isalnum() else "-" for c in name)
     if folder.exists() and config.training.schedule.ends:  # rates that depend on the number of rounds
         shutil.rmtree(folder)

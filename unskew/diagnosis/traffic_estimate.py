@@ -37,7 +37,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "eval_every": ROUNDS,
         "eval_clients": 0,
         "engine": "inline",
-        "to_be_continued": True,
+        "base_run": True,
         "early_stopping": None,
         "lr_schedule": "constant",
         "network": type(config.network)(),

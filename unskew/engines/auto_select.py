@@ -49,7 +49,7 @@ class EngineChoice:
 
     engine: str
     workers: int
-    together: int = 1
+    clients_per_group: int = 1
     decided: str = "rule"
     trial: dict[str, float] = field(default_factory=dict)
     asked: list[Any] = field(default_factory=list)
@@ -60,15 +60,15 @@ class EngineCandidate(NamedTuple):
 
     engine: str
     workers: int
-    together: int
+    clients_per_group: int
 
     def said(self, usual: int) -> str:
         """Its name in a trial's table; so many workers are not mentioned."""
         parts = [self.engine]
         if self.engine == "processes" and self.workers != usual:
             parts.append(f"{self.workers} workers")
-        if self.together > 1:
-            parts.append(f"{self.together} together")
+        if self.clients_per_group > 1:
+            parts.append(f"{self.clients_per_group} together")
         return ", ".join(parts)
 
 
@@ -78,13 +78,13 @@ class EngineRequest:
 
     engine: str
     workers: int | None
-    together: int | str
+    clients_per_group: int | str
     address: str | None = None
 
     @property
     def identity(self) -> list[Any]:
         """By which a kept choice is known to be the answer."""
-        return [self.engine, self.workers, self.together]
+        return [self.engine, self.workers, self.clients_per_group]
 
 
 def choose_engine(
@@ -102,15 +102,15 @@ def choose_engine(
     """
     if asked.engine == "ray" or (asked.engine == "auto" and asked.address is not None):
         # Not measured: nodes differ, and bits must not depend on who trains a client.
-        together = min(asked.together, cohort) if isinstance(asked.together, int) else 1
-        return EngineChoice("ray", asked.workers or 0, together, "given", asked=asked.identity)
-    if asked.engine == "vectorized" and asked.together != "auto":
+        clients_per_group = min(asked.clients_per_group, cohort) if isinstance(asked.clients_per_group, int) else 1
+        return EngineChoice("ray", asked.workers or 0, clients_per_group, "given", asked=asked.identity)
+    if asked.engine == "vectorized" and asked.clients_per_group != "auto":
         raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
     kept = _kept(folder) if resume else None
     if kept is not None and kept.asked == asked.identity and _possible(kept):
         return kept
     if setup.device.type != "cpu":
-        if asked.together not in ("auto", 1):
+        if asked.clients_per_group not in ("auto", 1):
             raise ConfigError("Clients are trained together on a CPU only; on another device take engine=vectorized.")
         engine = "vectorized" if asked.engine == "auto" else asked.engine
         return EngineChoice(engine, 1, asked=asked.identity)
@@ -119,9 +119,9 @@ def choose_engine(
     several = workers > 1 and cohort > 1 and processes.fork_available()
     engine = ("processes" if several else "inline") if asked.engine == "auto" else asked.engine
     plain = EngineChoice(engine, workers, 1, "rule" if "auto" in asked.identity else "given", asked=asked.identity)
-    if isinstance(asked.together, int):
-        plain = EngineChoice(engine, workers, min(asked.together, cohort), plain.decided, asked=asked.identity)
-    open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.together == "auto")
+    if isinstance(asked.clients_per_group, int):
+        plain = EngineChoice(engine, workers, min(asked.clients_per_group, cohort), plain.decided, asked=asked.identity)
+    open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.clients_per_group == "auto")
     choice = plain
     if open_ended and not resume:
         with contextlib.suppress(Exception):  # what is wrong with a step, the run itself says better
@@ -160,9 +160,13 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, co
     if left() < SHORTEST:
         return plain
     form, groups = None, [1]
-    if asked.together != 1 and (isinstance(asked.together, int) or whole > MOSTLY):
+    if asked.clients_per_group != 1 and (isinstance(asked.clients_per_group, int) or whole > MOSTLY):
         form = grouped_unchecked(setup.spec)
-        groups = [plain.together] if isinstance(asked.together, int) else _groups(setup, cohort, plain.workers)
+        groups = (
+            [plain.clients_per_group]
+            if isinstance(asked.clients_per_group, int)
+            else _groups(setup, cohort, plain.workers)
+        )
     if form is None:
         groups = [1]
     few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
@@ -184,7 +188,7 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, co
         half = plain.workers // 2
         if asked.workers is None and half > 1 and found:
             # Where cores share their units, or wait for the same memory, fewer workers can be as fast, or faster.
-            best = min(found, key=lambda one: found[one]).together
+            best = min(found, key=lambda one: found[one]).clients_per_group
             predict("processes", half, timing.time_in_processes(setup, form, [best], few, half, left() / 2))
     # With all threads a round takes the time of one thread divided by their number, at best.
     hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / num_cores()
@@ -196,13 +200,13 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, co
 
 
 def _fastest(plain: EngineChoice, found: dict[EngineCandidate, float]) -> EngineChoice:
-    first = EngineCandidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.together)
+    first = EngineCandidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.clients_per_group)
     if first not in found:  # no time for what is to be beaten
         return plain
     best = min(found, key=lambda one: found[one])
     chosen = best if found[best] < MARGIN * found[first] else first
     table = {one.said(plain.workers): round(seconds, 6) for one, seconds in found.items()}
-    return EngineChoice(chosen.engine, chosen.workers, chosen.together, "measured", table, plain.asked)
+    return EngineChoice(chosen.engine, chosen.workers, chosen.clients_per_group, "measured", table, plain.asked)
 
 
 def _work(setup: EngineConfig) -> tuple[float, float]:

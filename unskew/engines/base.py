@@ -35,7 +35,7 @@ class EngineConfig:
         device: Where the model is.
         buffers: Whether normalisation statistics are averaged, stay at the client, or begin anew in every round.
         common: What each rule sent to every client alike before the first round.
-        patience: Seconds without an answer from a worker after which ``tell`` is called with a sentence.
+        stall_warning_seconds: Warn through ``warn`` after this many seconds without a reply from any worker.
         tell: Tells the user something.
         retried: Counts clients that were trained again because a worker or a node died.
     """
@@ -49,7 +49,7 @@ class EngineConfig:
     device: torch.device
     buffers: Buffers = "average"
     common: dict[str, Tensors] = field(default_factory=dict)
-    patience: float = 600.0
+    stall_warning_seconds: float = 600.0
     warn: Callable[[str], None] = warnings.warn
     retried: Callable[[int], None] = ignore_retries
 

@@ -21,10 +21,10 @@ class InlineEngine:
 
     name = "inline"
 
-    def __init__(self, setup: EngineConfig, together: int = 1):
-        self.setup, self.together = setup, together
+    def __init__(self, setup: EngineConfig, clients_per_group: int = 1):
+        self.setup, self.clients_per_group = setup, clients_per_group
         self.trainer = LocalTrainer(setup)
-        self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if together > 1 else None
+        self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if clients_per_group > 1 else None
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
@@ -33,7 +33,7 @@ class InlineEngine:
                 yield self.trainer.train(cast)
             return
         done: dict[int, Update] = {}
-        for part in schedule_groups(casts, steps_per_client(self.setup, casts), self.together):
+        for part in schedule_groups(casts, steps_per_client(self.setup, casts), self.clients_per_group):
             done.update(zip(part, self.group.train([casts[place] for place in part]), strict=True))
         yield from (done[place] for place in range(len(casts)))
 

@@ -140,7 +140,7 @@ class LocalTrainer:
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
             "steps": float(len(plan.batches)),
-            "begin_seconds": ready - began,
+            "setup_seconds": ready - began,
             "train_seconds": time.perf_counter() - ready,
         }
         return pack_update(setup, cast, delta, v, self.model.b.clone(), written, metrics, made, moments)

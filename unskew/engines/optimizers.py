@@ -44,8 +44,8 @@ def optimizer_step(
 
 def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
     """One step of all parameters."""
-    if training.clip is not None:
-        g = g * torch.clamp(training.clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0)
+    if training.clip_grad_norm is not None:
+        g = g * torch.clamp(training.clip_grad_norm / (torch.linalg.vector_norm(g) + 1e-6), max=1.0)
     if training.optimizer == "sgd":
         return sgd(training, v, g, state)
     return adam(training, v, g, state, t)

@@ -121,7 +121,7 @@ class ProcessesEngine:
 
     name = "processes"
 
-    def __init__(self, setup: EngineConfig, workers: int | None = None, together: int = 1):
+    def __init__(self, setup: EngineConfig, workers: int | None = None, clients_per_group: int = 1):
         if not fork_available():
             raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
         if setup.device.type != "cpu":
@@ -131,8 +131,8 @@ class ProcessesEngine:
         # More threads of this process would spin on the cores that the workers need.
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
-        self.setup, self.together = setup, together
-        form = grouped_form(setup.spec) if together > 1 else None
+        self.setup, self.clients_per_group = setup, clients_per_group
+        form = grouped_form(setup.spec) if clients_per_group > 1 else None
         if form is not None:
             preload_functorch()
         self.inbox = SharedMemory()
@@ -152,12 +152,12 @@ class ProcessesEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         self.inbox.clear()
-        waiting = deque(schedule_groups(casts, steps_per_client(self.setup, casts), self.together))
+        waiting = deque(schedule_groups(casts, steps_per_client(self.setup, casts), self.clients_per_group))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
         done: dict[int, Update] = {}
         # A part of several clients is worth the wait for the worker that is free first.
-        for _ in range(AHEAD if self.together == 1 else 1):
+        for _ in range(AHEAD if self.clients_per_group == 1 else 1):
             for pipe in self.pipes:
                 self._send(pipe, waiting, busy, casts, fresh)
         for place in range(len(casts)):
@@ -190,13 +190,13 @@ class ProcessesEngine:
 
     def _wait_for_replies(self, asked: list[Connection]) -> list[Any]:
         """The pipes with an answer; if there is none for too long, the user is told who is waited for."""
-        ready = wait(asked, self.setup.patience)
+        ready = wait(asked, self.setup.stall_warning_seconds)
         if not ready:
             pids = [self.processes[self.pipes.index(pipe)].pid for pipe in asked]
             stopped = [pid for pid in pids if pid is not None and is_stopped(pid)]
             why = f" Stopped by a signal: {stopped}; kill -CONT lets them go on." if stopped else ""
             self.setup.warn(
-                f"No worker process has answered for {self.setup.patience:g} s (patience); waiting for {pids}.{why} "
+                f"No worker process has answered for {self.setup.stall_warning_seconds:g} s (stall_warning_seconds); waiting for {pids}.{why} "
                 "If they hang, kill them; the run can be resumed."
             )
             ready = wait(asked)

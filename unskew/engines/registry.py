@@ -44,7 +44,7 @@ def make_engine(
     name: str,
     setup: EngineConfig,
     workers: int | None = None,
-    together: int = 1,
+    clients_per_group: int = 1,
     cluster: Mapping[str, Any] | None = None,
 ) -> Engine:
     """The engine ``name`` (not ``auto``), ready to train.
@@ -61,7 +61,7 @@ def make_engine(
         from unskew.engines.ray.engine import RayEngine
 
         told = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
-        return RayEngine(setup, workers or None, ClusterConfig(**told), together)
+        return RayEngine(setup, workers or None, ClusterConfig(**told), clients_per_group)
     if name == "processes":
-        return ProcessesEngine(setup, workers, together)
-    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, together)
+        return ProcessesEngine(setup, workers, clients_per_group)
+    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, clients_per_group)

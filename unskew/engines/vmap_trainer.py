@@ -235,7 +235,7 @@ class GroupTrainer:
         losses = (total / counts.clamp_min(1)).tolist()
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Of the group's time, each client's even share.
-        spent = {"begin_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
+        spent = {"setup_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
             pack_update(
                 setup, cast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),

@@ -143,7 +143,7 @@ class Dense(ServerRule):
                 momentum=self.momentum,
                 nesterov=False,
                 weight_decay=0.0,
-                clip=None,
+                clip_grad_norm=None,
                 augment=False,
             )
             v, b = trained.v, trained.b
@@ -180,12 +180,12 @@ class Dense(ServerRule):
     ) -> Tensor:
         """Compute the generator's objective for images ``x`` and labels ``y``."""
         outputs, distances = zip(*(statistics_distance(spec, v, b, x) for v, b in models), strict=True)
-        together = torch.stack([output.logits for output in outputs]).mean(0)
-        loss = F.cross_entropy(together, y) + self.lambda_bn * torch.stack(distances).mean()
+        clients_per_group = torch.stack([output.logits for output in outputs]).mean(0)
+        loss = F.cross_entropy(clients_per_group, y) + self.lambda_bn * torch.stack(distances).mean()
         if self.lambda_adv:
             alone = spec.forward(*student, x).logits
-            apart = (together.argmax(1) != alone.argmax(1)).to(loss.dtype)
-            loss = loss - self.lambda_adv * (apart * divergence(together, alone)).mean()
+            apart = (clients_per_group.argmax(1) != alone.argmax(1)).to(loss.dtype)
+            loss = loss - self.lambda_adv * (apart * divergence(clients_per_group, alone)).mean()
         return loss
 
 

@@ -197,7 +197,7 @@ class FedDM(ClientRule, ServerRule):
             momentum=self.server_momentum,
             nesterov=False,
             weight_decay=0.0,
-            clip=None,
+            clip_grad_norm=None,
             augment=False,
         )
         return {"v": trained.v, "b": trained.b}

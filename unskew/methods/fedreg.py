@@ -77,7 +77,7 @@ class FedReg(ClientRule):
         run.need_numbers(self.name)
         if not run.training.plain_sgd:
             raise ConfigError(
-                "fedreg corrects plain SGD steps: leave momentum and weight_decay at 0 and clip unset, and take "
+                "fedreg corrects plain SGD steps: leave momentum and weight_decay at 0 and clip_grad_norm unset, and take "
                 "optimizer=sgd."
             )
         return ()

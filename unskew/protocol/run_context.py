@@ -27,7 +27,7 @@ class PreRunContext:
         rounds: Number of rounds.
         delayed: Whether updates may arrive in later rounds than they were sent out in.
         diagnose: What else is to be measured.
-        to_be_continued: Whether other runs begin where this one ends, so that a rule may act only in theirs.
+        base_run: Whether other runs begin where this one ends, so that a rule may act only in theirs.
     """
 
     federation: Federation
@@ -36,7 +36,7 @@ class PreRunContext:
     rounds: int
     delayed: bool = False
     diagnose: tuple[str, ...] = ()
-    to_be_continued: bool = False
+    base_run: bool = False
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -45,7 +45,7 @@ class PreRunContext:
 
     def need_rounds_after(self, name: str, option: str, idle: int) -> None:
         """More rounds than those in which the rule does nothing: else its results would be another method's."""
-        if self.rounds <= idle and not self.to_be_continued:
+        if self.rounds <= idle and not self.base_run:
             raise ConfigError(
                 f"{name} would never act: with {option}={idle} it does so after {idle} rounds, and the run has "
                 f"{self.rounds}. Give it a smaller {option}, or the run more rounds than that."

@@ -23,7 +23,7 @@ class Training:
             None: on all that it trains on.
         batch_size: Samples per step. The last batch of an epoch may be smaller, unless ``drop_last``.
         optimizer: ``sgd``, ``adam`` or ``adamw``; made afresh every round.
-        clip: Largest norm of a gradient, or None.
+        clip_grad_norm: Largest norm of a gradient, or None.
         augment: Random crops (padding 4) and horizontal flips.
         precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
         lr: Learning rate, which ``lr_schedule`` multiplies.
@@ -42,7 +42,7 @@ class Training:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
-    clip: float | None = None
+    clip_grad_norm: float | None = None
     augment: bool = False
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     lr_schedule: str = "constant"
@@ -52,7 +52,7 @@ class Training:
     @property
     def plain_sgd(self) -> bool:
         """Return whether a step is exactly ``v - lr * g``."""
-        return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip is None
+        return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip_grad_norm is None
 
     @property
     def schedule(self) -> LRSchedule:

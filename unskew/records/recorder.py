@@ -207,7 +207,7 @@ class Recorder:
         return sign * value, -negative
 
 
-MEASURED = ("loss", "bytes_up", "bytes_down", "begin_seconds", "train_seconds")
+MEASURED = ("loss", "bytes_up", "bytes_down", "setup_seconds", "train_seconds")
 """Figures that the summary reads of every round."""
 
 

@@ -26,9 +26,9 @@ EVALUATED = {
     "mae": "mean absolute error",
     "rmse": "root mean squared error",
     "perplexity": "perplexity",
-    "c_f1": "F1, mean of the labels (%)",
-    "o_f1": "F1 of all decisions (%)",
-    "s_f1": "F1 per sample (%)",
+    "macro_f1": "F1, mean of the labels (%)",
+    "micro_f1": "F1 of all decisions (%)",
+    "samples_f1": "F1 per sample (%)",
     "auroc": "AUROC (%)",
     "auprc": "AUPRC (%)",
     "f1": "F1 (%)",
@@ -43,7 +43,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 """Of lines: the next one whenever the colours begin anew."""
 ALWAYS = {
     *("round", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped"),
-    *("c_precision", "c_recall", "o_precision", "o_recall"),
+    *("macro_precision", "macro_recall", "micro_precision", "micro_recall"),
     *EVALUATED,
 }
 """Figures of a round that are no method's own."""

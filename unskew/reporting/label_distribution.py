@@ -49,15 +49,15 @@ def distribution_of(run: RunFiles) -> dict[str, Any]:
 
 def class_counts(run: RunFiles) -> np.ndarray | None:
     """Samples of each class at each client ``[K, C]``; None where the folder does not say it of all clients."""
-    if not all("holds" in row for row in run.clients):
+    if not all("class_counts" in row for row in run.clients):
         return None
-    highest = max((int(label) for row in run.clients for label in row["holds"]), default=-1)
+    highest = max((int(label) for row in run.clients for label in row["class_counts"]), default=-1)
     classes = max(highest + 1, len(run.about.get("classes", [])))
     if not 0 < classes * len(run.clients) <= MOST:
         return None
     counts = np.zeros((len(run.clients), classes))
     for place, row in enumerate(run.clients):
-        for label, count in row["holds"].items():
+        for label, count in row["class_counts"].items():
             counts[place, int(label)] = count
     return counts
 

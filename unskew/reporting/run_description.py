@@ -78,7 +78,7 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
             for text in run.warnings:
                 told.setdefault(text, []).append(f"{one.label}, seed {run.summary['seed']}")
     found = [("; ".join(runs), text) for text, runs in told.items()]
-    uneven = weighting_mismatch_note({one.label: one.runs[0].summary.get("weights") for one in part.ranked})
+    uneven = weighting_mismatch_note({one.label: one.runs[0].summary.get("client_weighting") for one in part.ranked})
     unequal = any(len({row["samples"] for row in run.clients}) > 1 for one in part.series for run in one.runs)
     return [("all runs", uneven), *found] if uneven and unequal else found
 

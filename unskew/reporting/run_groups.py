@@ -19,13 +19,23 @@ from unskew.tasks.primary_metric import (
     primary_metric_name,
 )
 
-PLACE = ("data", "partition", "clients", "server", "model")
+PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields that the title of a part tells."""
-SHARED = (*PLACE, "keep_classes", "keep_samples", "image_size", "holdout", "set_aside", "model_options")
+SHARED = (*PLACE, "max_classes", "max_train_samples", "image_size", "holdout", "reserve_test_samples", "model_options")
 """Runs with the same of these are of one part."""
 HOW = (
-    *("seed", "method", "engine", "workers", "patience", "device", "trackers", "checkpoint_every", "target"),
-    *("save_samples", "to_be_continued", "data_path", "server_path", "synthetic", "start_from", "objective"),
+    *(
+        "seed",
+        "method",
+        "engine",
+        "workers",
+        "stall_warning_seconds",
+        "device",
+        "trackers",
+        "checkpoint_every",
+        "target",
+    ),
+    *("save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
 )
 """Fields in which the runs of one method may differ."""
 
@@ -185,6 +195,6 @@ def _target(series: Sequence[MethodRuns]) -> float:
 
 
 def _title(run: RunFiles) -> str:
-    summary, server = run.summary, run.config.get("server")
+    summary, server = run.summary, run.config.get("server_data")
     title = f"{summary['data']}, {summary['partition']}, {summary['clients']} clients, {summary['model']}"
     return title if server is None else f"{title}, server: {server}"

@@ -25,7 +25,7 @@ MOST_POINTS = 1000
 """Of a curve in ``curves.json``."""
 DEEPEST = 4
 """Folders below the one that is named, in which runs are looked for."""
-WORDS = ("method", "data", "partition", "partition_hash", "model", "weights", "engine", "buffers")
+WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weighting", "engine", "buffers")
 WHOLE = ("clients", "seed", "rounds", "parameters")
 PER_ROUND = ("round", "bytes_up", "bytes_down", "seconds")
 NUMBERS = ("bytes_up", "bytes_down", "seconds")
@@ -242,7 +242,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
             raise damaged
-        holds = row.get("holds", {})
+        holds = row.get("class_counts", {})
         if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
             raise damaged
         shares = [row.get(name) for one in SCORES for name in (one, f"personal_{one}")]

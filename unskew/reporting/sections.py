@@ -19,7 +19,7 @@ from unskew.reporting.verdict import verdict
 from unskew.tasks.formatting import value_text
 
 LATER = (
-    *("train_loss", "begin_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
+    *("train_loss", "setup_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
     *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
 )
 """Figures of a round that any method may have, or that begin so; a method's own come first."""

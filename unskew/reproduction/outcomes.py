@@ -18,7 +18,7 @@ from unskew.errors import DataError
 from unskew.filesystem import write_atomic
 from unskew.runs.resume import RESUMABLE
 
-ELSEWHERE = {*RESUMABLE, "data_path", "server_path", "start_from"} - {"rounds"}
+ELSEWHERE = {*RESUMABLE, "data_path", "server_data_path", "start_from"} - {"rounds"}
 """Fields that say how a run is carried out, not what it is."""
 ALWAYS = {"": {"data", "method", "seed", "rounds"}, "network": {"drop", "delay", "delay_per"}}
 """Fields told with their defaults, too: of every run, and of one that tells anything of the section. Hashes rest on it."""

@@ -188,7 +188,7 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
 
             # The common run takes from the row what changes the data or the model, but not its method.
             rest = {k: v for k, v in mine.items() if k != "method"}
-            parent = None if after is None else build({**rest, **preset.common[after], "to_be_continued": True})
+            parent = None if after is None else build({**rest, **preset.common[after], "base_run": True})
             table.append(PresetCell(row, column, build(mine), parent))
     return table
 

@@ -209,7 +209,7 @@ def run_cell(
     else:
         federation, callbacks = data.of(config), follow()
         if (folder / "config.yaml").is_file():
-            machine = {k: getattr(config, k) for k in ("engine", "workers", "together", "device")}
+            machine = {k: getattr(config, k) for k in ("engine", "workers", "clients_per_group", "device")}
             result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **machine)
         else:
             result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)

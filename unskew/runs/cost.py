@@ -276,7 +276,7 @@ def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> 
             updates = [replace_fields(trainer.train(server.broadcast(t, client)), arrived=t)]
         trained = time.perf_counter()
         figures = server.step(t, updates)
-        found = figures["begin_seconds"], figures["train_seconds"], time.perf_counter() - trained
+        found = figures["setup_seconds"], figures["train_seconds"], time.perf_counter() - trained
         if t >= first_active_round(session.method) and trained - began > ENOUGH:
             break
     return found

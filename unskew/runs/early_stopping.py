@@ -62,7 +62,9 @@ class EarlyStopping:
             return {}
         v, b, scored, name = server.evaluated, server.evaluated_b, self.evaluator.task.scored, self.objective.name
         others = name not in (scored, "loss", WORST)
-        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, together=others)
+        scores = self.evaluator.evaluate_clients(
+            v, b, self.config.eval_clients, self.config.seed, clients_per_group=others
+        )
         worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
         if not self.selects:
             return worst
@@ -70,7 +72,7 @@ class EarlyStopping:
         return {
             f"validation_{scored}": float(np.average(scores.accuracies, weights=sizes)),
             "validation_loss": float(np.average(scores.losses, weights=sizes)),
-            **({self.score: scores.together[name]} if others else worst),
+            **({self.score: scores.clients_per_group[name]} if others else worst),
         }
 
     @property
@@ -100,7 +102,7 @@ class EarlyStopping:
             "validation_round": best["round"],
             self.score: best[self.score],
             **{f"{name}_at_validation_round": value for name, value in judging.items()},
-            "rounds_at_most": self.config.rounds,
+            "max_rounds": self.config.rounds,
         }
 
 

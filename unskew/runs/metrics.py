@@ -17,9 +17,19 @@ from unskew.tasks.primary_metric import RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
-    *("model", "parameters", "buffers", "weights", "engine", "together", "target", "synthetic", "privacy"),
+    *(
+        "model",
+        "parameters",
+        "buffers",
+        "client_weighting",
+        "engine",
+        "clients_per_group",
+        "target",
+        "synthetic",
+        "privacy",
+    ),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
-    *("kept_round", "client", "name", "samples", "held_out", "holds"),
+    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),
 }
 """Keys of rounds, summaries and lines of clients that no metric may have."""
 PREFIXES = ("synthetic_", "best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")

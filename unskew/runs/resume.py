@@ -31,16 +31,16 @@ RESUMABLE = (
         "rounds",
         "engine",
         "workers",
-        "together",
+        "clients_per_group",
         "ray",
-        "patience",
+        "stall_warning_seconds",
         "device",
         "trackers",
         "checkpoint_every",
         "target",
         "save_samples",
     ),
-    "to_be_continued",
+    "base_run",
 )
 """Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
 

@@ -207,8 +207,8 @@ def resume(
             where ``unskew compare`` and ``unskew reproduce`` keep it.
         trust_code: Whether a model or a method of one's own that the folder's ``config.yaml`` names may be imported, which
             runs its code.
-        changes: New values for ``rounds``, ``engine``, ``workers``, ``together``, ``patience``, ``device``, ``trackers``,
-            ``checkpoint_every``, ``target``, ``save_samples`` or ``to_be_continued``, and for where the data lie:
+        changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``, ``device``, ``trackers``,
+            ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``, and for where the data lie:
             ``data_path``, or ``data`` with another path.
 
     Raises:
@@ -275,7 +275,7 @@ def finished_rounds(folder: Path) -> int | None:
     """The rounds of a run that came to its end, or those it had before it if it was stopped early; else None."""
     try:
         summary = read_json(folder / "summary.json")
-        return int(summary.get("rounds_at_most", summary["rounds"]))
+        return int(summary.get("max_rounds", summary["rounds"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -120,7 +120,7 @@ class Session:
             device,
             config.buffers,
             prepared.common,
-            config.patience,
+            config.stall_warning_seconds,
             self.recorder.warn,
             self.recorder.retried,
         )
@@ -191,10 +191,10 @@ class Session:
         config = self.config
         if self.folder is not None and not resume:  # before engine.json, so that a run killed in between can be resumed
             write_atomic(self.folder / "config.yaml", config.to_yaml().encode())
-        asked = EngineRequest(config.engine, config.workers, config.together, config.ray.address)
+        asked = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
         choice = choose_engine(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
         cluster = config.ray.model_dump()
-        return make_engine(choice.engine, self.setup, choice.workers, choice.together, cluster), choice
+        return make_engine(choice.engine, self.setup, choice.workers, choice.clients_per_group, cluster), choice
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""

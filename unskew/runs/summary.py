@@ -17,7 +17,7 @@ from unskew.simulation.server import Server
 from unskew.tasks.primary_metric import WORST
 
 MEASURED = (
-    "begin_seconds",
+    "setup_seconds",
     "train_seconds",
     "local_",
     "consensus/",
@@ -73,15 +73,15 @@ def summarize(
         "model": config.model,
         "parameters": spec.size,
         "buffers": config.buffers if spec.buffer_sizes else "none",
-        "weights": server.weights,
+        "client_weighting": server.weights,
         "engine": choice.engine,
-        "together": choice.together,
+        "clients_per_group": choice.clients_per_group,
         "objective": objective.name,
         **({"own_metrics": metrics.own} if metrics.own else {}),
         task.scored: final[task.scored],
         f"best_{task.scored}": best,
         "best_round": best_round,
-        "best_of_last_five": max(scored[-5:]),
+        "best_last_5": max(scored[-5:]),
         "loss": final["loss"],
         **{name: final[name] for name in (*task.figures, *metrics.computed.names)},
         **{f"best_{name}": recorder.best(name)[0] for name in task.figures if name.endswith("f1")},
@@ -96,7 +96,7 @@ def summarize(
         "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
         # A client that takes part in every round spends this much in all.
-        "client_seconds": sum(row["begin_seconds"] + row["train_seconds"] for row in history),
+        "client_seconds": sum(row["setup_seconds"] + row["train_seconds"] for row in history),
     }
     if divergence_warning(final):
         summary["diverged"] = True
@@ -198,8 +198,8 @@ def client_rows(
             "client": k,
             **({"name": names[k]} if names else {}),
             "samples": samples,
-            "held_out": held,
-            **({"holds": holds[k]} if k in holds else {}),
+            "num_held_out": held,
+            **({"class_counts": holds[k]} if k in holds else {}),
             **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, held) in sizes.items()

@@ -50,9 +50,7 @@ def check_method(
             )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
-    run = PreRunContext(
-        federation, build, config.training, config.rounds, delayed, config.diagnose, config.to_be_continued
-    )
+    run = PreRunContext(federation, build, config.training, config.rounds, delayed, config.diagnose, config.base_run)
     warnings: list[str] = []
     for rule in method.rules:
         told = rule.check(run) or ()
@@ -82,8 +80,8 @@ def check_method(
 
 def resolve_weighting(config: Experiment, method: Method) -> Weights:
     """Return the client weighting: as configured, otherwise as the method defines it."""
-    if config.weights != "auto":
-        return config.weights
+    if config.client_weighting != "auto":
+        return config.client_weighting
     return method.weights or (method.server or FedAvg()).weights or "samples"
 
 

@@ -206,7 +206,7 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
         f"- Method: `{own['method']}`{' (' + '; '.join(papers) + ')' if papers else ''}.",
         f"- {own['rounds']} rounds with {100 * config.participation:g} % of the clients in each, {work} a round, batches of "
         f"{config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
-        f"- Model: `{config.model}`, {own['parameters']} trained parameters. Clients count by `{own['weights']}`.",
+        f"- Model: `{config.model}`, {own['parameters']} trained parameters. Clients count by `{own['client_weighting']}`.",
         f"- Traffic of all clients: {own['bytes_up'] / 1e6:.1f} MB up, {own['bytes_down'] / 1e6:.1f} MB down.",
     ]
     return "\n".join(lines)

@@ -58,7 +58,7 @@ class ClientScores:
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     scored: str = "accuracy"
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
-    together: Mapping[str, float] = field(default_factory=dict)
+    clients_per_group: Mapping[str, float] = field(default_factory=dict)
 
     def figures(
         self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()
@@ -203,7 +203,7 @@ class Evaluator:
         seed: int,
         own: Models | None = None,
         each: bool = False,
-        together: bool = False,
+        clients_per_group: bool = False,
     ) -> ClientScores:
         """The model on each client's own data.
 
@@ -238,7 +238,7 @@ class Evaluator:
             return ClientScores(accuracies, measured_on, losses, who, scored)
         # Logits of language models are as many as the vocabulary for every token: they are not kept.
         language = self.task.name == "language"
-        kept: list[Tensor] | None = [] if (each or together) and not language else None
+        kept: list[Tensor] | None = [] if (each or clients_per_group) and not language else None
         inputs = (c.x_test for c in held)  # one client's after another's, not all at once
         right, asked, summed, tally = self._samples(v, b, inputs, [c.y_test for c in held], single=True, kept=kept)
         sizes = [len(c.y_test) for c in held]
@@ -249,7 +249,7 @@ class Evaluator:
             logits = torch.split(torch.cat(kept), sizes) if kept is not None else [right] * len(held)
             trios = zip(held, logits, losses.tolist(), strict=True)
             others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
-        if together:
+        if clients_per_group:
             pooled = self.task.measure(tally, float(summed.sum() / asked.sum().clamp_min(1)))
             pooled.pop(scored, None)
             if kept is not None and self.metrics:

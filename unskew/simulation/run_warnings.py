@@ -46,7 +46,7 @@ def divergence_warning(row: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"The run diverged: {why}. Its model is of no use; repeat the run with a smaller learning rate (lr), fewer local "
-        "steps, or clip."
+        "steps, or set clip_grad_norm."
     )
 
 

@@ -231,7 +231,7 @@ class Server:
             "updates": len(taken),
             "skipped": len(self.skipped_clients),
             "train_loss": intake.sums["loss"] / len(taken) if taken else math.nan,
-            "begin_seconds": intake.sums["begin_seconds"] / len(taken) if taken else 0.0,
+            "setup_seconds": intake.sums["setup_seconds"] / len(taken) if taken else 0.0,
             "train_seconds": intake.sums["train_seconds"] / len(taken) if taken else 0.0,
             **({"discarded": discarded} if discarded else {}),
             **rule_metrics(self.rule, self.state),

@@ -16,7 +16,7 @@ from unskew.protocol.rules import Method, ServerRule
 from unskew.protocol.updates import Aggregate, Masks
 from unskew.tasks.registry import TASKS
 
-FIGURES = ("loss", "begin_seconds", "train_seconds")
+FIGURES = ("loss", "setup_seconds", "train_seconds")
 """Figures of updates of which a round shows the mean."""
 TAKEN = {
     *("round", "accuracy", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped", "discarded"),

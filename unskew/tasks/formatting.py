@@ -7,7 +7,7 @@ from typing import Any
 
 from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_info
 
-F1 = {"C-F1": "c_f1", "O-F1": "o_f1"}
+F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
 
 

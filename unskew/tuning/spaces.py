@@ -14,8 +14,8 @@ from unskew.option_parsing import build_from_options, option_defaults
 from unskew.protocol.search_space import CategoricalSpace, RangeSpace, Space, log_range, one_of, read_space
 
 SHARED = (
-    *("lr", "batch_size", "local_steps", "local_epochs", "momentum", "weight_decay", "nesterov", "clip"),
-    *("optimizer", "lr_schedule", "lr_schedule_per", "weights", "buffers", "drop_last", "augment"),
+    *("lr", "batch_size", "local_steps", "local_epochs", "momentum", "weight_decay", "nesterov", "clip_grad_norm"),
+    *("optimizer", "lr_schedule", "lr_schedule_per", "client_weighting", "buffers", "drop_last", "augment"),
 )
 """Fields of a run that may be tuned: those of training, none of the data, the rounds or the machine."""
 BUDGETS = {"local_steps": "local_epochs", "local_epochs": "local_steps"}

@@ -39,7 +39,7 @@ from unskew.tuning.study import database, optuna_library
 from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_trials, no_callbacks
 
 MOST_TRIALS = 10_000
-MACHINE = ("engine", "workers", "together", "ray", "patience", "device", "checkpoint_every")
+MACHINE = ("engine", "workers", "clients_per_group", "ray", "stall_warning_seconds", "device", "checkpoint_every")
 """Fields that may be others when tuning goes on: the numbers are the same."""
 PATIENCE = 30 * 86_400.0
 """Seconds to wait while another process makes the comparison."""

@@ -26,7 +26,7 @@ class ColumnSelection(NamedTuple):
         divides: Decides the partition; it is an input only where ``features`` names it.
         categories: These hold categories; ``auto`` stands for every column of text.
         dates: These hold dates.
-        missing: What is done to missing numbers: ``refuse``, ``mean``, or ``indicator``, which also says where they were.
+        missing: What is done to missing numbers: ``error``, ``mean``, or ``indicator``, which also says where they were.
         regression: Whether the label is a number.
         agreed: Whether columns are those that others have, too: then one may be empty here, and one that is excluded absent.
         split: Columns that decide which rows are held out; inputs only where ``features`` or ``dates`` names them.
@@ -37,7 +37,7 @@ class ColumnSelection(NamedTuple):
     divides: str | None = None
     categories: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
-    missing: str = "refuse"
+    missing: str = "error"
     regression: bool = False
     agreed: bool = False
     split: tuple[str | None, ...] = ()
@@ -45,7 +45,7 @@ class ColumnSelection(NamedTuple):
     @property
     def mixed(self) -> bool:
         """Return whether columns are encoded one by one with global statistics."""
-        return bool(self.categories or self.dates) or self.missing != "refuse" or self.regression
+        return bool(self.categories or self.dates) or self.missing != "error" or self.regression
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
         """The columns that are predicted: several only where they are numbers."""
@@ -79,9 +79,7 @@ def select_inputs(
         ):
             reason = exclusion_reason(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
-    gaps = [c for c, what in done.items() if what == INPUT and table.column(c).null_count] * (
-        choice.missing == "refuse"
-    )
+    gaps = [c for c, what in done.items() if what == INPUT and table.column(c).null_count] * (choice.missing == "error")
     problems = [] if not (choice.mixed or gaps) else undeclared_dates(table, done)
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
@@ -122,7 +120,7 @@ def roles_next_to_images(
     Raises:
         ConfigError: Features are chosen or excluded.
     """
-    if choice.features or choice.exclude or choice.categories or choice.dates or choice.missing != "refuse":
+    if choice.features or choice.exclude or choice.categories or choice.dates or choice.missing != "error":
         raise ConfigError(
             f"The inputs of {name} are the images of its column {image!r}; it takes no features, exclude, categories, dates "
             "or missing."

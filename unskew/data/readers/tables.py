@@ -99,9 +99,9 @@ class Source:
         if classes is None or classes == self.classes:
             return self
         if self.task != "classification":
-            raise ConfigError(f"keep_classes={classes} needs one class per sample; {self.name} has others.")
+            raise ConfigError(f"max_classes={classes} needs one class per sample; {self.name} has others.")
         if not 2 <= classes < self.classes:
-            raise ConfigError(f"keep_classes={classes} must be from 2 to the {self.classes} classes of {self.name}.")
+            raise ConfigError(f"max_classes={classes} must be from 2 to the {self.classes} classes of {self.name}.")
         train, test = (p.rows(torch.nonzero(p.y < classes)[:, 0].numpy()) for p in (self.train, self.test))
         if not len(train) or not len(test):
             raise DataError(f"{self.name} has no samples to train or to test on in its first {classes} classes.")
@@ -222,7 +222,7 @@ def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection)
     kind = done.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
         return Encoder(column, "category", distinct_values([train.column(column)]))
-    return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "refuse")
+    return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "error")
 
 
 def train_test_tables(

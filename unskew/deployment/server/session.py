@@ -210,7 +210,7 @@ def check_deployable(config: Experiment) -> None:
     }
     for name in (name for name, asked in at_sites.items() if asked):
         raise ConfigError(f"{name} looks at what clients hold out, which is at the sites. Leave it out.")
-    if config.start_from is not None or config.to_be_continued:
-        raise ConfigError("start_from and to_be_continued join simulated runs; a deployed run begins by itself.")
+    if config.start_from is not None or config.base_run:
+        raise ConfigError("start_from and base_run join simulated runs; a deployed run begins by itself.")
     if config.synthetic is not None:
         raise ConfigError("synthetic names images that were made before; sites make their own. Leave it out.")

@@ -77,9 +77,18 @@ class RayEngine:
     name = "ray"
 
     def __init__(
-        self, setup: EngineConfig, workers: int | None = None, where: ClusterConfig | None = None, together: int = 1
+        self,
+        setup: EngineConfig,
+        workers: int | None = None,
+        where: ClusterConfig | None = None,
+        clients_per_group: int = 1,
     ):
-        self.setup, self.where, self.ray, self.together = setup, where or ClusterConfig(), load_ray(), together
+        self.setup, self.where, self.ray, self.clients_per_group = (
+            setup,
+            where or ClusterConfig(),
+            load_ray(),
+            clients_per_group,
+        )
         ray = self.ray
         connect(self.where.address, workers)
         self.most, self.ended = workers, Event()
@@ -96,7 +105,7 @@ class RayEngine:
         self.run = f"{os.getpid()}-{uuid4().hex}"
         sent = replace(setup, federation=self._sent(), warn=warnings.warn, retried=ignore_retries)
         try:
-            self.everything = self._put((sent, together))
+            self.everything = self._put((sent, clients_per_group))
         except EngineError:
             raise
         except Exception as error:
@@ -190,13 +199,13 @@ class RayEngine:
     def _window(self) -> int:
         """Clients of a cohort that are looked at together: the largest of them are trained first."""
         spec = self.setup.spec
-        fewest = AHEAD * self.places() * self.together
+        fewest = AHEAD * self.places() * self.clients_per_group
         return max(fewest, min(TURNS * fewest, HELD // max(1, spec.size * spec.dtype.itemsize)))
 
     def _of_a_task(self, cohort: int) -> int:
         """Clients of a task: one network, or small ones one after another, so that sending tasks takes little of the time."""
-        if self.together > 1:
-            return self.together
+        if self.clients_per_group > 1:
+            return self.clients_per_group
         spec = self.setup.spec
         room = min(SMALL, HELD) // max(1, spec.size * spec.dtype.itemsize)
         return max(1, min(cohort // (TASKS * self.places()), room))
@@ -214,7 +223,7 @@ class RayEngine:
         """Wait for tasks and return those that ended; warn if none ends for too long."""
         began = time.monotonic()
         while True:
-            limit = self.setup.patience
+            limit = self.setup.stall_warning_seconds
             if self.where.deadline is not None:
                 limit = max(0.0, min(limit, began + self.where.deadline - time.monotonic()))
             ready, _ = self.ray.wait(flying, num_returns=len(flying), timeout=0)
